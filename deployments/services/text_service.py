@@ -1,7 +1,7 @@
 """TextService: texts of the language models that a module cache has built, and embeddings by them. Ray-free.
 
-Prompts are tokenized beside the device thread; all prompts and completions of a request run in the model's engine
-together.
+Prompts are tokenized beside the device thread, long ones in a thread of their own. All prompts and completions of a
+request run in the model's engine together.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from deployments.engines.llm.chat import whole_calls
 from deployments.engines.llm.engine import LLMEngine
@@ -31,6 +31,7 @@ from deployments.modules.lease import Lease
 from deployments.modules.loading import is_denoise_component
 from deployments.records import (
     CacheUse,
+    ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
@@ -44,6 +45,10 @@ from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.text_prompts import embedding_requests, is_echoed, text_requests
 from deployments.tasks import outcome_of
 
+INLINE_CHARACTERS: Final = 2000  # of the texts of a request: tokenized on the event loop, within about a millisecond
+RequestT = TypeVar("RequestT", bound=TextRequestRecord | EmbeddingRequest)
+ReadT = TypeVar("ReadT")
+
 
 class TextService:
     """Writes text on one device thread, in batches of all requests of a model. Lives on one event loop."""
@@ -52,11 +57,15 @@ class TextService:
         self._module_cache = module_cache
         self._device = device
         # HAZARD: the first text that a tokenizer encodes may change it (its file can have truncation switched on), and
-        # two at once would meet. One thread for all: prompts take milliseconds, and no step waits for them.
+        # two at once would meet. One thread for all, or none while it has nothing to do: no step waits for prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._num_reading = 0  # requests that this thread has
 
-    async def stream(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
-        """Yield text as it comes. Raises the ServiceErrors of `deployments.errors`."""
+    async def stream(self, request: TextRequestRecord, *, is_patient: bool = False) -> AsyncGenerator[TextChunk, None]:
+        """Yield text as it comes; with `is_patient`, the first piece, and all others at the end.
+
+        Raises the ServiceErrors of `deployments.errors`.
+        """
         start = time.perf_counter()
         with as_service_errors():
             async with self._module_cache.lease(
@@ -68,8 +77,7 @@ class TextService:
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
-                reading = asyncio.get_running_loop().run_in_executor(self._tokenizing, text_requests, engine, request)
-                requests, tools = await outcome_of(reading)
+                requests, tools = await self._read(text_requests, engine, request)
                 if request.lora:
                     loras = _loras(lease, request)
                     requests = [replace(one, loras=loras) for one in requests]
@@ -80,7 +88,7 @@ class TextService:
                 for chunk in _echoes(engine, request, requests):
                     yield chunk
                 # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-                async with contextlib.aclosing(_merged(loop, requests)) as deltas:
+                async with contextlib.aclosing(_merged(loop, requests, is_patient)) as deltas:
                     async for number, delta in deltas:
                         first = first or time.perf_counter()
                         counts.count(number, delta)
@@ -110,10 +118,7 @@ class TextService:
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
                 loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
-                reading = asyncio.get_running_loop().run_in_executor(
-                    self._tokenizing, embedding_requests, engine, request
-                )
-                requests, warnings = await outcome_of(reading)
+                requests, warnings = await self._read(embedding_requests, engine, request)
                 async with contextlib.aclosing(_merged(loop, requests)) as deltas:
                     found = {number: delta async for number, delta in deltas}
                 switch_ms = lease.report.switch_ms
@@ -127,6 +132,16 @@ class TextService:
             cache=CacheUse(num_cached, len(requests) - num_cached),
             warnings=warnings,
         )
+
+    async def _read(self, read: Callable[[LLMEngine, RequestT], ReadT], engine: LLMEngine, request: RequestT) -> ReadT:
+        """Return what `read` makes of a request. Short texts are not worth the way to a thread and back."""
+        if not self._num_reading and _is_short(request):
+            return read(engine, request)
+        self._num_reading += 1
+        try:
+            return await outcome_of(asyncio.get_running_loop().run_in_executor(self._tokenizing, read, engine, request))
+        finally:
+            self._num_reading -= 1
 
 
 def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
@@ -203,11 +218,11 @@ class _Counts:
 
 
 async def _merged(
-    loop: EngineLoop[TextRequest, TextDelta], requests: Sequence[TextRequest]
+    loop: EngineLoop[TextRequest, TextDelta], requests: Sequence[TextRequest], is_patient: bool = False
 ) -> AsyncGenerator[tuple[int, TextDelta], None]:
     """Yield the deltas of all requests as they come, with the number of the request. Raises what one of them raises."""
     if len(requests) == 1:
-        async with contextlib.aclosing(loop.stream_outputs(requests[0])) as deltas:
+        async with contextlib.aclosing(loop.stream_outputs(requests[0], is_patient=is_patient)) as deltas:
             async for delta in deltas:
                 yield 0, delta
         return
@@ -215,7 +230,7 @@ async def _merged(
 
     async def read(number: int, request: TextRequest) -> None:
         try:
-            async with contextlib.aclosing(loop.stream_outputs(request)) as deltas:
+            async with contextlib.aclosing(loop.stream_outputs(request, is_patient=is_patient)) as deltas:
                 async for delta in deltas:
                     queue.put_nowait((number, delta))
         except Exception as error:
@@ -244,6 +259,17 @@ def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
         text += reader.flush()
         reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
     return replace(chunk, text=text, tool_calls=calls, finish_reason=reason)
+
+
+def _is_short(request: TextRequestRecord | EmbeddingRequest) -> bool:
+    """Return whether the event loop can read a request: nothing is compiled for it, and its texts are short."""
+    if isinstance(request, ChatRequest):
+        if request.tools or request.response_format is not None:
+            return False
+        sizes = [len(message.content or "") for message in request.messages]
+    else:
+        sizes = [len(text) for text in (request.prompts if isinstance(request, CompletionRequest) else request.input)]
+    return sum(sizes) <= INLINE_CHARACTERS
 
 
 def _loras(lease: Lease, request: TextRequestRecord) -> tuple[TextLora, ...]:

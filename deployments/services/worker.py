@@ -124,7 +124,7 @@ class Worker(ModelReplica):
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
-        async with contextlib.aclosing(self.stream_text(request)) as stream:
+        async with contextlib.aclosing(self.stream_text(request, is_patient=True)) as stream:
             return whole_text(request.model, [chunk async for chunk in stream])
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
@@ -133,9 +133,14 @@ class Worker(ModelReplica):
         self._metrics.count_request("embedding", request.model, result.timings_ms)
         return result
 
-    async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
-        """Yield text as it comes. The last chunk has the timings and the switch report."""
-        async with contextlib.aclosing(self._texts.stream(request)) as stream:
+    async def stream_text(
+        self, request: TextRequestRecord, *, is_patient: bool = False
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield text as it comes; with `is_patient`, its first piece, and all others at the end.
+
+        The last chunk has the timings and the switch report.
+        """
+        async with contextlib.aclosing(self._texts.stream(request, is_patient=is_patient)) as stream:
             async for chunk in stream:
                 if chunk.switch is not None:
                     self._metrics.count_attached(request.model, chunk.switch.attached_bytes)

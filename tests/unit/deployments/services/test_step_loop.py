@@ -474,6 +474,64 @@ async def test_who_leaves_before_the_next_step_never_joins() -> None:
         await left
 
 
+async def test_a_patient_caller_hears_of_the_first_output_and_of_the_others_with_the_last() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    told: list[str] = []
+
+    async def listen() -> None:
+        async for delta in text.stream_outputs(text_request("a", 4), is_patient=True):
+            told.append(delta.text)
+
+    listening = asyncio.ensure_future(listen())
+    await until(lambda: engine.turns.waiting)
+    engine.turns.grant()
+    await until(lambda: told == ["a1 "])
+    for _ in range(2):
+        engine.turns.grant()
+        await until(lambda: engine.turns.waiting)
+        await asyncio.sleep(0)
+        assert told == ["a1 "], "the event loop had nothing to do for that step"
+    engine.turns.grant()
+    await listening
+    assert told == ["a1 ", "a2 ", "a3 ", "a4 "]
+
+
+async def test_patience_holds_up_nobody_else_and_no_error() -> None:
+    engine = Engine(Turns(0))
+    engine.breaks = "b"
+    text = EngineLoop(DeviceThread(), engine)
+    heard: list[str] = []
+
+    async def listen(name: str, most: int, *, is_patient: bool) -> None:
+        async for delta in text.stream_outputs(text_request(name, most), is_patient=is_patient):
+            heard.append(delta.text)
+
+    listening = [asyncio.ensure_future(listen(name, 3, is_patient=name != "c")) for name in "abc"]
+    await until(lambda: engine.turns.waiting and len(engine.running) > 0)
+    engine.turns.grant(100)
+    outcomes = await asyncio.gather(*listening, return_exceptions=True)
+    assert [heard.count(f"{name}{count} ") for name in "ac" for count in (1, 2, 3)] == [1] * 6
+    assert [type(one) for one in outcomes] == [type(None), ComputationFailed, type(None)]
+
+
+async def test_a_patient_caller_that_leaves_leaves_nothing_for_the_next() -> None:
+    engine = Engine(Turns(0))
+    text = EngineLoop(DeviceThread(), engine)
+    stream = text.stream_outputs(text_request("left", 10**6), is_patient=True)
+    first = asyncio.ensure_future(anext(stream))
+    await until(lambda: engine.turns.waiting)
+    engine.turns.grant(5)  # four of them nobody has been told of
+    assert (await first).text == "left1 "
+    await until(lambda: len(engine.steps) == 5)
+    closing = asyncio.ensure_future(stream.aclose())  # type: ignore[attr-defined]
+    await until(lambda: engine.forsaken == ["left"])
+    engine.turns.grant(3)  # the step that is under way, and two of the next request
+    await closing
+    assert engine.aborted == ["left"]
+    assert await texts(text, text_request("b", 2)) == "b1 b2 "
+
+
 async def test_leaving_early_aborts_the_request() -> None:
     engine = Engine()
     text = EngineLoop(DeviceThread(), engine)

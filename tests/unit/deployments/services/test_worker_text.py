@@ -12,12 +12,12 @@ from typing import Any
 from deployments.engines.protocol import TextDelta, TextRequest
 from deployments.records import CompletionRequest, SwitchReport
 from deployments.services.step_loop import DeviceThread
-from deployments.services.text_service import TextService
+from deployments.services.text_service import INLINE_CHARACTERS, TextService
 from deployments.services.worker import Worker
 
 
 class Engine:
-    """Ends each request at its first step. Tokenizing the prompt "long" takes until `gate` is set."""
+    """Ends each request at its first step. Tokenizing a prompt that begins with "long" takes until `gate` is set."""
 
     max_model_len = 100
 
@@ -31,7 +31,7 @@ class Engine:
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         self.threads["encode"] = threading.current_thread().name
-        if text == "long":
+        if text.startswith("long"):
             self.is_tokenizing.set()
             assert self.gate.wait(30)
         return (1, 2, 3)
@@ -77,13 +77,19 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_no_step_up() -> None:
     loop = asyncio.get_running_loop()
     short = await worker.write_text(CompletionRequest(model="m", prompt="short"))
     assert short.text == "done"
-    assert {role: name.rpartition("_")[0] for role, name in engine.threads.items()} == {
-        "encode": "tokenize",
-        "step": "device",
-    }
-    long = asyncio.create_task(worker.write_text(CompletionRequest(model="m", prompt="long")))
+    assert engine.threads["encode"] == threading.current_thread().name, "not worth the way to a thread and back"
+    assert engine.threads["step"].rpartition("_")[0] == "device"
+    long = asyncio.create_task(worker.write_text(CompletionRequest(model="m", prompt="long" * INLINE_CHARACTERS)))
     assert await loop.run_in_executor(None, engine.is_tokenizing.wait, 30)
+    assert engine.threads["encode"].rpartition("_")[0] == "tokenize"
     async with asyncio.timeout(5):
         assert await worker._device.run(lambda: "a step") == "a step"
+    engine.threads.clear()
+    behind = asyncio.create_task(worker.write_text(CompletionRequest(model="m", prompt="short")))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not engine.threads, "a tokenizer has one thread at a time"
     engine.gate.set()
     assert (await long).text == "done"
+    assert (await behind).text == "done"
+    assert engine.threads["encode"].rpartition("_")[0] == "tokenize"
