@@ -55,10 +55,18 @@ def count_copies() -> list[TemplateStats] | None:
                 copies[entry] += 0  # the socket of one
             continue
         name, process = rest
-        if not os.path.exists(f"/proc/{process}"):
+        if not _is_running(process):
             continue
         if kind == "template":
             ready.add(name)
         else:
             copies[name] += 1
     return [TemplateStats(name, name in ready, copies[name]) for name in sorted(copies)]
+
+
+def _is_running(process: str) -> bool:
+    """Return whether a process is there and no zombie, as one is whose parent does not look after it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return False

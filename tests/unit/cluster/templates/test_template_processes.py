@@ -249,10 +249,13 @@ def test_copies_of_killed_templates_are_not_counted_when_they_have_ended(
     (tmp_path / "problems").touch()
     with subprocess.Popen(["/bin/true"]) as ended:
         pass
-    for file in (f"copy=worker={ended.pid}", f"copy=worker={os.getpid()}", f"template=worker={ended.pid}"):
+    zombie = subprocess.Popen(["/bin/true"])
+    wait_until(lambda: psutil.Process(zombie.pid).status() == psutil.STATUS_ZOMBIE)
+    for file in (f"copy=worker={ended.pid}", f"copy=worker={os.getpid()}", f"template=worker={zombie.pid}"):
         (tmp_path / file).touch()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     assert count_copies() == [TemplateStats("worker", is_ready=False, num_copies=1)]
+    zombie.wait()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
     assert count_copies() is None
     monkeypatch.delenv(FOLDER_VARIABLE)
