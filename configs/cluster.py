@@ -42,7 +42,7 @@ class RayConfig(StrictModel):
     templates: bool = Field(
         True,
         description="start Ray's processes as copies of a few that have done their imports: Linux, and a private Ray; "
-        "where that does not work, each imports everything itself",
+        "where that does not work, and with `address`, each imports everything itself",
     )
 
 

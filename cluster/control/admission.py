@@ -2,7 +2,7 @@
 
 Requests wait here until a replica can start them. One is refused when it comes
 - because the queue is full, of its model or of all (`lanes.py` says who goes when tenants or priorities differ),
-- because it would not be done by its deadline, by what requests took so far (`service_times.py`).
+- because it would not be done by its deadline, by what requests took so far (`forecast.py`, `service_times.py`).
 Requests that wait already leave as soon as they cannot be done in time any more. A refusal says when the request could
 have been served: the place in time of one that is told to come back is kept free from the next ones that are told.
 
@@ -21,42 +21,23 @@ from cluster.control.admission_records import (
     AdmissionSnapshot,
     ModelLoad,
     Placement,
-    Reason,
     Refusal,
     Refused,
     Started,
 )
 from cluster.control.ended_requests import EndedLog
+from cluster.control.forecast import Forecast, Pool
 from cluster.control.free_starts import held_until_s
-from cluster.control.lanes import Ask, Lanes, Waiting
-from cluster.control.places import Places
+from cluster.control.lanes import Ask, Waiting
 from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes, SharedSeconds
-from cluster.control.turning_away import FairWait, ToldTimes
 from configs.admission import AdmissionConfig
 
-__all__ = ["MARGIN", "REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
+__all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
 
 REVIEW_S: Final = 0.25  # how often those that wait are predicted anew
-MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 SWITCHED_S: Final = 0.02  # a switch that took longer shows that the model was not at hand
-_ENOUGH: Final = 3  # measurements
 _MOSTLY: Final = 0.2  # of its time: a request that spent more of it switching says little about the next one
 _LEAST_SHARE: Final = 1e-6  # no request takes less of a replica
-
-
-class _Pool:
-    """The requests for one deployment: those that wait, and its replicas."""
-
-    def __init__(self, config: AdmissionConfig) -> None:
-        self.lanes = Lanes(config.weight_of, config.max_overtakes)
-        self.places = Places()
-        self.num_by_model: Counter[str] = Counter()  # waiting
-        self.told = ToldTimes()
-        self.fair_wait = FairWait()
-
-    def is_at_hand(self, model: str) -> bool:
-        """Return whether a request for the model is here, so that its times will be known soon."""
-        return self.num_by_model[model] > 0 or self.places.num_of(model) > 0
 
 
 class AdmissionQueue:
@@ -64,8 +45,9 @@ class AdmissionQueue:
 
     def __init__(self, config: AdmissionConfig) -> None:
         self._config = config
-        self._pools: dict[str, _Pool] = {}
+        self._pools: dict[str, Pool] = {}
         self._times = ServiceTimes()
+        self._forecast = Forecast(self._times)
         self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
         self._counts = ModelCounts()
         self._placement = Placement()
@@ -96,8 +78,8 @@ class AdmissionQueue:
         counts.arrivals.note_arrival(now_s)
         pool.told.note_arrival(ask.mark, now_s)
         self._num_arrived += 1
-        waiting = Waiting(ticket, ask, self._num_arrived, now_s, self._cost_s(ask))
-        refusal = self._untimely(pool, ask, now_s) or self._make_room(pool, waiting, now_s)
+        waiting = Waiting(ticket, ask, self._num_arrived, now_s, self._forecast.cost_s(ask))
+        refusal = self._forecast.why_untimely(pool, ask, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
             counts.refused += 1
             self._refused.append(Refused(ticket, refusal))
@@ -105,6 +87,20 @@ class AdmissionQueue:
         pool.lanes.add(waiting)
         pool.num_by_model[ask.model] += 1
         self._pool_of[ticket] = ask.pool
+
+    def refuse_unread(self, ask: Ask, now_s: float) -> Refusal | None:
+        """Return why a request cannot be in time that is like `ask`, as far as is known before it is read.
+
+        It counts as refused then. None: it may come.
+        """
+        pool = self._pool(ask.pool)
+        pool.told.note_arrival(ask.mark, now_s)
+        refusal = self._forecast.why_untimely(pool, ask, now_s)
+        if refusal is not None:
+            counts = self._counts.of(ask.model, ask.pool)
+            counts.arrivals.note_arrival(now_s)
+            counts.refused += 1
+        return refusal
 
     def restore(self, ticket: int, ask: Ask, arrived_s: float, now_s: float, replica: str | None) -> None:
         """Take over a request that was let in before, with its place on `replica`; None when it waits.
@@ -114,7 +110,7 @@ class AdmissionQueue:
         pool = self._pool(ask.pool)
         self._counts.of(ask.model, ask.pool)
         self._num_arrived += 1
-        waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._cost_s(ask))
+        waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._forecast.cost_s(ask))
         pool.lanes.add(waiting)
         self._pool_of[ticket] = ask.pool
         if replica is None:
@@ -143,7 +139,7 @@ class AdmissionQueue:
             return
         pool = self._pools[name]
         if ticket in pool.lanes:
-            self._take_out(pool, pool.lanes.remove(ticket))
+            pool.forget_waiting(pool.lanes.remove(ticket).ask.model)
             return
         ended = pool.places.end(ticket, now_s)
         ask = ended.waiting.ask
@@ -195,7 +191,8 @@ class AdmissionQueue:
         if self.num_waiting and now_s >= self._reviewed_s + REVIEW_S:
             self._reviewed_s = now_s
             for pool in self._pools.values():
-                self._review(pool, now_s)
+                for waiting, refusal in self._forecast.late_ones(pool, now_s):
+                    self._refuse(pool, waiting, refusal)
         for name, pool in self._pools.items():
             happened += self._start_all(name, pool, now_s)
         happened += self._refused
@@ -244,31 +241,7 @@ class AdmissionQueue:
             tuple(loads), {name: pool.places.load() for name, pool in self._pools.items()}, dict(tenants)
         )
 
-    def _untimely(self, pool: _Pool, ask: Ask, now_s: float) -> Refusal | None:
-        """Return why the request cannot be done in time; None if it can, or if nobody knows."""
-        budget_s = ask.deadline_s - now_s
-        if budget_s <= 0:
-            return Refusal("expired")
-        times = self._times.times(ask.model)
-        if times is None or budget_s == math.inf:
-            return None
-        is_idle = not len(pool.lanes) and not pool.places.num_running
-        if times.is_stale(now_s) and not pool.is_at_hand(ask.model):
-            return None  # one at a time tells whether the model is as slow as it was
-        if times.num_measured >= _ENOUGH and times.fastest_s * ask.work > budget_s:
-            return Refusal("hopeless", needs_s=times.fastest_s * ask.work)
-        ahead_s = pool.lanes.ahead_s(ask)
-        late_s = times.late_s(ask.work, pool.places.num_sharing(ask.share, ahead_s))
-        longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
-        wait_s = pool.places.start_in_s(ask.share, ahead_s, now_s) * MARGIN
-        before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
-        if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
-            return None
-        needs_s = wait_s + before_s + late_s
-        reason: Reason = "late" if needs_s > budget_s else "crowded"
-        return self._told(pool, ask, now_s, Refusal(reason, (wait_s - longest_s) / MARGIN, needs_s=needs_s))
-
-    def _make_room(self, pool: _Pool, waiting: Waiting, now_s: float) -> Refusal | None:
+    def _make_room(self, pool: Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the request has no place in the queue; None if it has one, perhaps that of another one."""
         ask = waiting.ask
         if ask.is_inner:
@@ -286,40 +259,12 @@ class AdmissionQueue:
             return None
         leaving = [(found, other) for other in crowd if (found := other.lanes.displaced_by(ask, model))]
         if not leaving:
-            return self._told(pool, ask, now_s, refusal)
+            return self._forecast.with_time(pool, ask, now_s, refusal)
         displaced, other = max(leaving, key=lambda pair: (pair[0].ask.priority, pair[0].number))
-        self._refuse(other, displaced, self._told(other, displaced.ask, now_s, refusal))
+        self._refuse(other, displaced, self._forecast.with_time(other, displaced.ask, now_s, refusal))
         return None
 
-    def _told(self, pool: _Pool, ask: Ask, now_s: float, refusal: Refusal) -> Refusal:
-        """Return the refusal with the time to come back: behind those of the tenant's who were told to and will."""
-        cost_s = self._cost_s(ask) / max(1, pool.places.num_replicas)
-        soonest_s = refusal.retry_after_s
-        if soonest_s is None:
-            start_s = pool.places.start_in_s(ask.share, 0.0, now_s)
-            soonest_s = cost_s + (start_s if start_s < math.inf else 0.0)
-        after_s = pool.told.tell(ask.mark, ask.tenant, soonest_s, cost_s, now_s)
-        return Refusal(refusal.reason, after_s, refusal.limit, refusal.needs_s)
-
-    def _review(self, pool: _Pool, now_s: float) -> None:
-        """Let those leave that cannot be done in time any more."""
-        late_s: dict[tuple[str, float, float], float] = {}  # of those that wait, many are alike
-        for waiting, ahead_s in pool.lanes.walk(self._cost_s):
-            ask = waiting.ask
-            budget_s = ask.deadline_s - now_s
-            if budget_s <= 0:
-                self._refuse(pool, waiting, Refusal("expired"))
-            elif budget_s < math.inf and (times := self._times.times(ask.model)):
-                kind = ask.model, ask.work, pool.places.num_sharing(ask.share, ahead_s)
-                if kind not in late_s:
-                    late_s[kind] = times.late_s(*kind[1:])
-                needs_s = pool.places.start_in_s(ask.share, ahead_s, now_s) + late_s[kind]
-                is_known = not times.is_stale(now_s) or pool.places.num_of(ask.model)
-                if budget_s < needs_s < math.inf and is_known:
-                    refusal = Refusal("late", needs_s - budget_s, needs_s=needs_s)
-                    self._refuse(pool, waiting, self._told(pool, ask, now_s, refusal))
-
-    def _start_all(self, name: str, pool: _Pool, now_s: float) -> Iterable[Started]:
+    def _start_all(self, name: str, pool: Pool, now_s: float) -> Iterable[Started]:
         held = {model for model in pool.num_by_model if self._is_full(name, pool, model, now_s)}
         full: set[str] = set()  # replicas that a request waits for which came before
         while len(pool.lanes) and (waiting := pool.lanes.next_up(held)) is not None:
@@ -353,7 +298,7 @@ class AdmissionQueue:
                 rivals = self._placement.models_of(name, replica, at_hand, now_s)
                 waiting = pool.lanes.beside(waiting, [model for model in rivals if model not in held]) or waiting
                 ask, times = waiting.ask, self._times.times(waiting.ask.model)
-            pool.lanes.start(waiting.ticket, self._cost_s(ask))
+            pool.lanes.start(waiting.ticket, self._forecast.cost_s(ask))
             pool.num_by_model[ask.model] -= 1
             latency, start = times.latency_s(ask.work) if times else SharedSeconds(), (free or {}).get(replica)
             switch_s, is_alone = (start.switch_s, not start.is_beside) if start else (switch_s, False)
@@ -361,31 +306,21 @@ class AdmissionQueue:
             self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 
-    def _is_full(self, name: str, pool: _Pool, model: str, now_s: float) -> bool:
+    def _is_full(self, name: str, pool: Pool, model: str, now_s: float) -> bool:
         """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
         among = self._placement.of(name, model, now_s)
         if among is None or self._placement.refusal_of(name, model, now_s) is not None:
             return False
         return not pool.places.has_room(_LEAST_SHARE, among)
 
-    def _refuse(self, pool: _Pool, waiting: Waiting, refusal: Refusal) -> None:
+    def _refuse(self, pool: Pool, waiting: Waiting, refusal: Refusal) -> None:
         pool.lanes.remove(waiting.ticket)
-        self._take_out(pool, waiting)
+        pool.forget_waiting(waiting.ask.model)
         del self._pool_of[waiting.ticket]
         self._counts.of(waiting.ask.model, waiting.ask.pool).refused += 1
         self._refused.append(Refused(waiting.ticket, refusal))
 
-    def _cost_s(self, ask: Ask) -> float:
-        """Return the replica seconds that a request may take; before any was measured, as many as its share."""
-        times = self._times.times(ask.model)
-        return times.cost_s(ask.work, ask.share) if times else ask.share
-
-    def _take_out(self, pool: _Pool, waiting: Waiting) -> None:
-        pool.num_by_model[waiting.ask.model] -= 1
-        if not pool.num_by_model[waiting.ask.model]:
-            del pool.num_by_model[waiting.ask.model]
-
-    def _pool(self, name: str) -> _Pool:
+    def _pool(self, name: str) -> Pool:
         if name not in self._pools:
-            self._pools[name] = _Pool(self._config)
+            self._pools[name] = Pool(self._config)
         return self._pools[name]

@@ -71,6 +71,11 @@ class Dispatcher:
         if self._queue.is_unplaced(ask, now_s):
             self.news.set()
 
+    def refuse_unread(self, ask: Ask) -> Refusal | None:
+        """Return why a request is refused that is like `ask`; None if it may come. `ask.deadline_s` is from now."""
+        now_s = self._clock()
+        return self._queue.refuse_unread(replace(ask, deadline_s=now_s + ask.deadline_s), now_s)
+
     def restore(self, ended: Iterable[int], held: Iterable[tuple[int, Ask, float, str | None]]) -> None:
         """End requests and take over others, all at once: nothing starts in between.
 

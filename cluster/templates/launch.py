@@ -69,7 +69,7 @@ def _copy_template(arguments: list[str]) -> int | None:
     except OSError as error:
         note_problem(folder, f"no copy of template {name!r}: {error}")
         return None
-    connection.detach()  # open as long as this process lives: the template ends the copy when it is closed
+    connection.detach()  # open as long as this process lives: the kernel ends the copy when it is closed
     return copy
 
 

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
+import signal
 import socket
 from typing import Final, NamedTuple, Self
 
@@ -85,12 +87,19 @@ class CopyRequest(NamedTuple):
 
 
 def answer_as_copy(connection: socket.socket) -> None:
-    """Answer a request as its copy: with a handle of this process, to watch and to end it by. Raises OSError."""
+    """Answer a request as its copy: with a handle of this process, to watch and to end it by. Raises OSError.
+
+    The kernel ends this process when the other side ends, whatever becomes of the template: the connection stays open.
+    """
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | fcntl.FASYNC)
     handle = os.pidfd_open(os.getpid())
     try:
         socket.send_fds(connection, [b"y"], [handle])
     finally:
         os.close(handle)
+    connection.detach()
 
 
 def receive_copy(connection: socket.socket) -> int | None:

@@ -50,7 +50,7 @@ def running_templates(template: Template, script: str | None = None) -> Iterator
             stack.enter_context(_environment({FOLDER_VARIABLE: str(folder)}))
             running = stack.pop_all()
     except OSError as error:
-        _say_ordinary(str(error))
+        say_ordinary(str(error))
         running = contextlib.ExitStack()
     with running:
         yield
@@ -83,7 +83,7 @@ def workers_by_templates() -> Iterator[None]:
         yield
         return
     if start_raylet is None:
-        _say_ordinary("this version of Ray starts its processes in another way")
+        say_ordinary("this version of Ray starts its processes in another way")
         yield
         return
 
@@ -93,7 +93,7 @@ def workers_by_templates() -> Iterator[None]:
         if all(path and os.path.samefile(path, own) for path, own in zip(found, _ray_scripts(), strict=True)):
             settings.worker_path, settings.setup_worker_path = launch.__file__, setup_worker.__file__
         else:
-            _say_ordinary(f"this version of Ray has other scripts for its workers: {found}")
+            say_ordinary(f"this version of Ray has other scripts for its workers: {found}")
         start_raylet(node, *arguments, **options)
 
     Node.start_raylet = start_with_launcher
@@ -107,7 +107,8 @@ def _ray_scripts() -> tuple[str, str]:
     return launch.worker_script(), launch.setup_script()
 
 
-def _say_ordinary(reason: str) -> None:
+def say_ordinary(reason: str) -> None:
+    """Warn that there are no templates, and why."""
     _logger.warning(
         f"each of Ray's processes imports everything itself, which is slower than from a template: {reason}"
     )

@@ -1,13 +1,14 @@
 """A template process: it has imported what a kind of worker needs, and becomes workers by copying itself.
 
-A template is a copy itself, of the one it builds on, which starts it again when it is killed. Nothing but imports may
-have happened in it: only one thread goes on in a copy, and CUDA does not work in the copy of a process that has begun
-it. A template that finds more has no copies made, and says so.
+A template is a copy itself, of the one it builds on, which starts it again when it is killed, and which becomes the
+parent of its copies then. Nothing but imports may have happened in it: only one thread goes on in a copy, and CUDA does
+not work in the copy of a process that has begun it. A template that finds more has no copies made, and says so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -24,10 +25,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Self
 
+from cluster.templates.census import note_process, strike_process
 from cluster.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE, CopyRequest, answer_as_copy, note_problem
 
 _REQUEST_TIMEOUT_S: Final = 5.0
 _MAX_STARTS: Final = 4  # of one template
+_PR_SET_CHILD_SUBREAPER: Final = 36  # <sys/prctl.h>
+_MANY: Final = 4096  # bytes, one for a child that has ended
 _ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",  # or libraries start threads at import
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # or who asks for a GPU opens it
@@ -67,16 +71,6 @@ class Template:
         return cls(values["name"], values["imports"], values["environment"], further)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Child:
-    """A process that was copied: a worker with the connection to who asked for it, or a template."""
-
-    process: int
-    handle: int
-    connection: socket.socket | None = None
-    template: Template | None = None
-
-
 class _TemplateProcess:
     """This process as a template. `listeners` are the sockets of this one and of those that build on it, by name.
 
@@ -88,6 +82,7 @@ class _TemplateProcess:
         self._environment = dict(environment)
         self._folder = folder
         self._selector: selectors.BaseSelector
+        self._further: dict[int, Template] = {}  # those that build on this one, by process
         self._starts: dict[str, int] = {}
         self._twins = ""
 
@@ -99,6 +94,8 @@ class _TemplateProcess:
             _import_all(template, self._folder)
             self._twins = _ids_of_twins() if template.name else ""
             gc.freeze()  # a collection in a copy would write to every page that it shares with the others
+            if template.name:
+                note_process(self._folder, "template", template.name, os.getpid())
             become = self._make_copies(template)
             if not isinstance(become, Template):
                 return become
@@ -111,7 +108,9 @@ class _TemplateProcess:
         """
         self._selector = selectors.DefaultSelector()
         self._selector.register(0, selectors.EVENT_READ)
+        ended = self._watch_children()
         self._starts = {}
+        self._further = {}
         for further in template.further:
             if self._start_template(further):
                 return further
@@ -122,49 +121,54 @@ class _TemplateProcess:
             self._selector.register(self._listeners[template.name], selectors.EVENT_READ)
         while True:
             for key, _ in self._selector.select():
-                child: _Child | None = key.data
                 become: Template | CopyRequest | None = None
-                if child is None and key.fd == 0:
+                if key.fd == 0:
                     return None
-                if child is None:
-                    become = self._answer_next(self._listeners[template.name])
-                elif key.fd == child.handle:
-                    become = self._bury(child)
-                elif self._selector.get_map().get(key.fd) is key and child.connection:  # who asked has been ended
-                    self._selector.unregister(child.connection)
-                    os.kill(child.process, signal.SIGKILL)
+                if key.fd == ended:
+                    os.read(ended, _MANY)
+                    become = self._bury_children()
+                else:
+                    become = self._answer_next(template.name)
                 if become is not None:
                     return become
+
+    def _watch_children(self) -> int:
+        """Return a pipe that can be read when a child has ended, or an orphan whose parent was a template."""
+        ended, ending = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._selector.register(ended, selectors.EVENT_READ, ending)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # its default writes nothing into the pipe
+        signal.set_wakeup_fd(ending)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return ended
 
     def _start_template(self, further: Template) -> bool:
         """Copy this process for a template that builds on it. Return whether this is the copy."""
         self._starts[further.name] = self._starts.get(further.name, 0) + 1
         process = os.fork()
         if process:
-            self._watch(_Child(process, os.pidfd_open(process), None, further))
+            self._further[process] = further
             return False
         self._leave(further.names())
         return True
 
-    def _answer_next(self, listener: socket.socket) -> CopyRequest | None:
-        """Answer the next request. In the copy, return it."""
-        connection = listener.accept()[0]
+    def _answer_next(self, name: str) -> CopyRequest | None:
+        """Answer the next request to this template. In the copy, return it."""
+        connection = self._listeners[name].accept()[0]
         connection.settimeout(_REQUEST_TIMEOUT_S)
         try:
             request, streams = CopyRequest.receive(connection)
         except (OSError, ValueError, TypeError):
             connection.close()
             return None
+        process = -1
         problem = self._twins or _why_no_copy(self._environment, request.environment)
         if problem or not _is_waited_for(connection):  # it has waited too long, and is an ordinary worker now
             if problem:
                 note_problem(self._folder, f"no copy of a template: {problem}")
             with contextlib.suppress(OSError):
                 connection.sendall(b"n")
-            connection.close()
-            process = -1
         elif process := os.fork():
-            self._watch(_Child(process, os.pidfd_open(process), connection))
+            note_process(self._folder, "copy", name, process)
         else:
             self._leave(())
             for number, stream in enumerate(streams):
@@ -173,40 +177,39 @@ class _TemplateProcess:
                 answer_as_copy(connection)  # not the template, which may be killed between the two
             except OSError:
                 os._exit(0)
-            connection.close()
+        connection.close()
         for stream in streams:
             os.close(stream)
         return None if process else request
 
-    def _watch(self, child: _Child) -> None:
-        self._selector.register(child.handle, selectors.EVENT_READ, child)
-        if child.connection:
-            self._selector.register(child.connection, selectors.EVENT_READ, child)
-
-    def _bury(self, child: _Child) -> Template | None:
-        """Forget a copy that has ended. A template that was killed is started again: in the copy, return it."""
-        status = os.waitpid(child.process, 0)[1]
-        self._selector.unregister(child.handle)
-        os.close(child.handle)
-        if child.connection:
-            if child.connection.fileno() in self._selector.get_map():
-                self._selector.unregister(child.connection)
-            child.connection.close()
-        if child.template is None or not child.template.name:
-            return None
-        if os.WIFSIGNALED(status) and self._starts[child.template.name] < _MAX_STARTS:
-            alone = replace(child.template, further=())  # those that build on it go on, and have its imports
-            return alone if self._start_template(alone) else None
-        self._listeners.pop(child.template.name).close()
-        return None
+    def _bury_children(self) -> Template | None:
+        """Forget the children that have ended. A template that was killed is started again: in the copy, return it."""
+        while True:
+            try:
+                process, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return None
+            if not process:
+                return None
+            strike_process(self._folder, process)
+            template = self._further.pop(process, None)
+            if template is None or not template.name:
+                continue
+            if not os.WIFSIGNALED(status) or self._starts[template.name] >= _MAX_STARTS:
+                self._listeners.pop(template.name).close()
+                continue
+            alone = replace(template, further=())  # those that build on it go on, and have its imports
+            if self._start_template(alone):
+                return alone
 
     def _leave(self, names: Sequence[str]) -> None:
         """Close, in a copy, what belongs to the template. Keep the sockets of these."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, int) and key.fd:
+            if key.data is not None:  # the two ends of a pipe
                 os.close(key.fd)
-            elif isinstance(key.fileobj, socket.socket) and key.data:
-                key.fileobj.close()
+                os.close(key.data)
         self._selector.close()
         for name in self._listeners.keys() - set(names):
             self._listeners.pop(name).close()

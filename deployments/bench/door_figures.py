@@ -12,6 +12,7 @@ from typing import Any, Final
 from deployments.bench.door_load import CANCELLED, REFUSED, Outcome
 from deployments.bench.figures import percentile
 
+NUM_PROBLEMS: Final = 8  # that are named
 RETRY_RESOLUTION_S: Final = 1.0  # Retry-After is in whole seconds (RFC 9110, section 10.2.3)
 
 
@@ -82,13 +83,19 @@ def work_rate(outcomes: Sequence[Outcome], costs_s: Mapping[str, float], start_s
 
 
 def overload_figures(
-    outcomes: Sequence[Outcome], costs_s: Mapping[str, float], peak: float, start_s: float, end_s: float | None = None
+    outcomes: Sequence[Outcome],
+    costs_s: Mapping[str, float],
+    peak: float,
+    start_s: float | None = None,
+    end_s: float | None = None,
 ) -> dict[str, Any]:
     """Return goodput between two times as a share of `peak`, and what became of all requests.
 
-    `end_s` None: the last good answer. Requests that were not refused count as admitted, whatever became of them.
+    `start_s` None: the first request, which of thousands at once a client sends after seconds of its own work. `end_s`
+    None: the last good answer. Requests that were not refused count as admitted, whatever became of them.
     """
     good = [one for one in outcomes if one.is_good]
+    start_s = min(one.sent_s for one in outcomes) if start_s is None else start_s
     admitted = [one for one in outcomes if one.status != REFUSED]
     end_s = end_s or max((one.done_s for one in good), default=0.0)
     refusals_ms = [one.latency_s * 1e3 for one in outcomes if one.status == REFUSED]
@@ -102,6 +109,7 @@ def overload_figures(
         "good_by_kind": dict(Counter(one.kind for one in good)),
         "p50_ms": _median([one.latency_s * 1e3 for one in good]),
         "last_done_s": max(one.done_s for one in outcomes),
+        "problems": dict(Counter(one.problem for one in outcomes if one.problem).most_common(NUM_PROBLEMS)),
         "refused_p50_ms": _median(refusals_ms),
         "refused_p99_ms": percentile(refusals_ms, 0.99) if refusals_ms else None,
         "without_retry_after": sum(one.status == REFUSED and one.retry_after_s is None for one in outcomes),

@@ -23,6 +23,7 @@ CANCELLED: Final = -1  # the status of a request that its caller gave up
 TIMEOUT_S: Final = 300.0
 PROBE_SHARE: Final = 0.1  # of the time in Retry-After, between two questions of a prober
 MAX_PROBE_SHARE: Final = 2.0  # of that time; who is refused even then is counted as admitted at that moment
+MAX_PROBLEM: Final = 120  # characters of an error that are kept
 TIMEOUT_HEADER: Final = "x-request-timeout-seconds"
 
 
@@ -139,8 +140,10 @@ class _Sender:
                 )
                 async with request as response:
                     last_s = 0.0
-                    async for _ in response.content.iter_any():
+                    async for piece in response.content.iter_any():
                         now_s = self._now_s()
+                        if response.status not in (200, REFUSED):
+                            problem = problem or piece.decode(errors="replace")[:MAX_PROBLEM]
                         first_s = first_s or now_s
                         gaps_s += [now_s - last_s] if last_s else []
                         last_s = now_s
@@ -150,7 +153,7 @@ class _Sender:
         except TimeoutError:
             status, problem = (CANCELLED, "") if ask.cancel_s is not None else (GONE, "no answer in time")
         except (aiohttp.ClientError, OSError) as error:
-            problem = f"{type(error).__name__}: {error}"[:120]
+            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
         if "sent" in trace:  # a thousand connections at once take a client a while, which is not the server's time
             sent_s = trace["sent"] - self._start_s
         done_s = self._now_s()

@@ -85,7 +85,7 @@ def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: 
             asks = [replace(ask, timeout_s=effort.burst_deadline_s) for ask in requests.draw_mix(number)]
             outcomes = _loaded(load, url, asks)
             name = f"{number} at once"
-            loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"], 0.0)
+            loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"])
             show(load_table({name: loads[name]}))
     memory_bytes.append(_ingress_bytes())
     return {

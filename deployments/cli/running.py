@@ -18,7 +18,7 @@ from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
 from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
 from cluster.templates.launch import BASE
-from cluster.templates.starting import running_templates, template_environment, template_problems
+from cluster.templates.starting import running_templates, say_ordinary, template_environment, template_problems
 from cluster.templates.template import Template
 from configs.cluster import ClusterConfig
 from deployments.cli.progress import StartState
@@ -117,6 +117,8 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
     if config.ray.address is not None:
         import ray
 
+        if config.ray.templates:
+            say_ordinary(f"the Ray at {config.ray.address} was started by others, who start its processes as well")
         _import_application()
         with ray_session(config), _http_door(config, sum(node["Alive"] for node in ray.nodes())) as door:
             yield door

@@ -94,6 +94,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
         _print_replica("text encoder", encoder, _cache_use(encoder))
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
+    _print_templates(cluster.get("templates"))
 
 
 def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
@@ -212,6 +213,20 @@ def _print_replica(name: str, replica: dict[str, Any], doing: str) -> None:
         print_line(f"{name} is unreachable: {replica['unreachable']}", "red")
     else:
         print_line(f"{name}: {len(replica['modules'])} modules, {size(replica['resident_bytes'])}; {doing}")
+
+
+def _print_templates(found: dict[str, Any] | None) -> None:
+    """One line for all templates: a new process of theirs begins with its imports done."""
+    if found is None:
+        print_line("no templates: each of Ray's processes imports everything itself")
+        return
+    shown = [
+        f"{one['num_copies']} of {one['name']}" + ("" if one["is_ready"] else ", which makes no more now")
+        for one in found["templates"]
+    ]
+    print_line(f"processes that are copies of templates: {'; '.join(shown)}")
+    for problem in found["problems"]:
+        print_line(f"a process has imported everything itself: {problem}")
 
 
 def _cache_use(encoder: dict[str, Any]) -> str:

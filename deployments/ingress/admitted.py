@@ -40,18 +40,18 @@ def admitted(queue: RequestQueue, ask: Ask) -> Iterator[Slot]:
     Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
     ticket = queue.submit(ask)
-    end_turn()
+    end_turn(ask)
     slot = Slot(queue, ticket)
     try:
         yield slot
     except NotAdmitted as error:
-        raise _error_of(error.refusal, ask) from None
+        raise refusal_error(error.refusal, ask) from None
     finally:
         queue.leave(ticket, is_answered=slot.is_answered, switch_s=slot.switch_s)
 
 
-def _error_of(refusal: Refusal, ask: Ask) -> ServiceError:
-    """Return a refusal as the error that clients get."""
+def refusal_error(refusal: Refusal, ask: Ask) -> ServiceError:
+    """Return a refusal as the error that clients get. `ask.deadline_s` is from now."""
     after_s = refusal.retry_after_s
     if ask.deadline_s <= 0:
         return DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")

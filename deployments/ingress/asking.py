@@ -7,6 +7,7 @@ from typing import Final
 
 from cluster.control.lanes import Ask
 from configs.cluster import ClusterConfig, ModelReplicaConfig
+from deployments.ingress.known_forms import mark_of_text
 from deployments.ingress.terms import Terms
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 
@@ -18,7 +19,7 @@ _TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
 _MANY_TOKENS: Final = 256  # of an answer whose request does not say
 _PROMPT_TOKENS: Final = 8  # of a language model's prompt, which take as long as one of an answer
 _HEADS_AT_ONCE: Final = 64
-_MARKED: Final = 1024  # characters, or bytes of features
+_MARKED: Final = 1024  # bytes of features, or tokens
 Request = ImageRequest | ChatRequest | CompletionRequest | EmbeddingRequest | HeadRequest
 
 
@@ -62,7 +63,6 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
 
 
 def _mark_of(request: Request) -> int:
-    """Return a number that says what is asked, but for the seed, which may be drawn: who asks again has the same."""
     if isinstance(request, HeadRequest):
         return zlib.crc32(request.features.tobytes()[:_MARKED]) or 1
     if isinstance(request, ImageRequest):
@@ -72,7 +72,7 @@ def _mark_of(request: Request) -> int:
     else:
         first = request.prompts[0] if isinstance(request, CompletionRequest) else request.input[0]
         content = first if isinstance(first, str) else repr(first[:_MARKED])
-    return zlib.crc32(f"{request.model} {content[:_MARKED]}".encode()) or 1
+    return mark_of_text(request.model, content)
 
 
 def ask_of_pipeline(name: str, terms: Terms, timeout_s: float, max_running: int) -> Ask:

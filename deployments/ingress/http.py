@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
 
 from cluster.control.dispatcher import Dispatcher
+from cluster.control.lanes import Ask
 from cluster.control.shared_queue import connect_shared_queue
 from cluster.control.shared_queue_client import SharedQueueClient
 from cluster.controller.actor import connect_controller
@@ -31,14 +32,16 @@ from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
+from deployments.errors import ServiceError
 from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import HttpAccess, describe_keys
 from deployments.ingress.admin.controller import create_controller_router
 from deployments.ingress.admin.routes import create_admin_router
-from deployments.ingress.admitted import RequestQueue
+from deployments.ingress.admitted import RequestQueue, refusal_error
 from deployments.ingress.asking import ENCODER, WORKER
 from deployments.ingress.gate import Gate
+from deployments.ingress.known_forms import KnownForms
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
@@ -193,7 +196,9 @@ class Ingress:
         # ingress says what was not done in time.
         replica.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
         has_cors = bool(self._config.access.cors_origins)
-        begin_turns_before_serve(lambda: self._queue.config.max_waiting, refuses=not has_cors)
+        # A shared queue is another process: to ask it would take as long as to read the request.
+        forms = KnownForms(partial(_why_refused, self._queue)) if isinstance(self._queue, Dispatcher) else None
+        begin_turns_before_serve(lambda: self._queue.config.max_waiting, refuses=not has_cors, forms=forms)
         return create_http_app(self._service, self._config, self._http_host, self._watch_replicas)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
@@ -248,6 +253,12 @@ class Ingress:
             return None if self._queue.num_replicas(pool) else await states.why_none_can()
 
         return why_none_can
+
+
+def _why_refused(queue: Dispatcher, ask: Ask) -> ServiceError | None:
+    """Return why the queue refuses what a request asks for."""
+    refusal = queue.refuse_unread(ask)
+    return refusal_error(refusal, ask) if refusal else None
 
 
 def _checked_host(config: ClusterConfig) -> str:

@@ -6,6 +6,8 @@ piece by piece and need none.
 
 A turn begins before Serve's replica sees the request where HAProxy leads requests to it. What Serve does for each of
 them takes a part of a millisecond and does not pause, so that a probe would wait while it does that for thousands.
+Where others wait for their turns, the queue is asked there about requests of a known form (`known_forms.py`): most of
+an overload is refused so, without Serve, validation and records.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ import math
 import time
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.control.lanes import Ask
 from cluster.door.haproxy_rules import RECEIVED
 from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
+from deployments.ingress.known_forms import Form, KnownForms
 from deployments.ingress.kserve.rest.routing import error_response_at
 
 # Who has a turn hardly pauses, and all of them take theirs between two looks of the event loop at its sockets.
@@ -42,25 +47,28 @@ _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the cli
 
 
 class _Turn:
-    """The turn of one request."""
+    """The turn of one request. `on_ask` is told what it needs, once that is known."""
 
     def __init__(self, turns: asyncio.Semaphore) -> None:
         self._turns: asyncio.Semaphore | None = turns
+        self.on_ask: Callable[[Ask], None] | None = None
 
-    def end(self) -> None:
+    def end(self, ask: Ask | None = None) -> None:
         """Let the next one begin. A second time does nothing."""
         if self._turns is not None:
             self._turns.release()
             self._turns = None
+            if ask is not None and self.on_ask is not None:
+                self.on_ask(ask)
 
 
 _current_turn: ContextVar[_Turn | None] = ContextVar("_current_turn", default=None)
 
 
-def end_turn() -> None:
-    """End the turn of the current request, if it has one: it waits for its place from now on."""
+def end_turn(ask: Ask | None = None) -> None:
+    """End the turn of the current request, if it has one: it waits from now on, for the place that it asks for."""
     if (turn := _current_turn.get()) is not None:
-        turn.end()
+        turn.end(ask)
 
 
 def takes_turns(scope: Scope) -> bool:
@@ -73,13 +81,17 @@ class Turns:
     """ASGI middleware. No more than `max_waiting()` requests wait for their turns, and only those that can be in time.
 
     It may stand at two places of one way: a request has the turn that the outer one gave it. With `refuses` off, the
-    inner one answers those that the outer one refuses: what stands between them has a part in every answer.
+    inner one answers those that the outer one refuses: what stands between them has a part in every answer. `forms`
+    tell whether the queue refuses a request that has not been read.
     """
 
-    def __init__(self, app: ASGIApp, max_waiting: Callable[[], int], *, refuses: bool = True) -> None:
+    def __init__(
+        self, app: ASGIApp, max_waiting: Callable[[], int], *, refuses: bool = True, forms: KnownForms | None = None
+    ) -> None:
         self._app = app
         self._max_waiting = max_waiting
         self._refuses = refuses
+        self._forms = forms
         self._turns = asyncio.Semaphore(MAX_TURNS)
         self._num_waiting = 0
         self._turn_s = 0.0  # from one turn to the next, while requests wait for theirs
@@ -129,6 +141,13 @@ class Turns:
             if self._refused_share > _MOSTLY and waited_s > _longest_s(timeout_s):
                 await self._refuse(self._too_many(), scope, receive_rest, send)
                 return
+            if is_crowded and self._forms is not None:
+                body = b"".join(message.get("body", b"") for message in messages)
+                if form := Form.of(scope["path"], dict(scope["headers"]), body):
+                    if (error := self._forms.why_refused(form, waited_s)) is not None:
+                        await self._refuse(error, scope, receive_rest, self._noting_refusals(send))
+                        return
+                    turn.on_ask = partial(self._forms.note_ask, form, waited_s=waited_s)
             scope[WAITED] = waited_s if waited_s > _LEAST_S else 0.0
             _current_turn.set(turn)
             await self._app(scope, receive_rest, self._noting_refusals(send) if is_crowded else send)
@@ -171,14 +190,16 @@ class Turns:
         await (self if self._refuses else self._app)(scope, receive, send)
 
 
-def begin_turns_before_serve(max_waiting: Callable[[], int], *, refuses: bool) -> None:
+def begin_turns_before_serve(max_waiting: Callable[[], int], *, refuses: bool, forms: KnownForms | None) -> None:
     """Let turns begin at the HTTP server that Serve starts in this replica: for direct ingress, in Serve's words."""
     from ray.serve._private import replica
 
     start_server = replica.start_asgi_http_server
 
     def start(app: ASGIApp, *arguments: Any, **options: Any) -> Awaitable[Any]:
-        started: Awaitable[Any] = start_server(Turns(app, max_waiting, refuses=refuses), *arguments, **options)
+        started: Awaitable[Any] = start_server(
+            Turns(app, max_waiting, refuses=refuses, forms=forms), *arguments, **options
+        )
         return started
 
     replica.start_asgi_http_server = start

@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 from e2e.controller_scenario import ask, config_of, decisions
+from e2e.templates_scenario import is_template
 from integration.harness import replica_processes, wait_for
 
 from deployments.cli.running import cluster_up
@@ -39,6 +40,8 @@ def observed(url: str) -> dict[str, Any]:
             wait_for(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
             wanted_s = time.monotonic() - began_s
             wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
+            copies = sum(is_template(parent) for one in replica_processes("worker") if (parent := one.parent()))
+            wait_for(lambda: num_running(url) == 2, "work on both")
         finally:
             enough.set()
         answers = sum((caller.result() for caller in callers), Counter[str]())
@@ -48,7 +51,14 @@ def observed(url: str) -> dict[str, Any]:
         back_s = time.monotonic() - asked_s
         (worker,) = replica_processes("worker")
         orders = [one["reason"] for one in decisions(url)["decisions"] if one["action"] == "switch"]
-    return {"answers": answers, "wanted_s": wanted_s, "back_s": back_s, "process": worker.pid, "orders": orders}
+    found = {"answers": answers, "wanted_s": wanted_s, "back_s": back_s, "process": worker.pid, "orders": orders}
+    return found | {"copies": copies}
+
+
+def num_running(url: str) -> int:
+    """Workers on which requests run."""
+    queue = httpx.get(f"{url}/admin/admission", timeout=60).json()
+    return sum(bool(replica["running"]) for replica in queue["replicas"]["worker"])
 
 
 def ask_until(enough: Event, http: httpx.Client, number: int) -> Counter[str]:

@@ -1,6 +1,6 @@
-"""Templates that are killed while a cluster answers, and what is left of it at the end.
+"""Templates that are killed while a cluster answers, a cluster without standby processes, and what is left of both.
 
-Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the store.
+Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the stores.
 """
 
 from __future__ import annotations
@@ -23,41 +23,78 @@ from configs.cluster import ClusterConfig
 from deployments.cli.running import cluster_up
 
 NUM_CALLERS = 4
+DEPLOYMENTS = ("worker", "text_encoder", "ingress")
 
 
 def main(folder: Path) -> None:
-    config = ClusterConfig.model_validate(
+    found: dict[str, Any] = {}
+    family: list[psutil.Process] = []
+    for standby, observe in ((True, observed), (False, observed_without_standby)):
+        with cluster_up(config_of(folder, standby=standby), "none") as url:
+            family += psutil.Process().children(recursive=True)
+            found |= observe(url)
+            family += psutil.Process().children(recursive=True)
+    _, left = psutil.wait_procs(family, timeout=20)
+    print(json.dumps(found | {"left": [str(process) for process in left]}))
+
+
+def config_of(folder: Path, *, standby: bool) -> ClusterConfig:
+    return ClusterConfig.model_validate(
         {
             "name": "templates",
             "http": {"port": free_port()},
             "ray": {"num_cpus": 4, "object_store_bytes": "256 MiB"},
             "store": {"path": str(folder / "store")},
+            "worker": {"standby": standby},
             "models": [{"id": "adder", "path": str(DEMO_MODELS / "adder"), "dtype": "float32"}],
         }
     )
-    with cluster_up(config, "none") as url:
-        family = psutil.Process().children(recursive=True)
-        found = observed(url)
-        family += psutil.Process().children(recursive=True)
-    _, left = psutil.wait_procs(family, timeout=20)
-    print(json.dumps(found | {"left": [str(process) for process in left]}))
 
 
 def observed(url: str) -> dict[str, Any]:
+    shown = templates_shown(url)
     with under_load(url) as answers:
-        started_by = [kind_of_parent(name) for name in ("worker", "text_encoder", "ingress")]
+        started_by = [kind_of_parent(name) for name in DEPLOYMENTS]
         (replica,) = replica_processes("worker")
         template = replica.parent()
         template.kill()
         before = sum(answers.values())
         wait_for(lambda: sum(answers.values()) >= before + 20, "answers after a template was killed")
+        adopted_by = kind_of_parent("worker")
     again = successor(replica, url)
     started_again_by = kind_of_parent("worker")
+    shown_again = templates_shown(url)
     for template in templates():  # those that others build on first: nobody starts them again
         template.kill()
     successor(again, url)
     started_without = kind_of_parent("worker")
-    return {"answers": answers, "started_by": started_by, "again": started_again_by, "without": started_without}
+    return {
+        "answers": answers,
+        "shown": shown,
+        "started_by": started_by,
+        "adopted_by": adopted_by,
+        "again": started_again_by,
+        "shown_again": shown_again,
+        "without": started_without,
+        "shown_without": templates_shown(url),
+    }
+
+
+def observed_without_standby(url: str) -> dict[str, Any]:
+    wait_for(lambda: ask(url) == "19.", "an answer", 60)
+    (replica,) = replica_processes("worker")
+    started_by = [kind_of_parent(name) for name in DEPLOYMENTS]
+    successor(replica, url)
+    found = {"started_by": started_by, "again": kind_of_parent("worker"), "shown": templates_shown(url)}
+    return {"no_standby": found}
+
+
+def templates_shown(url: str) -> dict[str, Any]:
+    """What /admin/cluster says of the templates, but for how many copies there are of Ray's own processes."""
+    found = httpx.get(f"{url}/admin/cluster", timeout=60).json()["templates"]
+    copies = {one["name"]: one["num_copies"] for one in found["templates"]}
+    ready = [one["name"] for one in found["templates"] if one["is_ready"]]
+    return {"copies": copies, "ready": ready, "problems": found["problems"]}
 
 
 @contextmanager

@@ -16,3 +16,4 @@ def test_a_burst_brings_a_worker_silence_takes_both_and_a_request_brings_one_bac
     assert observed["answers"].keys() == {"200"}
     assert observed["answers"]["200"] > NUM_CALLERS
     assert observed["process"]
+    assert observed["copies"] == 2, "both workers began as copies of a template"

@@ -14,6 +14,20 @@ def test_killed_templates_cost_no_answer_and_workers_start_without_them(tmp_path
     observed = run_scenario(Path(__file__).with_name("templates_scenario.py"), tmp_path)
     assert observed["started_by"] == ["template"] * 3
     assert observed["answers"].keys() == {"19."}
+    assert observed["adopted_by"] == "template"
     assert observed["again"] == "template"
     assert observed["without"] == "raylet"
+    for shown in (observed["shown"], observed["shown_again"]):
+        assert shown["ready"] == ["ray", "serve", "text_encoder", "worker"]
+        assert (shown["copies"]["worker"], shown["copies"]["text_encoder"]) == (1, 1)
+        assert shown["copies"]["serve"] >= 2  # the ingress, and Serve's controller
+        assert shown["problems"] == []
+    assert observed["shown_without"]["ready"] == []
+    assert observed["shown_without"]["copies"]["worker"] == 0
+    assert any("no copy of template 'worker'" in problem for problem in observed["shown_without"]["problems"])
+    # Without standby, a worker has Serve's imports done, and torch's not.
+    assert observed["no_standby"]["started_by"] == ["template"] * 3
+    assert observed["no_standby"]["again"] == "template"
+    assert observed["no_standby"]["shown"]["ready"] == ["ray", "serve"]
+    assert observed["no_standby"]["shown"]["problems"] == []
     assert observed["left"] == []

@@ -46,10 +46,25 @@ class Unreachable(Answer):
     unreachable: str
 
 
+class TemplateStatus(TypedDict):
+    """A template process: whether it can be copied now, and its copies that run."""
+
+    name: str
+    is_ready: bool
+    num_copies: int
+
+
+class TemplatesAnswer(Answer):
+    """The templates of this node, and why processes have imported everything themselves, each reason once."""
+
+    templates: list[TemplateStatus]
+    problems: list[str]
+
+
 class ClusterAnswer(Answer):
     """The cluster at a glance: a page of its models and nodes, and all replicas; each may be `unreachable` instead.
 
-    `registry` is there only when it did not answer.
+    `registry` is there only when it did not answer, `templates` only where Ray's processes begin as copies of some.
     """
 
     cluster: str
@@ -61,6 +76,7 @@ class ClusterAnswer(Answer):
     workers: list[dict[str, Any]]
     text_encoders: list[dict[str, Any]]
     admission: AdmissionAnswer | None = None
+    templates: TemplatesAnswer | None = None
 
 
 class UnregisteredAnswer(Answer):

@@ -16,6 +16,8 @@ from cluster.errors import ModelUnavailable as NotInStore
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.templates.census import count_copies
+from cluster.templates.starting import template_problems
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from deployments.errors import (
@@ -35,6 +37,8 @@ from deployments.ingress.admin.answers import (
     PinAnswer,
     PrefetchAnswer,
     RetunedAnswer,
+    TemplatesAnswer,
+    TemplateStatus,
     Tier,
     Unreachable,
 )
@@ -263,6 +267,13 @@ class Operations:
                 answer.admission = await describe_admission(self._queue)
         if "registry" in residency:
             answer.registry = residency["registry"]
+        if (templates := count_copies()) is not None:
+            answer.templates = TemplatesAnswer(
+                templates=[
+                    TemplateStatus(name=one.name, is_ready=one.is_ready, num_copies=one.num_copies) for one in templates
+                ],
+                problems=template_problems(),
+            )
         return answer
 
     async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:

@@ -10,7 +10,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import psutil
 import pytest
 
 from cluster.templates import launch, setup_worker
+from cluster.templates.census import TemplateStats, count_copies
 from cluster.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
 from cluster.templates.starting import running_templates, template_environment, template_problems
 from cluster.templates.template import Template, _why_no_copy
@@ -68,7 +70,7 @@ def templates(script: Path) -> Iterator[None]:
     further = Template("further", ["wave:open"], {"RAY_SERVE_ANYTHING": "1"})
     base = Template("ray", ["numpy.random", "colorsys"], further=[Template("", [], {}, [further])])
     with templates_for(base, script) as folder:
-        assert {file.name for file in folder.iterdir()} == {"ray", "further"}
+        assert {"ray", "further"} <= {file.name for file in folder.iterdir()}
         yield
         running = template_processes()
     assert len(running) == 3
@@ -131,7 +133,8 @@ def test_a_copy_is_the_process_that_asked_but_for_its_imports(tmp_path: Path, sc
     assert told["group"] == asking.pid
     assert told["process"] != asking.pid
     assert parent.ppid() == os.getpid()  # a template, which is a child of this process
-    assert len(told["descriptors"]) <= 4, "a copy keeps nothing open of its template"
+    # Its streams, the connection to who asked, and what lists them.
+    assert len(told["descriptors"]) <= 5, "a copy keeps nothing open of its template"
     assert output == ("", "done")
     assert asking.returncode == 0
 
@@ -206,6 +209,57 @@ def test_a_template_that_is_killed_is_started_again_and_its_copies_go_on(tmp_pat
             assert psutil.Process(told["parent"]).parent() == parent
             after.communicate("", timeout=30)
         assert before.communicate("", timeout=30) == ("", "done")
+
+
+def test_copies_of_a_killed_template_are_counted_and_reaped_and_end_with_who_asked(tmp_path: Path) -> None:
+    variables = template_environment("further") | {"RAY_SERVE_ANYTHING": "1"}
+    asking = [started(tmp_path, **variables) for _ in range(2)]
+    copies = [psutil.Process(told_by(one)["process"]) for one in asking]
+    template = copies[0].parent()
+    assert template is not None
+    survivors = [process.pid for process in template.parents()]
+    wait_until(lambda: stats_of("further") == TemplateStats("further", is_ready=True, num_copies=2))
+    template.kill()
+    wait_until(lambda: all(copy.ppid() in survivors for copy in copies))
+    assert all(copy.ppid() in {process.pid for process in template_processes()} for copy in copies), "no child of init"
+    wait_until(lambda: stats_of("further") == TemplateStats("further", is_ready=True, num_copies=2))
+    asking[0].kill()
+    asking[1].communicate("", timeout=30)
+    assert psutil.wait_procs(copies, timeout=30)[1] == [], "ended, and no zombie"
+    wait_until(lambda: stats_of("further").num_copies == 0)
+    asking[0].communicate(timeout=30)
+
+
+def stats_of(name: str) -> TemplateStats:
+    return next(one for one in count_copies() or [] if one.name == name)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_copies_of_killed_templates_are_not_counted_when_they_have_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who would strike them off may be killed as well."""
+    (tmp_path / "worker").touch()
+    (tmp_path / "problems").touch()
+    with subprocess.Popen(["/bin/true"]) as ended:
+        pass
+    zombie = subprocess.Popen(["/bin/true"])
+    wait_until(lambda: psutil.Process(zombie.pid).status() == psutil.STATUS_ZOMBIE)
+    for file in (f"copy=worker={ended.pid}", f"copy=worker={os.getpid()}", f"template=worker={zombie.pid}"):
+        (tmp_path / file).touch()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    assert count_copies() == [TemplateStats("worker", is_ready=False, num_copies=1)]
+    zombie.wait()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "gone"))
+    assert count_copies() is None
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    assert count_copies() is None
 
 
 def test_a_template_that_ends_at_once_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,13 @@ def test_a_server_that_answers_only_what_is_cheap_has_no_goodput() -> None:
 
 def test_of_a_burst_the_last_good_answer_ends_the_time_and_errors_count_as_admitted() -> None:
     burst = [outcome(took_s=took_s, timeout_s=5.0) for took_s in (1.0, 2.0, 4.0, 6.0)] + [outcome(status=GONE)]
-    figures = overload_figures(burst, {"a": 1.0}, peak=1.0, start_s=0.0)
+    figures = overload_figures(burst, {"a": 1.0}, peak=1.0)
     assert figures["goodput_share"] == pytest.approx(3 / 4)
+    later = [replace(one, sent_s=one.sent_s + 2, done_s=one.done_s + 2) for one in burst]  # so long the client took
+    assert overload_figures(later, {"a": 1.0}, peak=1.0)["goodput_share"] == pytest.approx(3 / 4)
     assert figures["in_time_share"] == pytest.approx(3 / 5)
     assert figures["statuses"] == {"0": 1, "200": 4}
-    nothing = overload_figures([outcome(status=429)], {"a": 1.0}, peak=1.0, start_s=0.0)
+    nothing = overload_figures([outcome(status=429)], {"a": 1.0}, peak=1.0)
     assert (nothing["goodput_share"], nothing["in_time_share"], nothing["p50_ms"]) == (0.0, None, None)
 
 

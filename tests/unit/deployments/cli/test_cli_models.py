@@ -208,6 +208,19 @@ def test_status_shows_who_waits_for_how_long_and_what_is_taken(run: Run, server:
     assert painter[-2:] == ["905", "33"]
 
 
+def test_status_shows_the_templates_and_why_a_process_is_no_copy(run: Run, server: Any) -> None:
+    assert "no templates: each of Ray's processes imports everything itself" in run("status")[1]
+    templates = [
+        {"name": "ray", "is_ready": True, "num_copies": 9},
+        {"name": "worker", "is_ready": False, "num_copies": 1},
+    ]
+    found = {"templates": templates, "problems": ["no copy of template 'worker': it [/red] has ended"]}
+    server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"templates": found})
+    out = " ".join(run("status")[1].split())
+    assert "processes that are copies of templates: 9 of ray; 1 of worker, which makes no more now" in out
+    assert "a process has imported everything itself: no copy of template 'worker': it [/red] has ended" in out
+
+
 def test_status_without_a_registry(run: Run, server: Any) -> None:
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"nodes": [], "registry": {"unreachable": "it died"}})
     code, out, _ = run("status")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 
 from cluster.errors import SessionError
 from configs.cluster import ClusterConfig
+from deployments.cli import running
 from deployments.cli.running import _http_door, check_devices, cluster_up
 
 
@@ -83,3 +86,21 @@ def test_devices_that_are_there_are_no_mistake() -> None:
     is_simulated = hasattr(torch, "sim")
     check_devices(ClusterConfig.model_validate({"models": [{"id": "m", "path": "/m"}]} | two))
     assert hasattr(torch, "sim") == is_simulated  # looking installs nothing
+
+
+@pytest.mark.parametrize("templates", [True, False])
+def test_a_ray_of_others_has_no_templates_and_one_line_says_so(
+    templates: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def unreachable(_: ClusterConfig) -> Iterator[None]:
+        raise SessionError("Ray cannot be reached")
+        yield
+
+    monkeypatch.setattr(running, "ray_session", unreachable)
+    monkeypatch.setattr(running, "_import_application", lambda: None)
+    asked = {"ray": {"address": "10.0.0.1:6379", "templates": templates}, "models": [{"id": "m", "path": "/m"}]}
+    with pytest.raises(SessionError), running._ray_and_door(ClusterConfig.model_validate(asked)):
+        pytest.fail("the cluster came up")
+    lines = [line for line in caplog.messages if "10.0.0.1:6379 was started by others" in line]
+    assert len(lines) == templates

@@ -11,9 +11,12 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from cluster.control.lanes import Ask
 from cluster.door.haproxy_rules import RECEIVED
 from deployments.ingress import turns
 from deployments.ingress.turns import MAX_TURNS, WAITED, Turns, end_turn
+
+ASK = Ask("worker", "m", 1.0, 1.0, 2, "default", 60.0)
 
 
 class App:
@@ -41,8 +44,8 @@ class App:
                 self.reading -= 1
                 raise ValueError(body)
             await self.let_go.wait()
-            end_turn()
-            end_turn()  # a second time does nothing
+            end_turn(ASK)
+            end_turn(ASK)  # a second time does nothing
             self.reading -= 1
             await self.placed.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})

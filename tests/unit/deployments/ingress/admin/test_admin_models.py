@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.templates.census import note_process
+from cluster.templates.messages import FOLDER_VARIABLE, note_problem
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import Overloaded
@@ -357,6 +360,21 @@ async def test_the_cluster_is_shown_with_what_does_not_answer(http: httpx.AsyncC
     assert shown["text_encoders"][0]["modules"] == []
     assert shown["workers"][1]["unreachable"].startswith("The actor died")
     assert (shown["num_models"], shown["num_nodes"]) == (1, 7)
+
+
+async def test_the_templates_of_processes_are_shown_where_there_are_some(
+    http: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
+    assert "templates" not in (await http.get("/admin/cluster")).json()
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    note_process(str(tmp_path), "template", "worker", os.getpid())
+    note_process(str(tmp_path), "copy", "worker", os.getppid())
+    note_problem(str(tmp_path), "no copy of template 'worker': it has ended")
+    assert (await http.get("/admin/cluster")).json()["templates"] == {
+        "templates": [{"name": "worker", "is_ready": True, "num_copies": 1}],
+        "problems": ["no copy of template 'worker': it has ended"],
+    }
 
 
 async def test_of_many_models_and_nodes_a_page_is_asked_for_and_shown(
