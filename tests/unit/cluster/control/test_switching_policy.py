@@ -239,7 +239,7 @@ def test_too_much_at_once_does_not_make_every_worker_switch() -> None:
 
 
 def test_idle_workers_are_taken_for_what_is_due_however_many_are_on_their_way() -> None:
-    """The limit is for workers that have something to do: throughput-first once let 48 of 64 idle while models waited."""
+    """The limit is for workers with something to do: throughput-first let 48 of 64 idle while models waited."""
     due = [model(f"due{number}", 1, 60.0) for number in range(8)]
     busy = model("busy", 50, 60.0)
     idle = [worker(f"w{number}") for number in range(6)]
