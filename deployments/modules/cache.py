@@ -123,13 +123,13 @@ class ModuleCache:
         manifest = await self.manifests.find_version(model, version)
         self._follow_pin(manifest)
         parts = await self._parts_with(manifest, wanted, adapters, adapter_versions, streams=streams)
-        taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
+        taken, built, filled_s = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
             if taken.fresh:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
-                self.switches.note(model, nbytes, report)
+                self.switches.note(model, nbytes, report, filled_s)
             yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
                 raise ModelUnavailable(
@@ -259,8 +259,8 @@ class ModuleCache:
 
     # leases
 
-    async def _take_built(self, wanted: Wanted, max_wait_s: float) -> tuple[Taken, dict[PartName, Built]]:
-        """Lease all parts, wait until they are built, and start.
+    async def _take_built(self, wanted: Wanted, max_wait_s: float) -> tuple[Taken, dict[PartName, Built], float]:
+        """Lease all parts, wait until they are built, and start. Also returns the seconds from having room to that.
 
         What is found damaged while it is being built, or has been given up while another part was waited for, is taken
         once more.
@@ -278,7 +278,7 @@ class ModuleCache:
                 raise
             if self._modules.start_computing(taken.slots.values()):
                 self._note_uses(taken)
-                return taken, built
+                return taken, built, self._clock() - taken.at_s
             self._modules.give_back(taken)
 
     def fetch_ahead(self, wanted: Wanted) -> None:

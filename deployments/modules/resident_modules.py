@@ -22,11 +22,12 @@ from weights.residency.sizes import bytes_of
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Taken:
-    """All slots of a request, leased until `give_back`, and the names of those that are built for it."""
+    """All slots of a request since `at_s`, leased until `give_back`, and the names of those that are built for it."""
 
     ticket: Ticket[Slot]
     slots: Mapping[PartName, Slot]
     fresh: Collection[PartName]
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ class ResidentModules:
         self._lock = threading.RLock()
         self._fill = fill
         self._let_go = let_go
+        self._clock = clock
         self._is_called_back = is_called_back
         self._book: Book[Slot] = Book(budget_bytes, clock, on_gone=self._gone)
         self._queue = Admission(self._book, clock, "this replica")
@@ -105,7 +107,7 @@ class ResidentModules:
 
         Raises BudgetExceeded when there can be no room, or is none in time.
         """
-        settled: asyncio.Future[dict[PartName, Slot]] = asyncio.get_running_loop().create_future()
+        settled: asyncio.Future[tuple[dict[PartName, Slot], float]] = asyncio.get_running_loop().create_future()
         ticket = self._ask(wanted, settled)
         if ticket.is_waiting:
             on_wait(wanted)
@@ -118,8 +120,8 @@ class ResidentModules:
                 self._end(ticket)
         if ticket.refusal:
             raise BudgetExceeded(ticket.refusal)
-        slots = settled.result()
-        return Taken(ticket, slots, _names_of(wanted, ticket.fresh))
+        slots, at_s = settled.result()
+        return Taken(ticket, slots, _names_of(wanted, ticket.fresh), at_s)
 
     @_locked
     def start_computing(self, slots: Collection[Slot]) -> bool:
@@ -318,11 +320,13 @@ class ResidentModules:
     # inside
 
     @_locked
-    def _ask(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]]) -> Ticket[Slot]:
+    def _ask(self, wanted: Wanted, settled: asyncio.Future[tuple[dict[PartName, Slot], float]]) -> Ticket[Slot]:
         holder = f"{wanted.model}#{next(self._serials)}"
         return self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
 
-    def _settle(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]], ticket: Ticket[Slot]) -> None:
+    def _settle(
+        self, wanted: Wanted, settled: asyncio.Future[tuple[dict[PartName, Slot], float]], ticket: Ticket[Slot]
+    ) -> None:
         """Begin to build what is new, at once: whoever asked may be cancelled before it hears of it."""
         slots: dict[PartName, Slot] = {}
         for name, part in wanted.parts.items() if ticket.entries else ():
@@ -333,7 +337,7 @@ class ResidentModules:
             entry.thing.models.add(part.manifest.model)
         if ticket.fresh:
             self._fill(wanted, slots, _names_of(wanted, ticket.fresh))
-        settled.set_result(slots)
+        settled.set_result((slots, self._clock()))
 
     @_locked
     def _end(self, ticket: Ticket[Slot]) -> None:
