@@ -17,12 +17,13 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     requests have not begun yet. The last worker of a model whose requests wait is not taken: a queue is served before
     its worker switches away.
 4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
-    what they would push aside. `throughput-first` also wants work for several times the switch's duration.
+    what they would push aside. `throughput-first` also wants work for several times the switch's duration; of an idle
+    worker not, once the model is due.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
-    against it. The longest overdue comes first. While a quarter of the workers are on their way, only idle ones are
-    taken because a model is due, and patience grows with all that waits without a worker: where every model is due, to
-    go by age alone would take workers from long batches for a few requests each, until all requests are late.
+    against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
+    model is due, and patience grows with all that waits without a worker: where every model is due, to go by age alone
+    would take workers from long batches for a few requests each, until all requests are late.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
     what is missing, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
@@ -56,7 +57,7 @@ class SwitchingPolicy:
     `max_wait_switches` is the patience of a model without a worker, in times of its switch; it is no less than
     `max_wait_queues` times what all workers need for all that waits without one. `margin` is the share by which a
     gain must exceed what is paid for it. `amortization` is the work that a switch must bring, in times of its
-    duration. While `max_due_share` of the workers are on their way, no busy one is taken because a model is due.
+    duration. `max_due_share` of the workers at most are on their way to a model at once because it is due.
     """
 
     mode: str = "latency-first"
@@ -198,7 +199,7 @@ class _Planning:
             model, best, least, weight = need.model, None, (math.inf, 0), need.model.slo.weight * need.model.waiting
             may_push = need.is_due and self._num_on_the_way < max_due
             for worker in candidates.of(model):
-                if not need.is_due and not self._is_work_for(need, worker):
+                if not (may_push or self._is_work_for(need, worker)):
                     continue
                 option = self._option(model, worker, may_push)
                 if option is not None and (cost := (weight * option.ready_s + option.harm, len(option.evict))) < least:
@@ -207,8 +208,7 @@ class _Planning:
                 if all(model.components.total_bytes > worker.budget_bytes for worker in self._state.workers.values()):
                     self.notes.append(f"{model.id}: {model.components.total_bytes} bytes fit into no worker's budget")
                 continue
-            is_idle = not self._busy_s[best.worker.id]
-            if may_push or (need.is_due and is_idle) or self._is_worth_it(need, best):
+            if may_push or self._is_worth_it(need, best):
                 self._order(model, best, self._reason(need, best))
 
     def _needs(self) -> list[_Need]:
@@ -255,9 +255,9 @@ class _Planning:
     def _is_work_for(self, need: _Need, worker: WorkerState) -> bool:
         """Return whether a switch of this worker would bring the work that it must (rule 4)."""
         amortization, model = self._policy.amortization, need.model
-        return not amortization or (
-            self._num_for_one(model) * model.service_s >= amortization * self._state.switch_s(model, worker)
-        )
+        if not amortization or (need.is_due and not self._busy_s[worker.id]):
+            return True
+        return self._num_for_one(model) * model.service_s >= amortization * self._state.switch_s(model, worker)
 
     def _num_for_one(self, model: ModelState) -> float:
         """Return how many of the waiting requests would be those of one worker more."""

@@ -238,8 +238,8 @@ def test_too_much_at_once_does_not_make_every_worker_switch() -> None:
     assert 1 <= len(plan.decisions) <= 4
 
 
-def test_idle_workers_are_taken_for_what_is_due_however_many_are_on_their_way() -> None:
-    """The limit is for workers with something to do: throughput-first let 48 of 64 idle while models waited."""
+def test_throughput_first_lets_no_worker_idle_while_models_are_due() -> None:
+    """It once let 48 of 64 idle: a quarter were on their way, and no model had work for a switch more."""
     due = [model(f"due{number}", 1, 60.0) for number in range(8)]
     busy = model("busy", 50, 60.0)
     idle = [worker(f"w{number}") for number in range(6)]
