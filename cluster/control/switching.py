@@ -17,7 +17,8 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     requests have not begun yet. The last worker of a model whose requests wait is not taken: a queue is served before
     its worker switches away.
 4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
-    what they would push aside. `throughput-first` also wants work for several times the switch's duration.
+    what they would push aside. `throughput-first` also wants work for several times the switch's duration; of an idle
+    worker not, once the model is due.
 5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
     what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
     against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
@@ -35,19 +36,17 @@ workers have counts as without a worker, so it is handed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 from itertools import islice
 from typing import Final
 
+from cluster.control.candidates import FEW, MAX_CANDIDATES, Candidates
 from cluster.control.free_starts import LEAST_RATE, free_models, free_starts_of, longest_free_s
 from cluster.control.plans import Decision, FreeStart, SwitchPlan
 from cluster.control.state import STALE_S, ClusterState, ModelState, WorkerState
 
 MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
-FEW: Final = 64  # workers that are all weighed for a model; of more, the best of each kind
-MAX_CANDIDATES: Final = 6  # workers of a kind: those with one component of the model, and those with least to do
 WANTED_TWICE: Final = 2.0
 
 
@@ -124,7 +123,7 @@ class _Planning:
         self._claims: dict[str, float] = {}  # requests, waiting and expected, that count on each worker
         self._open: list[WorkerState] = []  # those that can take an order, least claimed first
         self._taken: set[str] = set()
-        self._first_open = self._num_on_the_way = 0
+        self._num_on_the_way = 0
         self._note_workers()
         self._note_work()
         self._open.sort(key=lambda worker: self._claims[worker.id])
@@ -194,20 +193,22 @@ class _Planning:
     def serve_needs(self) -> None:
         """Find a worker for each model that lacks one, the most urgent first."""
         needs = self._needs()
-        holders = self._workers_by_component(needs)
+        candidates = Candidates(self._open, self._taken, [need.model for need in needs])
         max_due = max(1.0, self._policy.max_due_share * len(self._state.workers))
         for need in needs:
             model, best, least, weight = need.model, None, (math.inf, 0), need.model.slo.weight * need.model.waiting
-            need.is_due &= self._num_on_the_way < max_due
-            for worker in self._candidates(model, holders):
-                option = self._option(model, worker, need.is_due)
+            may_push = need.is_due and self._num_on_the_way < max_due
+            for worker in candidates.of(model):
+                if not (may_push or self._is_work_for(need, worker)):
+                    continue
+                option = self._option(model, worker, may_push)
                 if option is not None and (cost := (weight * option.ready_s + option.harm, len(option.evict))) < least:
                     best, least = option, cost
             if best is None:
                 if all(model.components.total_bytes > worker.budget_bytes for worker in self._state.workers.values()):
                     self.notes.append(f"{model.id}: {model.components.total_bytes} bytes fit into no worker's budget")
                 continue
-            if need.is_due or self._is_worth_it(need, best):
+            if may_push or self._is_worth_it(need, best):
                 self._order(model, best, self._reason(need, best))
 
     def _needs(self) -> list[_Need]:
@@ -247,10 +248,20 @@ class _Planning:
 
     def _is_worth_it(self, need: _Need, option: _Option) -> bool:
         """Weigh what the model's requests gain against what others pay (rule 4)."""
-        num_waiting = need.model.waiting / (len(self._serving.get(need.model.id, ())) + 1)
         gain_s = need.wait_s - (1 + self._policy.margin) * option.ready_s
-        gain, work_s = need.model.slo.weight * num_waiting * gain_s, num_waiting * need.model.service_s
-        return gain > option.harm and work_s >= self._policy.amortization * option.switch_s
+        gain = need.model.slo.weight * self._num_for_one(need.model) * gain_s
+        return gain > option.harm and self._is_work_for(need, option.worker)
+
+    def _is_work_for(self, need: _Need, worker: WorkerState) -> bool:
+        """Return whether a switch of this worker would bring the work that it must (rule 4)."""
+        amortization, model = self._policy.amortization, need.model
+        if not amortization or (need.is_due and not self._busy_s[worker.id]):
+            return True
+        return self._num_for_one(model) * model.service_s >= amortization * self._state.switch_s(model, worker)
+
+    def _num_for_one(self, model: ModelState) -> float:
+        """Return how many of the waiting requests would be those of one worker more."""
+        return model.waiting / (len(self._serving.get(model.id, ())) + 1)
 
     def _reason(self, need: _Need, option: _Option) -> str:
         model = need.model
@@ -300,26 +311,6 @@ class _Planning:
                 if idle:
                     least = min(idle, key=lambda id_: self._value(self._models[id_], worker))
                     self.decisions.append(Decision("evict", worker.id, least, "over the budget", (least,)))
-
-    def _candidates(self, model: ModelState, holders: Mapping[str, list[WorkerState]]) -> Iterator[WorkerState]:
-        """Yield workers that can take an order: all of a few, else the least claimed and some that share components."""
-        while self._first_open < len(self._open) and self._open[self._first_open].id in self._taken:
-            self._first_open += 1
-        seen = self._taken.copy()
-        most = FEW if len(self._open) <= FEW else MAX_CANDIDATES
-        sharing = [holders.get(key, ()) for key in model.components.sizes]
-        for group in (*sharing, self._open[self._first_open : self._first_open + FEW]):
-            for worker in islice((worker for worker in group if worker.id not in seen), most):
-                seen.add(worker.id)
-                yield worker
-
-    def _workers_by_component(self, needs: list[_Need]) -> dict[str, list[WorkerState]]:
-        wanted = {key for need in needs for key in need.model.components.sizes}
-        found: dict[str, list[WorkerState]] = {}
-        for worker in self._open if len(self._open) > FEW else ():  # of a few, all are candidates
-            for key in filter(wanted.__contains__, worker.resident.sizes):
-                found.setdefault(key, []).append(worker)
-        return found
 
     def _option(self, model: ModelState, worker: WorkerState, is_due: bool) -> _Option | None:
         """Return what it takes to get the worker ready for the model; None if it has it, or cannot (rule 3)."""

@@ -1,10 +1,14 @@
-"""The peer of `atelier bench schedule --real`: our worker, whose models come and go as `serve.multiplexed` says."""
+"""The peer of `atelier bench schedule --real`: our worker, whose models come and go as `serve.multiplexed` says.
+
+Requests reach it through an ingress, as ours do: a call that goes through one more process takes some milliseconds
+longer, which is no matter of who chooses the worker.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, aclosing
-from typing import Final
+from typing import Any, Final
 
 from ray import serve
 
@@ -45,4 +49,16 @@ class MultiplexedWorker(Worker):
             async for piece in pieces:
                 result = piece
         assert isinstance(result, ImageResult)  # it is the last
+        return result
+
+
+class MultiplexedIngress:
+    """An ingress that passes requests on: Serve's router chooses the worker by the model."""
+
+    def __init__(self, workers: Any) -> None:
+        self._workers = workers
+
+    async def generate(self, request: ImageRequest) -> ImageResult:
+        """Return the answer of a worker."""
+        result: ImageResult = await self._workers.options(multiplexed_model_id=request.model).generate.remote(request)
         return result

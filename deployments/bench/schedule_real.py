@@ -2,8 +2,9 @@
 
 Each worker has room for one model. The same two traces (Poisson, and bursts) go to our cluster with its controller,
 without it, and to our workers under Serve's own multiplexing. All three are up together and get each slice of a trace
-in turn, so that a machine that is slower for a minute is so for all of them. What ours got goes to the simulator then,
-with the costs that were measured on the way.
+in turn, so that a machine that is slower for a minute is so for all of them. What a request takes alone is told beside
+it: it passes an ingress in all of them, and what an ingress does counts little beside real models. What ours got goes
+to the simulator then, with the costs that were measured on the way.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ ARMS: Final = (OURS, "no-controller", "serve.multiplexed")
 SLICE_S: Final = 10.0  # of a trace, before the next arm's turn
 BURST_EVERY_S: Final = 5.0
 TARGET_S: Final = 1.0  # what is answered within it is good
+NUM_ALONE: Final = 20  # requests that tell what one takes when nothing else runs
 _WARM_UPS: Final = 4  # requests for each model before the simulated trace
 
 _Call = Callable[[str, int], Awaitable[ImageResult]]
@@ -55,11 +57,15 @@ _say = Console(stderr=True).print
 
 @dataclass(slots=True)
 class _Arm:
-    """One way to serve: how it is asked, the handle of its workers, and its answers since `clear`."""
+    """One way to serve: how it is asked, the handle of its workers, and its answers since `clear`.
+
+    `alone_s` is the median latency of a request while nothing else runs: what all of them pay, whoever chooses workers.
+    """
 
     name: str
     call: _Call
     workers: Any
+    alone_s: float = 0.0
     latencies: list[tuple[str, float]] = field(default_factory=list)  # by model, in seconds
     built_s: list[float] = field(default_factory=list)  # what switches took that requests began
 
@@ -101,6 +107,7 @@ def measure_real(
             for arm in up:
                 _say(f"{arm.name}: every model is asked for")
                 asyncio.run(_look_at_each(arm.call, lambda: note_sizes(sizes, client.cluster()["workers"])))
+            asyncio.run(_measure_alone(up))
             for name, requests in traces.items():
                 first = client.ended_requests()
                 resident = [list(worker["last_switches"])[-1] for worker in client.cluster()["workers"]]
@@ -145,7 +152,8 @@ def _measure_in_turn(arms: Sequence[_Arm], trace: str, requests: Sequence[SimReq
     for arm in arms:
         now = asyncio.run(arm.count())
         switches, moved_bytes = (after - start for after, start in zip(now, before[arm.name], strict=True))
-        rows.append(_figures(arm.name, trace, arm.latencies, switches, SLICE_S * len(slices), moved_bytes))
+        figures = _figures(arm.name, trace, arm.latencies, switches, SLICE_S * len(slices), moved_bytes)
+        rows.append(figures | {"alone_s": arm.alone_s})
     return rows
 
 
@@ -195,31 +203,41 @@ def _start_arm(name: str, config: ClusterConfig) -> _Arm:
 
     from deployments.app import AppArgs, build_app
     from deployments.cli.running import APP_NAME
-    from deployments.services.replica_classes import TEXT_ENCODER
 
     off = config.model_copy(update={"controller": config.controller.model_copy(update={"enabled": False})})
     app = APP_NAME if name == OURS else name
     if name == "no-controller":
         serve.run(build_app(AppArgs(config=off.model_dump(mode="json"))), name=app, route_prefix=None)
     elif name == "serve.multiplexed":
-        options = {"num_cpus": 0.5}
-        encoder = serve.deployment(name="text_encoder", max_ongoing_requests=256, ray_actor_options=options)
-        worker = serve.deployment(
-            name="worker",
-            num_replicas=config.worker.num_replicas,
-            max_ongoing_requests=config.worker.max_running_images,
-            ray_actor_options=options,
-        )
-        path = "deployments.bench.multiplexed_worker.MultiplexedWorker"
-        serve.run(worker(path).bind(off, encoder(TEXT_ENCODER).bind(off)), name=app, route_prefix=None)
+        serve.run(_multiplexed_app(off), name=app, route_prefix=None)
     handle = serve.get_app_handle(app)
 
     async def call(model: str, number: int) -> ImageResult:
-        chosen = handle.options(multiplexed_model_id=model) if name == "serve.multiplexed" else handle
-        result: ImageResult = await chosen.generate.remote(_request(config, model, number))
+        result: ImageResult = await handle.generate.remote(_request(config, model, number))
         return result
 
     return _Arm(name, call, serve.get_deployment_handle("worker", app))
+
+
+def _multiplexed_app(config: ClusterConfig) -> Any:
+    """Return as many workers under Serve's own multiplexing, the text encoder that they call, and an ingress."""
+    from ray import serve
+
+    from deployments.services.replica_classes import TEXT_ENCODER
+
+    def deployment(path: str, name: str, max_ongoing_requests: int, num_replicas: int = 1) -> Any:
+        return serve.deployment(
+            name=name,
+            num_replicas=num_replicas,
+            max_ongoing_requests=max_ongoing_requests,
+            ray_actor_options={"num_cpus": 0.5},
+        )(path)
+
+    module = "deployments.bench.multiplexed_worker"
+    encoder = deployment(TEXT_ENCODER, "text_encoder", 256).bind(config)
+    slots, num_replicas = config.worker.max_running_images, config.worker.num_replicas
+    worker = deployment(f"{module}.MultiplexedWorker", "worker", slots, num_replicas).bind(config, encoder)
+    return deployment(f"{module}.MultiplexedIngress", "ingress", 256).bind(worker)
 
 
 def _request(config: ClusterConfig, model: str, number: int) -> ImageRequest:
@@ -244,6 +262,18 @@ async def _look_at_each(call: _Call, look: Callable[[], None]) -> None:
     for model in SHARES:
         await call(model, 0)
         look()
+
+
+async def _measure_alone(arms: Sequence[_Arm]) -> None:
+    """Ask each arm in turn for the same model, one request at a time."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for number in range(NUM_ALONE):
+        for arm in arms:
+            start = time.perf_counter()
+            await arm.call(next(iter(SHARES)), number)
+            found[arm.name].append(time.perf_counter() - start)
+    for arm in arms:
+        arm.alone_s = statistics.median(found[arm.name])
 
 
 async def _run_slice(arm: _Arm, requests: Sequence[SimRequest]) -> None:
@@ -313,8 +343,8 @@ def print_real_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    keys = ("arm", "trace", "source", "mean_s", "p95_s", "p99_s", "goodput", "jain", "switches", "mean_s_off",
-            "switches_off")  # fmt: skip  # the rest is in the JSON
+    keys = ("arm", "trace", "source", "alone_s", "mean_s", "p95_s", "p99_s", "goodput", "jain", "switches",
+            "mean_s_off", "switches_off")  # fmt: skip  # the rest is in the JSON
     table = Table(*keys, title=f"{figures['rate']:g} requests/s for {figures['duration_s']:g} s, two workers")
     for row in figures["rows"]:
         table.add_row(*(f"{value:.3g}" if isinstance(value := row.get(key, ""), float) else str(value) for key in keys))

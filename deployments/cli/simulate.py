@@ -57,53 +57,49 @@ def simulate_trace(
     as_json: Json = False,
 ) -> None:
     """Simulate a trace under the controller's own functions, and beside them serve.multiplexed and plain queues."""
-    policies = _policies(policy)
+    policies, chance = _policies(policy), random.Random(seed)
     read = _read(trace) if trace is not None else Trace((), (), (), (), ())
-    for problem in read.problems:
-        _err.print(f"{trace}: {problem}; left out", style="yellow", highlight=False, markup=False, soft_wrap=True)
-    if trace is not None and not read.requests:
-        raise OptionError(f"{trace}: no line is a request that can be used")
-    chance = random.Random(seed)
-    asked = dict.fromkeys(request.model for request in read.requests)
-    names = list(asked) or [f"m{number:03d}" for number in range(models)]
-    made = read.models or _models(names, model_gb, shared, service_s, batch_growth)
+    made = read.models or _models(_names(read, models), model_gb, shared, service_s, batch_growth)
     if target_s is not None:
         made = tuple(replace(model, slo=replace(model.slo, target_s=target_s)) for model in made)
     shares = zipf_shares([model.id for model in made], zipf)
-    requests = list(read.requests)
-    if poisson_rate:
-        requests += poisson(poisson_rate, shares, duration_s, chance)
-    if diurnal_rate:
-        requests += diurnal(diurnal_rate, 0.8, duration_s, shares, duration_s, chance)
-    if burst:
-        requests += bursts(burst, burst_every_s, [model.id for model in made], duration_s, chance)
+    requests = [
+        *read.requests,
+        *(poisson(poisson_rate, shares, duration_s, chance) if poisson_rate else ()),
+        *(diurnal(diurnal_rate, 0.8, duration_s, shares, duration_s, chance) if diurnal_rate else ()),
+        *(bursts(burst, burst_every_s, list(shares), duration_s, chance) if burst else ()),
+    ]
     if not requests:
         raise OptionError("nothing to simulate: name a trace file, or give --poisson, --diurnal or --burst")
-    budget = int(model_gb * 1e9 * per_worker)
-    standard = tuple(
-        SimWorker(f"w{number:03d}", f"n{number // 8}", budget, slots, attach_bytes_per_s=gb_per_s * 1e9)
+    requests.sort(key=_arrival)
+    budget, bytes_per_s = int(model_gb * 1e9 * per_worker), gb_per_s * 1e9
+    found = read.workers or tuple(
+        SimWorker(f"w{number:03d}", f"n{number // 8}", budget, slots, attach_bytes_per_s=bytes_per_s)
         for number in range(workers)
     )
-    requests.sort(key=_arrival)
-    scenario = Scenario(made, read.workers or standard, tuple(requests), read.faults)
+    scenario = Scenario(made, found, tuple(requests), read.faults)
     if record is not None:
         _write(record, "".join(trace_lines(scenario)))
     if sizing is not None:
         _print_sizing(scenario, policies, sizing, seed, as_json)
         return
-    found: list[RunFigures] = []
-    for name in policies:
-        with _err.status(f"simulating {len(requests)} requests under {name}"):
-            figures, world = simulate(scenario, name, seed)
-        found.append(figures)
-        if picture is not None and name == policies[0]:
-            from cluster.simulator.picture import picture_of
-
-            _write(picture, picture_of(world, f"{name}: {len(requests)} requests, {figures.switches} switches"))
+    runs = [_run(scenario, name, seed, picture if name == policies[0] else None) for name in policies]
     if as_json:
-        print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in found]})
+        print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in runs]})
     else:
-        _print_figures(found, wide=wide)
+        _print_figures(runs, wide=wide)
+
+
+def _run(scenario: Scenario, policy: PolicyName, seed: int, picture: Path | None) -> RunFigures:
+    """Simulate a scenario, and draw it into the file `picture`."""
+    num_requests = len(scenario.requests)
+    with _err.status(f"simulating {num_requests} requests under {policy}"):
+        figures, world = simulate(scenario, policy, seed)
+    if picture is not None:
+        from cluster.simulator.picture import picture_of
+
+        _write(picture, picture_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
+    return figures
 
 
 def _print_sizing(scenario: Scenario, policies: list[PolicyName], share: float, seed: int, as_json: bool) -> None:
@@ -160,16 +156,27 @@ def _models(names: list[str], gb: float, shared: float, service_s: float, growth
     return tuple(made)
 
 
+def _names(trace: Trace, num_models: int) -> list[str]:
+    """Return the models that a trace asks for; without one, as many as are wanted."""
+    return list(dict.fromkeys(request.model for request in trace.requests)) or [f"m{n:03d}" for n in range(num_models)]
+
+
 def _arrival(request: SimRequest) -> float:
     return request.at_s
 
 
 def _read(path: Path) -> Trace:
+    """Read a trace file, and say which of its lines are left out. Raises OptionError where it has no request."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
-            return read_trace(lines)
+            trace = read_trace(lines)
     except OSError as error:
         raise OptionError(f"{path}: {error.strerror or error}") from None
+    for problem in trace.problems:
+        _err.print(f"{path}: {problem}; left out", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    if not trace.requests:
+        raise OptionError(f"{path}: no line is a request that can be used")
+    return trace
 
 
 def _write(path: Path, text: str) -> None:

@@ -131,7 +131,7 @@ class ModuleCache:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
             if taken.fresh:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
-                self.switches.note(model, nbytes, report)
+                self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
             yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
                 raise ModelUnavailable(

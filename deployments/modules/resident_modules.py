@@ -25,12 +25,17 @@ class Taken:
     """All slots of a request, leased until `give_back`; none while it waits for room, or when it is refused."""
 
     wanted: Wanted
-    settled: asyncio.Future[dict[PartName, Slot]]
+    settled: asyncio.Future[tuple[dict[PartName, Slot], float]]
     ticket: Ticket[Slot]
 
     @property
     def slots(self) -> Mapping[PartName, Slot]:
-        return self.settled.result()
+        return self.settled.result()[0]
+
+    @property
+    def at_s(self) -> float:
+        """Return since when it has them."""
+        return self.settled.result()[1]
 
     @property
     def fresh(self) -> Collection[PartName]:
@@ -89,6 +94,7 @@ class ResidentModules:
         self._lock = threading.RLock()
         self._fill = fill
         self._let_go = let_go
+        self._clock = clock
         self._is_called_back = is_called_back
         self._book: Book[Slot] = Book(budget_bytes, clock, on_gone=self._gone)
         self._queue = Admission(self._book, clock, "this replica")
@@ -112,7 +118,7 @@ class ResidentModules:
     @_locked
     def take(self, wanted: Wanted) -> Taken:
         """Lease every slot or none. The ticket says whether it is refused, or has to `wait_for_room`."""
-        settled: asyncio.Future[dict[PartName, Slot]] = asyncio.get_running_loop().create_future()
+        settled: asyncio.Future[tuple[dict[PartName, Slot], float]] = asyncio.get_running_loop().create_future()
         holder = f"{wanted.model}#{next(self._serials)}"
         ticket = self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
         return Taken(wanted, settled, ticket)
@@ -323,7 +329,9 @@ class ResidentModules:
 
     # inside
 
-    def _settle(self, wanted: Wanted, settled: asyncio.Future[dict[PartName, Slot]], ticket: Ticket[Slot]) -> None:
+    def _settle(
+        self, wanted: Wanted, settled: asyncio.Future[tuple[dict[PartName, Slot], float]], ticket: Ticket[Slot]
+    ) -> None:
         """Begin to build what is new, at once: whoever asked may be cancelled before it hears of it."""
         slots: dict[PartName, Slot] = {}
         for name, part in wanted.parts.items() if ticket.entries else ():
@@ -334,7 +342,7 @@ class ResidentModules:
             entry.thing.models.add(part.manifest.model)
         if ticket.fresh:
             self._fill(wanted, slots, _names_of(wanted, ticket.fresh))
-        settled.set_result(slots)
+        settled.set_result((slots, self._clock()))
 
     @_locked
     def _end(self, ticket: Ticket[Slot]) -> None:

@@ -21,8 +21,8 @@ _NEW: Final = 0.3  # weight of a new measurement
 class SwitchSpeeds:
     """The measured speeds of switches, in bytes of the budget: moving averages.
 
-    A switch takes `fixed_s`, the time of its bytes from the node's memory, and for those that the node lacks the time
-    from storage or a peer.
+    A switch takes the time of its bytes from the node's memory, for those that the node lacks the time from storage or
+    a peer, and `fixed_s`: building, and what it waits for threads and cores that others have.
     """
 
     fixed_s: float = 0.0
@@ -31,15 +31,17 @@ class SwitchSpeeds:
     num_attached: int = 0
     num_loaded: int = 0
 
-    def learn(self, nbytes: int, report: SwitchReport) -> None:
-        """Learn from a switch that took `nbytes` of the budget. The wait for room is no part of it: it is others' work.
+    def learn(self, nbytes: int, report: SwitchReport, filled_s: float) -> None:
+        """Learn from a switch that took `nbytes` of the budget, and `filled_s` from when it had room.
 
-        Components that take nothing of the budget cost their time whatever their bytes.
+        The wait for room is no part of it: it is others' work. Components that take nothing of the budget cost their
+        time whatever their bytes.
         """
         if not report.built or (report.storage_bytes and not nbytes):  # the latter was mostly reading
             return
         attach_s = max(report.attach_ms / 1e3, 1e-6)
-        fixed_s = report.build_ms / 1e3 + (0.0 if nbytes else attach_s)
+        whole_s = max(filled_s, attach_s + report.build_ms / 1e3)
+        fixed_s = whole_s - (attach_s if nbytes else 0.0)
         self.fixed_s += _weight(self.num_attached + self.num_loaded) * (fixed_s - self.fixed_s)
         if report.storage_bytes:
             load_s = max(attach_s - nbytes / self.attach_bytes_per_s, 1e-6)
@@ -63,10 +65,10 @@ class SwitchLog:
     speeds: SwitchSpeeds = field(default_factory=SwitchSpeeds)
     _reports: OrderedDict[str, SwitchReport] = field(default_factory=OrderedDict)
 
-    def note(self, model: str, nbytes: int, report: SwitchReport) -> None:
-        """Count a switch that took `nbytes` of the budget."""
+    def note(self, model: str, nbytes: int, report: SwitchReport, filled_s: float) -> None:
+        """Count a switch that took `nbytes` of the budget, and `filled_s` from when it had room."""
         self.num_switches += 1
-        self.speeds.learn(nbytes, report)
+        self.speeds.learn(nbytes, report, filled_s)
         self._reports[model] = report
         self._reports.move_to_end(model)
         while len(self._reports) > MAX_REPORTS:

@@ -7,7 +7,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from cluster.control import free_starts, switching
+from cluster.control import candidates, free_starts, switching
 from cluster.control.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
 from cluster.control.checking import usable_state
 from cluster.control.switching import plan_switches
@@ -41,7 +41,7 @@ def test_a_tick_of_ten_thousand_models_and_workers_is_linear() -> None:
     assert many.total() < 4.4 * few.total()  # four times the cluster
     assert many.total() < 16 * 10_000
     # What is costly is done for the models that are looked at only, on a few workers each.
-    most_candidates = 3 * switching.MAX_CANDIDATES
-    ahead = 2 * switching.MAX_CANDIDATES * switching.FEW
+    most_candidates = 3 * candidates.MAX_CANDIDATES
+    ahead = 2 * candidates.MAX_CANDIDATES * candidates.FEW
     assert many["_option"] < switching.MAX_NEEDS * most_candidates + ahead
     assert many["switch_s"] <= many["_option"] + 4 * free_starts.MAX_STARTS

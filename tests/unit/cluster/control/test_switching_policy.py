@@ -238,6 +238,17 @@ def test_too_much_at_once_does_not_make_every_worker_switch() -> None:
     assert 1 <= len(plan.decisions) <= 4
 
 
+def test_throughput_first_lets_no_worker_idle_while_models_are_due() -> None:
+    """It once let 48 of 64 idle: a quarter were on their way, and no model had work for a switch more."""
+    due = [model(f"due{number}", 1, 60.0) for number in range(8)]
+    busy = model("busy", 50, 60.0)
+    idle = [worker(f"w{number}") for number in range(6)]
+    working = [worker(f"x{number}", busy, running={"busy": 1}) for number in range(2)]
+    plan = plan_of([busy, *due], [*idle, *working], policy=THROUGHPUT_FIRST)
+    assert {order.worker for order in plan.decisions} == {each.id for each in idle}
+    assert all(order.reason.startswith("due") for order in plan.decisions)
+
+
 def test_a_worker_above_its_budget_lets_the_least_wanted_go() -> None:
     hot, rare = model("hot", rate_long=1.0), model("rare")
     order = only(plan_of([hot, rare], [worker("w0", hot, rare, budget=15)]))

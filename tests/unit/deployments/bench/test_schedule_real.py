@@ -69,6 +69,22 @@ def test_every_arm_gets_every_slice_and_its_switches_are_counted(monkeypatch: py
         assert arm.built_s == pytest.approx([0.03] * num_built)
 
 
+async def test_what_a_request_takes_alone_is_measured_one_at_a_time() -> None:
+    running = asked = 0
+
+    async def call(model: str, number: int) -> None:
+        nonlocal running, asked
+        assert (running, model) == (0, "digits-flux")
+        running, asked = running + 1, asked + 1
+        await asyncio.sleep(0)
+        running -= 1
+
+    arms = [bench._Arm(name, call, None) for name in "ab"]  # type: ignore[arg-type]
+    await bench._measure_alone(arms)
+    assert asked == 2 * bench.NUM_ALONE
+    assert all(arm.alone_s > 0 for arm in arms)
+
+
 def test_answers_count_as_good_within_the_target() -> None:
     row = bench._figures("a", "t", [("x", 0.5), ("x", 0.5), ("y", 0.5), ("y", 1.5)], 3, 2.0, 0)
     assert (row["goodput"], row["slo_attainment"]) == (1.5, 0.75)

@@ -508,6 +508,27 @@ async def test_what_took_long_to_build_stays() -> None:
     assert host.builder.retired == [("d", 1)]
 
 
+async def test_what_a_switch_takes_is_learned_from_when_it_has_room() -> None:
+    host = Host(100)
+    holder = host.hold("a")
+    await holder.got.wait()
+    waiting = asyncio.ensure_future(host.use("b"))
+    await until(lambda: host._modules.num_waiting == 1)
+    host.now_s += 50.0
+    host.builder.on_build = lambda name: setattr(host, "now_s", host.now_s + 2.0)
+    fill, before_s = host._filler.fill_slots, host.switches.speeds.fixed_s
+
+    async def fill_late(*slots: Any) -> None:
+        host.now_s += 3.0  # no thread is free
+        await fill(*slots)
+
+    host._filler.fill_slots = fill_late  # type: ignore[method-assign]
+    await holder.close()
+    lease = await asyncio.wait_for(waiting, WAIT_S)
+    assert (lease.report.switch_ms, lease.report.build_ms) == (55e3, 2e3)
+    assert host.switches.speeds.fixed_s == pytest.approx(before_s + 0.3 * (5.0 - before_s))
+
+
 async def test_what_is_used_often_stays_and_is_forgotten_in_time() -> None:
     host = Host(60)
     host.builder.on_build = lambda name: setattr(host, "now_s", host.now_s + 1)
