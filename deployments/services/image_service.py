@@ -8,7 +8,7 @@ import hashlib
 import platform
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple, TypeVar
@@ -32,12 +32,14 @@ from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.modules.merging import Merging
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
 from deployments.services.apart_stages import ApartStages
 from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.tasks import shared_task
+from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
+from weights.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
@@ -148,14 +150,16 @@ class ImageService:
                 if encode_first:
                     await encoding
                 adapters = sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
+                merging = await self._merging(request, manifest, adapters)
                 take = partial(
                     self._module_cache.lease,
                     request.model,
                     version=manifest.fingerprint,
                     adapter_versions=request.adapter_versions,
+                    merging=merging,
                 )
                 conditioned = ConditionedRequest(
-                    denoise,
+                    replace(denoise, merges_adapter=merging is not None),
                     {},
                     reports_steps=request.reports_steps,
                     num_previews=request.partial_images,
@@ -169,7 +173,7 @@ class ImageService:
                     return replace(conditioned, conditioning=tensors, timeout_s=_time_left(request, start))
 
                 is_whole = await self._module_cache.can_hold(
-                    manifest, is_denoise_component, adapters, request.adapter_versions
+                    manifest, is_denoise_component, adapters, request.adapter_versions, merging
                 )
                 if is_whole:
                     async with take(is_denoise_component, adapters) as lease:
@@ -218,6 +222,14 @@ class ImageService:
             warnings=warnings,
         )
 
+    async def _merging(self, request: ImageRequest, manifest: Manifest, adapters: Sequence[str]) -> Merging | None:
+        """Return which LoRA of the request is merged."""
+        if not request.merges_lora:
+            return None
+        merging = Merging(request.lora[0].name, family_of(manifest.class_name or "").denoiser_name)
+        choose = self._module_cache.choose_merging
+        return await choose(manifest, is_denoise_component, adapters, request.adapter_versions, merging)
+
     @contextlib.contextmanager
     def _movable(self, request_id: str, model: str) -> Iterator[None]:
         self._moving[request_id] = _Moving(model)
@@ -236,6 +248,8 @@ class ImageService:
         settings = await self._settings_of(lease)
         pipeline = None if is_whole else await self._apart.denoise_pipeline(lease)
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
+        if request.request.merges_adapter:  # beside the steps of others, which it would hold up
+            await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
             yield DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)

@@ -84,13 +84,9 @@ class _BatchInvariantConv2d(nn.Conv2d):
     """A convolution over `conv2d`."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not _pads_zeros(self):
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return super().forward(input)
         return conv2d(input, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
-
-
-def _pads_zeros(layer: nn.Conv2d) -> bool:
-    return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 class _BatchInvariantGroupNorm(nn.GroupNorm):
@@ -137,4 +133,6 @@ def make_batch_invariant(module: nn.Module) -> None:
 
 def is_batch_invariant(layer: nn.Module) -> bool:
     """Return whether a layer computes nothing but `linear` or `conv2d` of its weight and bias."""
-    return type(layer) is _BatchInvariantLinear or (type(layer) is _BatchInvariantConv2d and _pads_zeros(layer))
+    if type(layer) is _BatchInvariantConv2d:
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is _BatchInvariantLinear

@@ -21,8 +21,8 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
             module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
+        for module, earlier in before.items():
+            if earlier is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = earlier
