@@ -118,9 +118,15 @@ class AdapterConfig(StrictModel):
     """A LoRA as diffusers, kohya's trainer or PEFT saves it, or a ControlNet's folder, and the models that it is for.
 
     A ControlNet needs the dtype of its models.
+
+    A LoRA that most requests have is cheaper merged: those that name it alone and at `merged_scale` run it as private
+    copies of the layers that it changes, in forwards of their own. Others have it on the side, which any LoRAs share.
     """
 
     id: ModelId
     path: Source
     base: tuple[ModelId, ...] = Field(min_length=1)
     dtype: DType = "auto"
+    merged_scale: float | None = Field(
+        None, gt=0, le=10, allow_inf_nan=False, description="of a LoRA for images; None: never merged"
+    )

@@ -101,3 +101,12 @@ def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, An
 def _filled(request: _RequestT, defaults: GenerationDefaults, names: tuple[str, ...]) -> _RequestT:
     update: dict[str, Any] = {name: getattr(defaults, name) for name in names if getattr(request, name) is None}
     return request.model_copy(update=update)
+
+
+def merges_lora(request: ImageRequest, adapters: Mapping[str, ModelRecord | ModelConfig | AdapterConfig]) -> bool:
+    """Return whether the config wants the LoRA of a request merged, by its adapters: it is alone, at that scale."""
+    if len(request.lora) != 1:
+        return False
+    adapter = adapters.get(request.lora[0].name)
+    entry = adapter.entry if isinstance(adapter, ModelRecord) else adapter
+    return isinstance(entry, AdapterConfig) and entry.merged_scale == request.lora[0].scale

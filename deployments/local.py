@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
-from deployments.defaults import text_rules, with_image_defaults
+from deployments.defaults import merges_lora, text_rules, with_image_defaults
 from deployments.errors import UnknownModel, as_service_errors
 from deployments.limits import check_image
 from deployments.modules.built_modules import no_working_memory
@@ -57,7 +57,9 @@ class LocalModels:
         variant = pipeline_variant(self._store.skeleton(manifest))
         asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "", variant)
         check_image(request, self._config.ingress.limits, asked)
-        request = request.model_copy(update=text_rules(self._config.entries[request.model]))
+        rules = text_rules(self._config.entries[request.model])
+        rules["merges_lora"] = merges_lora(request, self._config.entries)
+        request = request.model_copy(update=rules)
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()
         # A module cache each, as in a cluster: text encoders and denoiser have budgets of their own.
         encoder_cache = self._module_cache(extents, self._config.text_encoder, TextEncoderBuilder())

@@ -33,9 +33,10 @@ from cluster.errors import ImportFailed
 from cluster.registry.directory import Entry
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
-from weights.errors import WeightsError
+from weights.errors import AdapterError, WeightsError
 from weights.formats.checkpoint import check_lora_base, read_checkpoint, recognise
 from weights.formats.folder import check_inside
+from weights.formats.peft import PEFT_CLASS
 from weights.intake import PROGRAM_SUFFIXES, bring_in, origin_of
 from weights.source_mark import source_mark
 from weights.sources.mirrors import SOURCES_FOLDER
@@ -129,8 +130,13 @@ def import_checkpoint(
 
 
 def _check_bases(store: WeightStore, entry: AdapterConfig, path: Path) -> None:
-    """Raise AdapterError where a LoRA does not fit one of its bases. What is not in the store yet is not looked at."""
+    """Raise AdapterError where a LoRA does not fit one of its bases, or a setting the adapter's kind.
+
+    What is not in the store yet is not looked at.
+    """
     checkpoint = read_checkpoint(path)
+    if entry.merged_scale is not None and (checkpoint.kind != "adapter" or checkpoint.class_name == PEFT_CLASS):
+        raise AdapterError(f"{path}: merged_scale is for LoRAs of diffusion pipelines, which this is not")
     for id_ in entry.base:
         try:
             base = store.manifest(id_)

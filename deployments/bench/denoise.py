@@ -336,7 +336,7 @@ def print_part(name: str, figures: Any) -> None:
         console.print(
             f"{memory['num_loras']} LoRAs of rank {memory['rank']} in one replica: {memory['lora_bytes'] / 1e6:.2f} MB "
             f"each; a merged checkpoint: {memory['merged_checkpoint_bytes'] / 1e6:.1f} MB, "
-            f"its changed layers alone: {memory['merged_layers_bytes'] / 1e6:.1f} MB"
+            f"its changed layers alone: {memory['merged_layers_bytes'] / 1e6:.1f} MB, made in {memory['merge_s']:.2f} s"
         )
     elif name == "offload":
         table = Table("device, of the pipeline", "steps/s", "MB over the link per step")

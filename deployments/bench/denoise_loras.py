@@ -1,4 +1,4 @@
-"""The part of `atelier bench denoise` about LoRAs: what their side path takes of a step, and of memory."""
+"""The part of `atelier bench denoise` about LoRAs: what side path and merged copies take of a step, and of memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ _RANKS: Final = (4, 16, 64)
 _HOT_RANK: Final = 16
 _SIDE_PX: Final = 16
 _MAX_ROUNDS: Final = 60
+_Way = tuple[int, str]  # requests, and their LoRAs
 _TARGETS: Final = ("attn.", ".ff", ".proj_mlp", ".proj_out")  # what diffusers' trainers adapt
 
 
@@ -31,22 +32,25 @@ def measure_loras(model: BenchModel, num_steps: int, seconds: float) -> dict[str
 
 
 def _measure_steps(model: BenchModel, num_steps: int, seconds: float) -> list[dict[str, Any]]:
-    """Time steps of one request and of eight: without, all with one LoRA, each with its own."""
+    """Time steps of one request and of eight: without, all with one LoRA, merged too, each with its own."""
     own = [_lora(model, _HOT_RANK, seed) for seed in range(_NUM_REQUESTS)]
-    ways: dict[tuple[int, str], Sequence[LoraAdapter]] = {
+    merged = f"one of rank {_HOT_RANK}, merged"
+    ways: dict[_Way, Sequence[LoraAdapter]] = {
         (1, "none"): (),
         **{(1, f"one of rank {rank}"): [_lora(model, rank, seed=0)] for rank in _RANKS},
+        (1, merged): own[:1],
         (_NUM_REQUESTS, "none"): (),
         (_NUM_REQUESTS, f"one of rank {_HOT_RANK}"): own[:1] * _NUM_REQUESTS,
+        (_NUM_REQUESTS, merged): own[:1] * _NUM_REQUESTS,
         (_NUM_REQUESTS, f"eight of rank {_HOT_RANK}"): own,
     }
-    times: dict[tuple[int, str], list[float]] = {way: [] for way in ways}
-    forwards: dict[tuple[int, str], float] = {}
+    times: dict[_Way, list[float]] = {way: [] for way in ways}
+    forwards: dict[_Way, float] = {}
     end_s, round_ = time.perf_counter() + seconds, 0
     while round_ < 2 or (time.perf_counter() < end_s and round_ < _MAX_ROUNDS):
         order = list(ways)
         for way in order[round_ % len(order) :] + order[: round_ % len(order)]:
-            states = _start(model, way[0], ways[way], num_steps)
+            states = _start(model, way[0], ways[way], num_steps, is_merged=way[1] == merged)
             with model.counting_forwards() as count:
                 for _ in range(num_steps):
                     begin_s = time.perf_counter()
@@ -74,22 +78,29 @@ def _measure_memory(model: BenchModel) -> dict[str, Any]:
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fitted}
     denoiser = model.ours.denoiser
     changed = [denoiser.get_submodule(path).weight for path in loras[0].components["transformer"]]
+    begin_s = time.perf_counter()
+    _start(model, 1, loras[:1], num_steps=1, is_merged=True)
+    merge_s = time.perf_counter() - begin_s
     return {
         "num_loras": _NUM_HOT,
         "rank": _HOT_RANK,
         "lora_bytes": sum(storages.values()) // _NUM_HOT,
+        "merge_s": merge_s,
         "merged_layers_bytes": sum(weight.nbytes for weight in changed),
         "merged_checkpoint_bytes": sum(parameter.nbytes for parameter in denoiser.parameters()),
     }
 
 
-def _start(model: BenchModel, count: int, loras: Sequence[LoraAdapter], num_steps: int) -> list[DenoiseState]:
+def _start(
+    model: BenchModel, count: int, loras: Sequence[LoraAdapter], num_steps: int, *, is_merged: bool = False
+) -> list[DenoiseState]:
     states = []
     for number in range(count):
         request = model.request(num_steps, seed=number, side_px=_SIDE_PX)
         uses = (AdapterUse("lora"),) if loras else ()
         known = {"lora": loras[number]} if loras else {}
-        states.append(model.ours.start(replace(request.request, adapters=uses), request.conditioning, known))
+        asked = replace(request.request, adapters=uses, merges_adapter=is_merged)
+        states.append(model.ours.start(asked, request.conditioning, known))
     return states
 
 

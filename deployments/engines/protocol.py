@@ -142,6 +142,7 @@ class DiffusionRequest:
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
     its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own. `sigmas` or `timesteps` are
     the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever else runs.
+    `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and faster.
     """
 
     request_id: str
@@ -161,6 +162,7 @@ class DiffusionRequest:
     sigmas: tuple[float, ...] | None = None
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
+    merges_adapter: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

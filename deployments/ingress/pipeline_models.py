@@ -127,7 +127,8 @@ class PipelineModels:
 
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
     """Return the fields that the request sets itself, but for the options that every request may have."""
-    ours = {"priority", "timeout_s", "tenant", "model_version", "adapter_versions", "text_padding", "long_text"}
+    ours = {"priority", "timeout_s", "tenant", "model_version"}
+    ours |= {"adapter_versions", "text_padding", "long_text", "merges_lora"}
     said = request.model_fields_set - without - ours
     defaults = {name: field.default for name, field in type(request).model_fields.items()}
     values = {name: getattr(request, name) for name in said}

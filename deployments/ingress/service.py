@@ -19,7 +19,7 @@ from cluster.control.lanes import Ask
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from deployments.defaults import text_rules, with_image_defaults, with_text_defaults
+from deployments.defaults import merges_lora, text_rules, with_image_defaults, with_text_defaults
 from deployments.errors import InvalidRequest
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.admitted import RequestQueue, admitted
@@ -146,6 +146,7 @@ class Service:
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
+        update["merges_lora"] = merges_lora(request, adapters)
         update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
         return request.model_copy(update=update | {"priority": terms.priority}), terms
 

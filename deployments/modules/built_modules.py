@@ -71,6 +71,7 @@ class Part:
     footprint: Mapping[str, int]
     working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
     streamed: BlockPlan | None = None  # of a component that is larger than the budget
+    is_variant: bool = False  # its component is that of the manifest with a `parts_hash` of its own
 
     @property
     def extents(self) -> tuple[ExtentRef, ...]:

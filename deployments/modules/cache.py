@@ -34,6 +34,7 @@ from deployments.modules.filling import SlotFiller, switch_report
 from deployments.modules.lease import Lease
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
+from deployments.modules.merging import Merging, merged_parts
 from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
 from deployments.modules.streaming import Streaming
 from deployments.modules.switches import SwitchLog
@@ -109,11 +110,13 @@ class ModuleCache:
         adapter_versions: Mapping[str, str] | None = None,
         max_wait_s: float | None = None,
         streams: bool = False,
+        merging: Merging | None = None,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
-        With `streams`, the largest comes block by block where there is no room for all; without, only where there is
-        none for it alone.
+        With `merging`, as `choose_merging` returned it, that adapter's private weights have their room. With `streams`,
+        the largest component comes block by block where there is no room for all; without, only where there is none for
+        it alone.
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
@@ -124,7 +127,7 @@ class ModuleCache:
         self._follow_pin(manifest)
         versions = adapter_versions or {}
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
-        parts = self._parts_with(manifest, wanted, others, streams=streams)
+        parts = self._parts_with(manifest, wanted, others, streams=streams, merging=merging)
         taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
@@ -200,11 +203,25 @@ class ModuleCache:
         extents = {extent.id: extent for part in parts.values() for extent in part.extents}
         return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
 
-    def can_hold(self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest]) -> bool:
+    def choose_merging(
+        self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], merging: Merging
+    ) -> Merging | None:
+        """Return what of a request's adapters is merged: that, if it can be and has room beside what is pinned.
+
+        Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
+        """
+        parts = self._parts_with(manifest, wanted, adapters, merging=merging)
+        is_merged = any(part.is_variant and name.is_adapter for name, part in parts.items())
+        return merging if is_merged and self._modules.can_hold(Wanted(manifest.model, parts)) else None
+
+    def can_hold(
+        self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], merging: Merging | None = None
+    ) -> bool:
         """Return whether the budget has room for these together, beside what is pinned."""
         if self._kept:  # the weights are the node's
             return True
-        return self._modules.can_hold(Wanted(manifest.model, self._parts_with(manifest, wanted, adapters)))
+        parts = self._parts_with(manifest, wanted, adapters, merging=merging)
+        return self._modules.can_hold(Wanted(manifest.model, parts))
 
     def holds(self, model: str) -> bool:
         """Return whether anything of `model` is resident."""
@@ -333,12 +350,20 @@ class ModuleCache:
         return {PartName(one.name): self._part(manifest, one) for one in components}
 
     def _parts_with(
-        self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], *, streams: bool = False
+        self,
+        manifest: Manifest,
+        wanted: Wants,
+        adapters: Mapping[str, Manifest],
+        *,
+        streams: bool = False,
+        merging: Merging | None = None,
     ) -> dict[PartName, Part]:
         parts = self._whole_parts(manifest, wanted)
         for name, adapter in adapters.items():
             found = self._whole_parts(adapter, wanted).values()
             parts |= {PartName(name, is_adapter=True): part for part in found}
+        if merging is not None:
+            parts = merged_parts(parts, merging, self._tier.size_of) or parts
         return self._fitted(parts, is_last_resort=streams)
 
     def _part(self, manifest: Manifest, component: Component) -> Part:

@@ -160,7 +160,7 @@ async def _locate_parts(filling: Sequence[Filling], manifests: ManifestVersions)
             found[version] = await manifests.locate(part.manifest)
         manifest = found[version]
         component = manifest.components.get(part.component.name)
-        if component and part.streamed:
+        if component and part.is_variant:
             component = component.model_copy(update={"parts_hash": part.component.parts_hash})
         if manifest is not part.manifest and component and component.module_key == slot.key:
             part = replace(part, manifest=manifest, component=component)

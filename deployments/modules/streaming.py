@@ -56,5 +56,9 @@ class Streaming:
         # Another module than the one that is there as a whole, over the same weights.
         variant = component.model_copy(update={"parts_hash": f"{component.parts_hash} in {room_bytes} bytes"})
         return replace(
-            part, component=variant, footprint=streamed_footprint(variant, self._size_of, plan), streamed=plan
+            part,
+            component=variant,
+            footprint=streamed_footprint(variant, self._size_of, plan),
+            streamed=plan,
+            is_variant=True,
         )

@@ -93,8 +93,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     has none of them. After its worker's death a request goes on from its last checkpoint; those that are not asked for
     are not told, and come every `checkpoint_interval_s` seconds (0: never).
 
-    The ingress sets the last four fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
-    `long_text` are the model's.
+    The ingress sets the last five fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
+    `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`).
     """
 
     init_image: Pixels | None = None
@@ -108,6 +108,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     adapter_versions: dict[str, str] = Field({})
     text_padding: TextPadding = "stock"
     long_text: LongText = "truncate"
+    merges_lora: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import platform
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ import torch
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.protocol import (
     ConditionedRequest,
@@ -28,6 +29,7 @@ from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.modules.merging import Merging
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.services.apart_stages import ApartStages
 from deployments.services.image_requests import (
@@ -39,12 +41,13 @@ from deployments.services.image_requests import (
 )
 from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.tasks import shared_task
+from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 from weights.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 WithText = Callable[[], Awaitable[ConditionedRequest]]
+LeaseParts = Callable[..., AbstractAsyncContextManager[Lease]]  # `ModuleCache.lease` of one model
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
@@ -164,9 +167,23 @@ class ImageService:
             try:
                 if encode_first:
                     await encoding
-                is_whole = self._module_cache.can_hold(manifest, is_denoise_component, await self._adapters_of(request))
-                outputs = self._run_whole if is_whole else self._run_apart
-                async with contextlib.aclosing(outputs(request, manifest, with_text)) as told:
+                adapters = await self._adapters_of(request)
+                merging = self._merging(request, manifest, adapters)
+                if merging is not None:
+                    denoise = replace(denoise, merges_adapter=True)
+                is_whole = self._module_cache.can_hold(manifest, is_denoise_component, adapters, merging)
+                lease_parts = partial(
+                    self._module_cache.lease,
+                    request.model,
+                    version=manifest.fingerprint,
+                    adapter_versions=request.adapter_versions,
+                    merging=merging,
+                )
+                if is_whole:
+                    outputs = self._run_whole(request, lease_parts, with_text)
+                else:
+                    outputs = self._run_apart(request, manifest, lease_parts, with_text)
+                async with contextlib.aclosing(outputs) as told:
                     async for output, report in told:  # noqa: B007  # the last report is told
                         if not output.is_last:
                             yield progress_of(output)
@@ -186,34 +203,36 @@ class ImageService:
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
     async def _run_whole(
-        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+        self, request: ImageRequest, lease_parts: LeaseParts, with_text: WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request whose whole model is leased, and the switch to that."""
-        async with self._lease(request, manifest)(is_denoise_component, _adapter_names(request)) as lease:
+        async with lease_parts(is_denoise_component, _adapter_names(request)) as lease:
             ready = replace(await with_text(), adapters=lease.adapters)
             async with contextlib.aclosing(self._denoise(lease, ready)) as outputs:
                 async for output in outputs:
                     yield output, lease.report
 
     async def _run_apart(
-        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+        self, request: ImageRequest, manifest: Manifest, lease_parts: LeaseParts, with_text: WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
-        lease = self._lease(request, manifest)
         stages = self._apart.stream(
             request,
             replace(await with_text(), num_previews=0),
             manifest,
-            lambda wants, names, max_wait_s: lease(wants, names, max_wait_s=max_wait_s, streams=True),
+            lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s, streams=True),
             partial(self._denoise, is_whole=False),
         )
         async with contextlib.aclosing(stages) as told:
             async for output_and_report in told:
                 yield output_and_report
 
-    def _lease(self, request: ImageRequest, manifest: Manifest) -> Callable[..., AbstractAsyncContextManager[Lease]]:
-        versions = request.adapter_versions
-        return partial(self._module_cache.lease, request.model, version=manifest.fingerprint, adapter_versions=versions)
+    def _merging(self, request: ImageRequest, manifest: Manifest, adapters: Mapping[str, Manifest]) -> Merging | None:
+        """Return which LoRA of the request is merged."""
+        if not request.merges_lora:
+            return None
+        merging = Merging(request.lora[0].name, family_of(manifest.class_name or "").denoiser_name)
+        return self._module_cache.choose_merging(manifest, is_denoise_component, adapters, merging)
 
     @contextlib.contextmanager
     def _movable(self, request_id: str, model: str) -> Iterator[None]:
@@ -233,6 +252,8 @@ class ImageService:
         settings = await self._settings_of(lease)
         pipeline = None if is_whole else await self._apart.denoise_pipeline(lease)
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
+        if request.request.merges_adapter:  # beside the steps of others, which it would hold up
+            await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
             yield DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)

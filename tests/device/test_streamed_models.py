@@ -6,6 +6,7 @@ Beside it, ControlNets and LoRAs where denoiser and VAE take turns.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from typing import Any
 
@@ -187,3 +188,25 @@ async def test_adapters_where_denoiser_and_vae_take_turns_and_where_the_denoiser
         assert adapter in found.switch.built
         assert small.host.describe()["charged_bytes"] <= budget
         assert small.host.describe()["leased_bytes"] == 0
+
+
+async def test_a_merged_lora_has_its_room_on_the_device(store: WeightStore, device: torch.device, module: Any) -> None:
+    side = request_of(FLUX, lora=[{"name": "bold"}])
+    merged = side.model_copy(update={"merges_lora": True})
+    studio = Studio(store, device)
+    expected = await studio.draw(side)
+    before_bytes, before_allocated = studio.host.describe()["charged_bytes"], module.memory_allocated(device)
+    found = await studio.draw(merged)
+    assert np.abs(found.images[0].astype(int) - expected.images[0]).max() <= 1
+    assert "bold" in found.switch.built
+    manifest = store.manifest("bold")
+    shapes = {name: ref.shape for part in manifest.components.values() for name, ref in part.tensors.items()}
+    changed = [
+        4 * shape[0] * shapes[name.replace("lora_B", "lora_A")][1] for name, shape in shapes.items() if "lora_B" in name
+    ]
+    merged_bytes = sum(-(-nbytes // 512) * 512 for nbytes in changed)
+    assert studio.host.describe()["charged_bytes"] - before_bytes == merged_bytes > 0
+    assert module.memory_allocated(device) - before_allocated == merged_bytes
+    assert studio.host.evict("bold") == []
+    gc.collect()
+    assert module.memory_allocated(device) <= before_allocated

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import weakref
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.nn.lora import FittedPairs, Pairs, fit_pairs
-from deployments.engines.protocol import EngineError
+from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, fit_pairs, merge_pairs
+from deployments.engines.nn.streamed_blocks import is_streamed
+from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 
 
@@ -20,6 +24,26 @@ class FittedLoras:
         self._component = component
         self._module = module
         self._pairs: weakref.WeakKeyDictionary[LoraAdapter, FittedPairs] = weakref.WeakKeyDictionary()
+        self._merged: weakref.WeakKeyDictionary[LoraAdapter, MergedLayers] = weakref.WeakKeyDictionary()
+        self._merging = threading.Lock()
+
+    def forms_of(
+        self, request: DiffusionRequest, known: Mapping[str, object]
+    ) -> tuple[tuple[tuple[FittedPairs, float], ...], MergedLayers | None]:
+        """Return the pairs of a request's LoRAs with their strengths, and the one that it merges; both fill a state.
+
+        Any thread may call it, so that a merged one is ready when the request starts. Raises EngineError for what is
+        not among `known` or does not fit.
+        """
+        loras = _check_adapters(request.adapters, known)
+        # In one order, so that requests with the same set share a forward.
+        uses = sorted(request.adapters, key=lambda use: use.name)
+        if not request.merges_adapter:
+            return tuple((self.pairs_of(loras[use.name]), use.scale) for use in uses), None
+        if len(uses) != 1:
+            raise EngineError(f"one adapter alone can be merged, and {len(uses)} are asked for")
+        merged = self._merge(loras[uses[0].name], uses[0].scale)
+        return ((merged.beside, merged.strength),) if merged.beside else (), merged
 
     def pairs_of(self, adapter: LoraAdapter) -> FittedPairs:
         """Return the adapter's pairs with the layers that they change, none if it leaves this component alone.
@@ -32,6 +56,22 @@ class FittedLoras:
             pairs = self._fit(adapter)
             self._pairs[adapter] = pairs
         return pairs
+
+    def _merge(self, adapter: LoraAdapter, strength: float) -> MergedLayers:
+        """Return the adapter merged into private copies of the layers that it changes. They go with the adapter.
+
+        The same object for the same adapter and strength, of which the last one is kept.
+        """
+        found = self._merged.get(adapter)
+        if found is None or found.strength != strength:
+            with self._merging:  # whoever finds its own ready does not wait for another's
+                found = self._merged.get(adapter)
+                if found is None or found.strength != strength:
+                    pairs = self.pairs_of(adapter)
+                    is_readable = not is_streamed(self._module)  # blocks that come and go have no weights now
+                    found = merge_pairs(pairs, strength) if is_readable else MergedLayers(strength, {}, pairs)
+                    self._merged[adapter] = found
+        return found
 
     def _fit(self, adapter: LoraAdapter) -> FittedPairs:
         family, of_text = self._family, self._component != self._family.denoiser_name
@@ -57,3 +97,20 @@ class FittedLoras:
         if self._component == self._family.denoiser_name or hasattr(self._module, "text_model"):
             return pairs
         return {path.removeprefix("text_model."): pair for path, pair in pairs.items()}
+
+
+def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
+    """Return the LoRAs among `known` by name.
+
+    Raises EngineError for a use of one that is not there, twice of one, or of a strength that is no number.
+    """
+    names = [use.name for use in uses]
+    loras = {name: adapter for name, adapter in known.items() if isinstance(adapter, LoraAdapter)}
+    for use in uses:
+        if use.name not in loras:
+            raise EngineError(f"unknown adapter {use.name!r} (known: {', '.join(sorted(loras)) or 'none'})")
+        if not math.isfinite(use.scale):
+            raise EngineError(f"adapter {use.name!r}: scale {use.scale!r}, expected a finite number")
+        if names.count(use.name) > 1:
+            raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
+    return loras

@@ -9,7 +9,7 @@ take the place of the padding. The bits are the same.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import Part
 from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.nn.forwards import replaced_forwards
 from weights.memory.devices import computes_on_host
 
 NUM_ROWS: Final = 16  # of one computation, over all parts and steps
@@ -71,17 +72,10 @@ class Modulation:
         """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
         return any(layer in self._embedding for pairs, _ in state.adapters for layer, _ in pairs)
 
-    @contextlib.contextmanager
-    def given(self, outputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Let the modules give these `rows_of`, if any, within the block. HAZARD: one thread at a time may run them."""
         modules = self._modules if outputs else []
-        try:
-            for module, output in zip(modules, outputs, strict=True):
-                module.__dict__["forward"] = lambda *args, _output=output, **options: _output
-            yield
-        finally:
-            for module in modules:
-                module.__dict__.pop("forward", None)
+        return replaced_forwards(dict(zip(modules, map(_constant, outputs), strict=True)))
 
     def _compute(self, parts: Sequence[Part], num_steps: int) -> None:
         """Compute the next `num_steps` of each part, or what is left of them, all at once."""
@@ -100,6 +94,10 @@ class Modulation:
         split = zip(*(torch.split(output, counts) for output in outputs), strict=True)
         for (state, branch), own in zip(parts, split, strict=True):
             state.ahead[id(branch)] = _Ahead(state.step_index, [output.clone() for output in own])
+
+
+def _constant(output: torch.Tensor) -> Callable[..., torch.Tensor]:
+    return lambda *args, **options: output
 
 
 def _has_step(part: Part) -> bool:

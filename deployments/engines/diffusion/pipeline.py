@@ -46,13 +46,13 @@ from deployments.engines.diffusion.rows import (
 from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
-    check_adapters,
     check_request,
     numeric_failure,
     take_branches,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
+from deployments.engines.nn.forwards import replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
@@ -115,6 +115,10 @@ class DenoisePipeline:
         codec = ToldCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
         return self._start(request, conditioning, adapters, codec)
 
+    def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, LoraAdapter | nn.Module]) -> None:
+        """Make what `start` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
+        self._loras.forms_of(request, adapters)
+
     def encode_inputs(
         self,
         request: DiffusionRequest,
@@ -126,7 +130,7 @@ class DenoisePipeline:
         The denoiser may be blank. Raises as `start` does; LoRAs are not looked at.
         """
         codec = NotingCodec(self._codec)
-        self._start(replace(request, adapters=()), conditioning, adapters, codec)
+        self._start(replace(request, adapters=(), merges_adapter=False), conditioning, adapters, codec)
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
@@ -151,10 +155,7 @@ class DenoisePipeline:
         family, size = self.family, self._size(request.height, request.width)
         check_request(request, family.size_multiple(self._codec.scale_factor))
         known = adapters or {}
-        loras = check_adapters(request.adapters, known)
-        # In one order, so that requests with the same set share a forward.
-        uses = sorted(request.adapters, key=lambda use: use.name)
-        pairs = tuple((self._loras.pairs_of(loras[use.name]), use.scale) for use in uses)
+        pairs, merged = self._loras.forms_of(request, known)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
@@ -180,6 +181,7 @@ class DenoisePipeline:
             cfg_scale,
             generator,
             adapters=pairs,
+            merged=merged,
             first_step=first.first_step,
             kept=first.kept,
             extra_channels=first.extra_channels,
@@ -293,8 +295,9 @@ class DenoisePipeline:
     def _predict(self, group: Sequence[Part]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
         first = group[0].state
-        rows, (height, width) = build_rows(group, self._modulation.rows_of(group)), image_size(first)
-        with _kernels(first.runs_alone):
+        height, width = image_size(first)
+        with _kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
+            rows = build_rows(group, self._modulation.rows_of(group))
             parts = run_in_parts(
                 lambda start, stop: self._forward(rows.part(start, stop), height, width),
                 len(rows),

@@ -1,7 +1,8 @@
 """States -> rows of one forward -> guided predictions per state.
 
 Each image of each request is one row, two under classifier-free guidance. Rows of one image size and padded text
-length go through the denoiser together, whatever their step, schedule, guidance, seed or LoRAs.
+length go through the denoiser together, whatever their step, schedule, guidance, seed or LoRAs. Those of a merged LoRA
+have forwards of their own.
 
 On the CPU a row's prediction is that of the row alone, bit for bit, in any company and any split
 (`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
@@ -89,7 +90,7 @@ def batch_key(part: Part) -> Hashable:
     """
     is_padded = part.branch.mask is not None
     length = part.branch.prompt.shape[1]
-    return image_size(part.state), length, is_padded, _control_key(part), _solitude(part.state)
+    return image_size(part.state), length, is_padded, _control_key(part), _solitude(part.state), id(part.state.merged)
 
 
 def memory_kind(part: Part) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +11,8 @@ import torch
 
 from deployments.engines.diffusion.families.base import Branch
 from deployments.engines.diffusion.input_images import find_bad_image
-from deployments.engines.nn.lora import FittedPairs
-from deployments.engines.protocol import AdapterUse, ComputationFailed, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter
+from deployments.engines.nn.lora import FittedPairs, MergedLayers
+from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # they need diffusers, and text encoders come by here too
     from deployments.engines.diffusion.controls import Control
@@ -32,8 +31,9 @@ class DenoiseState:
 
     `branches` is (prompt,) or, under classifier-free guidance, (negative, prompt), and `cfg_scale` its
     weight. The solver is this request's alone, since it counts its own steps. `adapters` are weights with
-    their strength. `are_finite` has a flag for every step done here, on the device: reading one would make the
-    device wait, so that is left until the images are wanted. A state with a `failure` takes no more steps.
+    their strength; `merged` is one that is merged instead. `are_finite` has a flag for every step done here, on the
+    device: reading one would make the device wait, so that is left until the images are wanted. A state with a
+    `failure` takes no more steps.
 
     With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
@@ -55,6 +55,7 @@ class DenoiseState:
     generator: torch.Generator
     step_index: int = 0
     adapters: tuple[tuple[FittedPairs, float], ...] = ()
+    merged: MergedLayers | None = None
     are_finite: list[torch.Tensor] = field(default_factory=list)
     failure: Exception | None = None
     first_step: int = 0
@@ -133,23 +134,6 @@ def numeric_failure(state: DenoiseState) -> ComputationFailed | None:
         return None
     step = state.step_index - len(flags) + flags.index(False) + 1
     return ComputationFailed(f"the latents are not finite from step {step} of {state.num_steps} on")
-
-
-def check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> dict[str, LoraAdapter]:
-    """Return the LoRAs among `known` by name.
-
-    Raises EngineError for a use of one that is not there, twice of one, or of a strength that is no number.
-    """
-    names = [use.name for use in uses]
-    loras = {name: adapter for name, adapter in known.items() if isinstance(adapter, LoraAdapter)}
-    for use in uses:
-        if use.name not in loras:
-            raise EngineError(f"unknown adapter {use.name!r} (known: {', '.join(sorted(loras)) or 'none'})")
-        if not math.isfinite(use.scale):
-            raise EngineError(f"adapter {use.name!r}: scale {use.scale!r}, expected a finite number")
-        if names.count(use.name) > 1:
-            raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
-    return loras
 
 
 def take_branches(

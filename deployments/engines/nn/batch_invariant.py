@@ -129,3 +129,10 @@ def make_batch_invariant(module: nn.Module) -> None:
     for part in module.modules():
         if type(part) in _INVARIANT:
             part.__class__ = _INVARIANT[type(part)]
+
+
+def is_batch_invariant(layer: nn.Module) -> bool:
+    """Return whether a layer computes nothing but `linear` or `conv2d` of its weight and bias."""
+    if type(layer) is _BatchInvariantConv2d:
+        return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+    return type(layer) is _BatchInvariantLinear

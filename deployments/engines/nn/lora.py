@@ -1,6 +1,8 @@
-"""LoRA as a side path: y = base(x) + strength * scale * up(down(x)), through forward hooks.
+"""LoRA in two forms that leave the base weights alone, which replicas share and other requests use next.
 
-Base weights are never touched, so replicas may share them and requests with other adapters may run next.
+As a side path, y = base(x) + strength * scale * up(down(x)), through forward hooks: any adapters in one batch. Merged,
+y = (W + strength * scale * up down) x with a private copy of each layer that it changes: the steps of the base, for
+the memory of those layers, and a batch of its own. The two are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deployments.engines.nn.batch_invariant import conv2d, linear
+from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
 
@@ -57,6 +59,41 @@ def applied_adapters(spans: Sequence[AdaptedSpan]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MergedLayers:
+    """One adapter at one strength, merged: `forwards` of the layers over private weights, for `replaced_forwards`.
+
+    `beside` are the pairs of layers that cannot be merged, those in float8 say: they go on the side path.
+    """
+
+    strength: float
+    forwards: Mapping[nn.Module, Callable[[torch.Tensor], torch.Tensor]]
+    beside: FittedPairs
+
+
+def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
+    """Merge an adapter into copies of the layers that it changes. Reads their weights, so any thread may."""
+    forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
+    beside = []
+    with torch.no_grad():
+        for layer, pair in pairs:
+            if is_batch_invariant(layer):
+                forwards[layer] = _merged_forward(layer, pair, pair.scale * strength)
+            else:
+                beside.append((layer, pair))
+    return MergedLayers(strength, forwards, tuple(beside))
+
+
+def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what the layer computes with its weight W + factor * up down, rounded once to the dtype of W."""
+    own: torch.Tensor = layer.weight
+    delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
+    weight = torch.add(own.float(), delta.view(own.shape), alpha=factor).to(own.dtype)
+    if isinstance(layer, nn.Conv2d):
+        return lambda x: conv2d(x, weight, layer.bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+    return lambda x: linear(x, weight, layer.bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

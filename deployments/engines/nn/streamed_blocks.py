@@ -59,6 +59,11 @@ def end_streaming(module: nn.Module) -> None:
         streaming.stream.close()
 
 
+def is_streamed(module: nn.Module) -> bool:
+    """Return whether blocks of the module come as they are needed."""
+    return _ATTRIBUTE in module.__dict__
+
+
 def _places(part: nn.Module, path: str, names: Mapping[str, int]) -> list[_Place]:
     found = []
     for below, owner in part.named_modules():

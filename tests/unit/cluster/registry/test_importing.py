@@ -21,8 +21,8 @@ from cluster.errors import ImportFailed, ModelUnavailable
 from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
-from configs.model import ModelConfig
-from weights.errors import FormatError, StoreError
+from configs.model import AdapterConfig, ModelConfig
+from weights.errors import AdapterError, FormatError, StoreError
 from weights.store import WeightStore
 
 Start = Callable[..., ImportProcess]
@@ -174,7 +174,7 @@ PARENT = """
 import pathlib, sys, threading
 sys.path.insert(0, sys.argv[1])
 from cluster.registry import importing
-from configs.model import ModelConfig
+from configs.model import AdapterConfig, ModelConfig
 importing.MODULE = "hostile_importing"
 settings = importing.ImportSettings(store=pathlib.Path(sys.argv[1]) / "store", options={}, memory_bytes=2**33)
 process = importing.ImportProcess(settings)
@@ -194,3 +194,13 @@ def test_it_ends_with_its_parent_whatever_it_is_doing(hostile: Any, tmp_path: Pa
         parent.kill()
     psutil.wait_procs([child], timeout=10)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_no_lora_for_images_cannot_be_merged(tmp_path: Path) -> None:
+    demo = Path(__file__).parents[4] / "infra" / "demo" / "models"
+    store = WeightStore(tmp_path / "store")
+    entry = AdapterConfig(id="outline", path=demo / "outline", base=("m",), merged_scale=1.0)
+    with pytest.raises(AdapterError, match="outline: merged_scale is for LoRAs of diffusion pipelines"):
+        import_checkpoint(store, entry)
+    import_checkpoint(store, entry.model_copy(update={"merged_scale": None}))
+    import_checkpoint(store, entry.model_copy(update={"id": "bold", "path": demo / "bold"}))

@@ -37,6 +37,7 @@ def test_loras_share_forwards_and_are_counted_once() -> None:
     assert [row["loras"] for row in figures["steps"] if row["num_requests"] == 8] == [
         "none",
         "one of rank 16",
+        "one of rank 16, merged",
         "eight of rank 16",
     ]
     memory = figures["memory"]
@@ -71,6 +72,7 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
                 "lora_bytes": 2_290_000,
                 "merged_layers_bytes": 25_200_000,
                 "merged_checkpoint_bytes": 36_700_000,
+                "merge_s": 0.25,
             },
         },
         "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],

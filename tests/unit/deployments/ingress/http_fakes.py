@@ -56,7 +56,7 @@ CONFIG = ClusterConfig.model_validate(
             {"id": "broken", "path": "/b"},
         ],
         "adapters": [
-            {"id": "bold", "path": "/l", "base": ["flux"]},
+            {"id": "bold", "path": "/l", "base": ["flux"], "merged_scale": 0.8},
             {"id": "strokes", "path": "/c", "base": ["flux"]},
             {"id": "thin", "path": "/t", "base": ["other-flux"]},
             {"id": "torn", "path": "/r", "base": ["flux"]},

@@ -29,7 +29,7 @@ from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from configs.http import HttpConfig
-from configs.model import ModelConfig
+from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.catalog import Health
 from deployments.ingress.http import create_http_app
@@ -218,6 +218,19 @@ async def test_requests_carry_the_version_that_was_current_and_clients_cannot_ch
 async def test_requests_carry_the_versions_of_their_adapters(http: httpx.AsyncClient, replicas: Replicas) -> None:
     await http.post(f"/v1/{IMAGES}", json={**IMAGE, "lora": [{"name": "bold"}]})
     assert replicas.requests[0].adapter_versions == {"bold": "version of bold"}
+
+
+async def test_one_lora_alone_at_the_scale_of_the_config_is_merged(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    entry = AdapterConfig.model_validate({"id": "neon", "path": "/n", "base": ["flux"]})
+    replicas.states["neon"] = ModelRecord("neon", "ready", "adapter", 1, "v1", entry=entry)
+    cases = [([("bold", 0.8)], True), ([("bold", 1.0)], False), ([("neon", 0.8)], False), ([], False)]
+    cases += [([("bold", 0.8), ("neon", 1.0)], False)]
+    for uses, is_merged in cases:
+        lora = [{"name": name, "scale": scale} for name, scale in uses]
+        assert (await http.post(f"/v1/{IMAGES}", json={**IMAGE, "lora": lora})).status_code == 200
+        assert replicas.requests[-1].merges_lora is is_merged
+    refused = await http.post(f"/v1/{IMAGES}", json={**IMAGE, "lora": [{"name": "neon"}], "merges_lora": True})
+    assert (refused.status_code, problem(refused)["param"]) == (400, "merges_lora")
 
 
 def state(id_: str, state: Any) -> ModelRecord:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
-import random
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -651,45 +648,3 @@ async def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         await texts(text, TextRequest("x", ()))
     assert await texts(text, text_request("x", 1)) == "x1 "
-
-
-async def test_ten_thousand_joins_and_leaves_leave_nothing_behind() -> None:
-    chance, denoising, pipeline = random.Random(17), Denoising(), Pipeline()
-    running: dict[str, asyncio.Task[Any]] = {}
-    num_ended = num_cancelled = num_failed = 0
-    for event in range(10_000):
-        if chance.random() < 0.55 or not running:
-            state = State(str(event), chance.randrange(1, 6), fails_in_decode=chance.random() < 0.02)
-            if chance.random() < 0.02:
-                state.solver_fails_at = 0
-            running[state.name] = asyncio.ensure_future(denoising.run(pipeline, state))
-        else:
-            running.pop(chance.choice(list(running))).cancel()
-            num_cancelled += 1
-        if chance.random() < 0.3:
-            await asyncio.sleep(0)
-        if running and chance.random() < 0.01:  # else all ten thousand come before the first step, on some machines
-            await asyncio.wait(running.values(), return_when=asyncio.FIRST_COMPLETED)
-        for name in [name for name, task in running.items() if task.done()]:
-            error = running.pop(name).exception()
-            assert error is None or "cannot be decoded" in str(error) or "solver of" in str(error)
-            num_ended, num_failed = num_ended + (error is None), num_failed + (error is not None)
-    async with asyncio.timeout(60):
-        await asyncio.gather(*running.values(), return_exceptions=True)
-    (loop,) = denoising._loops.values()
-    engine: Any = loop._engine
-    await until(lambda: not engine.has_work and not denoising.num_running)
-    assert num_cancelled > 1000
-    assert num_ended + num_failed > 500
-    assert num_ended > num_failed > 0
-    assert not engine._requests
-    assert len(engine._order._ends) <= 1024
-    states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
-    del state, running, error
-
-    def num_left() -> int:
-        gc.collect()
-        return sum(ref() is not None for ref in states)
-
-    # The engine tells the failures of its last step, whose errors know where they came from.
-    await until(lambda: num_left() <= max(1, len(engine.failures)))

@@ -33,6 +33,18 @@ class Pair:
 
     def stock_images(self, request: DiffusionRequest, conditioning: Conditioning, **options: Any) -> np.ndarray:
         """uint8 (n, H, W, 3) of the stock pipeline."""
+        return self.stock_outputs(request, conditioning, **options)[1]
+
+    def stock_outputs(
+        self, request: DiffusionRequest, conditioning: Conditioning, **options: Any
+    ) -> tuple[torch.Tensor, np.ndarray]:
+        """Return the latents and the images of the stock pipeline."""
+        latents: list[torch.Tensor] = []
+
+        def note(_: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+            latents.append(tensors["latents"])
+            return {}
+
         if self.ours.family.class_name == "FluxPipeline":
             options["true_cfg_scale"] = request.true_cfg_scale
         images = self.stock(
@@ -43,9 +55,18 @@ class Pair:
             guidance_scale=request.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(request.seed),
             output_type="pil",
+            callback_on_step_end=note,
             **options,
         ).images
-        return np.stack([np.asarray(image) for image in images])
+        return latents[-1], np.stack([np.asarray(image) for image in images])
+
+    def assert_equals_stock(
+        self, request: DiffusionRequest, conditioning: Conditioning, adapters: Any = None, **options: Any
+    ) -> np.ndarray:
+        """Check latents and images beside the stock pipeline, whose options these are. Return our images."""
+        return assert_near(
+            self.ours, request, conditioning, self.stock_outputs(request, conditioning, **options), adapters
+        )
 
     def stock_texts(self, request: DiffusionRequest, conditioning: Conditioning) -> dict[str, Any]:
         """The texts as the stock pipeline takes them: SD3 does not repeat given embeddings for several images."""
@@ -60,6 +81,30 @@ class Pair:
     @property
     def denoiser_name(self) -> str:
         return self.ours.family.denoiser_name
+
+
+def assert_near(
+    ours: DenoisePipeline,
+    request: DiffusionRequest,
+    conditioning: Conditioning,
+    stock: tuple[torch.Tensor, np.ndarray],
+    adapters: Any = None,
+) -> np.ndarray:
+    """Check that latents are within 1e-5 of stock's, and images within 1. Return our images.
+
+    Latents, because images have 8 bits, in which most differences are lost.
+    """
+    state = ours.start(request, conditioning, adapters)
+    while not state.done:
+        ours.step([state])
+    latents, stock_images = stock
+    assert (state.latents - latents).abs().max() <= 1e-5 * max(1.0, float(latents.abs().max()))
+    (images,) = ours.decode([state])
+    assert isinstance(images, np.ndarray)
+    assert images.shape == stock_images.shape
+    assert np.abs(images.astype(int) - stock_images.astype(int)).max() <= 1
+    assert images.std() > 3  # the random VAE has something to show
+    return images
 
 
 def random_vae(levels: int = 2, **config: Any) -> AutoencoderKL:
@@ -304,6 +349,11 @@ def stable_diffusion_3(make_stable_diffusion_3_pair: Callable[..., Pair]) -> Pai
 @pytest.fixture(params=["flux", "sdxl", "stable_diffusion", "stable_diffusion_3"])
 def pair(request: pytest.FixtureRequest) -> Pair:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def equals_stock() -> Callable[..., np.ndarray]:
+    return assert_near
 
 
 @pytest.fixture(scope="session")

@@ -47,7 +47,8 @@ def random_job(pair, chance, number, adapters, is_text_free):
         num_inference_steps=chance.randrange(1, 6),
         guidance_scale=chance.uniform(1.5, 6.0) if is_guided else 1.0,
         true_cfg_scale=chance.uniform(1.5, 6.0) if is_guided else 1.0,
-        adapters=tuple(AdapterUse(name, chance.uniform(-1, 1)) for name in used),
+        adapters=tuple(AdapterUse(name, chance.choice([1.0, chance.uniform(-1, 1)])) for name in used),
+        merges_adapter=len(used) == 1 and chance.random() < 0.5,
     )
     length = chance.choice([1, 3, 5, 9, 16, 17, 30, 32]) if is_text_free else 5
     text = pair.conditioning(chance.randrange(10**6), negative=is_guided, length=length)

@@ -50,7 +50,8 @@ def controlled(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue(request.param)
 
 
-def stock_images(pair: Any, nets: list[Any], request: Any, conditioning: Any) -> np.ndarray:
+def stock_outputs(pair: Any, nets: list[Any], request: Any, conditioning: Any) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the latents and the images of the stock pipeline."""
     cls = STOCK[pair.ours.family.class_name]
     components = {name: part for name, part in pair.stock.components.items() if "image" not in name}
     options: dict[str, Any] = {}
@@ -67,9 +68,11 @@ def stock_images(pair: Any, nets: list[Any], request: Any, conditioning: Any) ->
     images = several([Image.fromarray(use.image) for use in request.control])
     is_flux = pair.ours.family.class_name == "FluxPipeline"
     call = {"control_image": images, "true_cfg_scale": request.true_cfg_scale} if is_flux else {"image": images}
+    latents: list[torch.Tensor] = []
     result = pipeline(
         **pair.stock_texts(request, conditioning),
         **call,
+        callback_on_step_end=lambda _, step, time, tensors: latents.append(tensors["latents"]) or {},
         width=request.width,
         height=request.height,
         controlnet_conditioning_scale=several([use.scale for use in request.control]),
@@ -80,15 +83,11 @@ def stock_images(pair: Any, nets: list[Any], request: Any, conditioning: Any) ->
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type="pil",
     ).images
-    return np.stack([np.asarray(image) for image in result])
-
-
-def assert_near(ours: np.ndarray, stock: np.ndarray) -> None:
-    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+    return latents[-1], np.stack([np.asarray(image) for image in result])
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-def test_one_equals_stock(controlled, make_request, guidance):
+def test_one_equals_stock(controlled, make_request, equals_stock, guidance):
     net = make_net(controlled, 1)
     request = make_request(
         control=(ControlUse("a", random_image(), scale=0.8),),
@@ -97,13 +96,13 @@ def test_one_equals_stock(controlled, make_request, guidance):
         num_images=2,
     )
     conditioning = controlled.conditioning(negative=True)
-    ours = controlled.ours.generate(request, conditioning, adapters={"a": net})
-    assert_near(ours, stock_images(controlled, [net], request, conditioning))
+    stock = stock_outputs(controlled, [net], request, conditioning)
+    ours = equals_stock(controlled.ours, request, conditioning, stock, {"a": net})
     plain = controlled.ours.generate(make_request(guidance_scale=guidance, true_cfg_scale=guidance), conditioning)
     assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
 
 
-def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request):
+def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request, equals_stock):
     nets = [make_net(controlled, 1), make_net(controlled, 2)]
     request = make_request(
         control=(
@@ -114,20 +113,20 @@ def test_two_in_parts_of_the_steps_equal_stock(controlled, make_request):
         guidance_scale=3.0,
     )
     conditioning = controlled.conditioning(negative=True)
-    ours = controlled.ours.generate(request, conditioning, adapters=dict(zip("ab", nets, strict=True)))
-    assert_near(ours, stock_images(controlled, nets, request, conditioning))
+    stock = stock_outputs(controlled, nets, request, conditioning)
+    equals_stock(controlled.ours, request, conditioning, stock, dict(zip("ab", nets, strict=True)))
 
 
-def test_flux_nets_that_read_pixels_equal_stock(make_flux_pair, make_request):
+def test_flux_nets_that_read_pixels_equal_stock(make_flux_pair, make_request, equals_stock):
     pair = make_flux_pair(vae_levels=4)  # such a net halves an image three times, as Flux's VAE does
     net = make_net(pair, 3, conditioning_embedding_channels=4, patch_size=2, guidance_embeds=False)
     request = make_request(control=(ControlUse("a", random_image(), scale=0.8),), guidance_scale=3.5)
     conditioning = pair.conditioning()
-    ours = pair.ours.generate(request, conditioning, adapters={"a": net})
-    assert_near(ours, stock_images(pair, [net], request, conditioning))
+    stock = stock_outputs(pair, [net], request, conditioning)
+    equals_stock(pair.ours, request, conditioning, stock, {"a": net})
 
 
-def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request):
+def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request, equals_stock):
     net = make_net(stable_diffusion, 1)
     init = random_image(5)
     request = make_request(
@@ -139,8 +138,10 @@ def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request):
         **components, controlnet=net, requires_safety_checker=False
     )
     pipeline.set_progress_bar_config(disable=True)
+    latents: list[torch.Tensor] = []
     stock = pipeline(
         **stable_diffusion.stock_texts(request, conditioning),
+        callback_on_step_end=lambda _, step, time, tensors: latents.append(tensors["latents"]) or {},
         image=Image.fromarray(init),
         control_image=Image.fromarray(request.control[0].image),
         strength=0.6,
@@ -151,8 +152,8 @@ def test_a_control_and_an_image_equal_stock(stable_diffusion, make_request):
         generator=torch.Generator("cpu").manual_seed(request.seed),
         output_type="pil",
     ).images
-    ours = stable_diffusion.ours.generate(request, conditioning, adapters={"a": net})
-    assert_near(ours, np.stack([np.asarray(image) for image in stock]))
+    images = np.stack([np.asarray(image) for image in stock])
+    equals_stock(stable_diffusion.ours, request, conditioning, (latents[-1], images), {"a": net})
 
 
 def test_requests_with_one_net_share_a_forward(controlled, make_request):
@@ -174,7 +175,7 @@ def test_requests_with_one_net_share_a_forward(controlled, make_request):
     while any(not state.done for state in states):
         controlled.ours.step(states)
     for together, expected in zip(controlled.ours.decode(states), alone, strict=True):
-        assert_near(together, expected)
+        assert np.array_equal(together, expected)
 
 
 def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):

@@ -70,9 +70,7 @@ def test_equals_stock(file, make_request, scale):
     conditioning = pair.conditioning(negative=True)
     adapter = load_adapter(path)
     before = {name: tensor.clone() for name, tensor in adapter.kohya.items()}
-    ours = pair.ours.generate(request, conditioning, adapters={"style": adapter})
-    stock = pair.stock_images(request, conditioning)
-    assert np.abs(ours.astype(int) - stock.astype(int)).max() <= 1
+    ours = pair.assert_equals_stock(request, conditioning, {"style": adapter})
     plain = pair.ours.generate(make_request(guidance_scale=2.0), conditioning)
     assert np.abs(ours.astype(int) - plain.astype(int)).max() > 4
     assert all(torch.equal(adapter.kohya[name], tensor) for name, tensor in before.items())
@@ -87,8 +85,7 @@ def test_beside_one_of_diffusers_layout(file, make_request, tmp_path):
     pair.stock.set_adapters(["style", "other"], [0.4, 0.7])
     request = make_request(adapters=(AdapterUse("style", 0.4), AdapterUse("other", 0.7)))
     adapters = {name: load_adapter(tmp_path / f"{name}.safetensors") for name in ("style", "other")}
-    ours = pair.ours.generate(request, pair.conditioning(), adapters=adapters)
-    assert np.abs(ours.astype(int) - pair.stock_images(request, pair.conditioning()).astype(int)).max() <= 1
+    pair.assert_equals_stock(request, pair.conditioning(), adapters)
 
 
 def test_each_module_has_its_own_alpha(sdxl, tmp_path):

@@ -28,23 +28,21 @@ def assert_same_image(ours: np.ndarray, stock: np.ndarray) -> None:
 def test_flux(flux, make_request, true_cfg_scale):
     request = make_request(num_images=2, guidance_scale=3.5, true_cfg_scale=true_cfg_scale, height=48)
     conditioning = flux.conditioning(negative=True)
-    ours = flux.ours.generate(request, conditioning)
-    assert_same_image(ours, flux.stock_images(request, conditioning))
+    flux.assert_equals_stock(request, conditioning)
 
 
 def test_flux_without_guidance_embedding(make_flux_pair, make_request):
     pair = make_flux_pair(guidance_embeds=False)
     request = make_request(true_cfg_scale=3.0)  # no negative prompt: no guidance, as in stock
     conditioning = pair.conditioning()
-    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    pair.assert_equals_stock(request, conditioning)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 6.0])
 def test_sdxl(sdxl, make_request, guidance_scale):
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = sdxl.conditioning(negative=True)
-    ours = sdxl.ours.generate(request, conditioning)
-    assert_same_image(ours, sdxl.stock_images(request, conditioning))
+    sdxl.assert_equals_stock(request, conditioning)
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -52,13 +50,13 @@ def test_sdxl_solvers(make_sdxl_pair, make_request, solver):
     pair = make_sdxl_pair(solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
-    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    pair.assert_equals_stock(request, conditioning)
 
 
 def test_sdxl_vae_with_latent_statistics(make_sdxl_pair, make_request):
     pair = make_sdxl_pair(latents_mean=[0.1, -0.2, 0.3, 0.0], latents_std=[1.5, 0.5, 1.0, 2.0])
     request, conditioning = make_request(), pair.conditioning()
-    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    pair.assert_equals_stock(request, conditioning)
 
 
 @pytest.mark.parametrize("use_dynamic_shifting", [False, True])
@@ -67,15 +65,14 @@ def test_stable_diffusion_3(make_stable_diffusion_3_pair, make_request, guidance
     pair = make_stable_diffusion_3_pair(use_dynamic_shifting=use_dynamic_shifting)
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = pair.conditioning(negative=True)
-    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    pair.assert_equals_stock(request, conditioning)
 
 
 @pytest.mark.parametrize("guidance_scale", [1.0, 7.5])
 def test_stable_diffusion(stable_diffusion, make_request, guidance_scale):
     request = make_request(num_images=2, guidance_scale=guidance_scale, height=48)
     conditioning = stable_diffusion.conditioning(negative=True)
-    ours = stable_diffusion.ours.generate(request, conditioning)
-    assert_same_image(ours, stable_diffusion.stock_images(request, conditioning))
+    stable_diffusion.assert_equals_stock(request, conditioning)
 
 
 @pytest.mark.parametrize("solver", ["PNDMScheduler", *SOLVERS])
@@ -83,7 +80,7 @@ def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, solv
     pair = make_stable_diffusion_pair(solver)
     request = make_request(num_images=2, guidance_scale=4.0, num_inference_steps=4)
     conditioning = pair.conditioning(negative=True)
-    assert_same_image(pair.ours.generate(request, conditioning), pair.stock_images(request, conditioning))
+    pair.assert_equals_stock(request, conditioning)
 
 
 def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
