@@ -114,15 +114,15 @@ size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
 }
 
 // 16 columns of y from `column` on, those that W has.
-inline void store_columns(const Matrix& matrix, void* y, int y_element, int64_t row, int64_t column, __m512 sums) {
+inline void store_columns(const Matrix& matrix, const Output& y, int64_t row, int64_t column, __m512 sums) {
     const int64_t count = std::min<int64_t>(kLanes, matrix.rows - column);
-    store_lanes(y, y_element, row * matrix.rows + column, count, sums);
+    store_lanes(y.at, y.element, y.index(row, column), count, sums);
 }
 
 // Columns `first` to first + 16 P of y, those that W has.
 template <class Format, int P>
-void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, void* y, int y_element,
-                     char* scratch, const uint8_t* next) {
+void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y, char* scratch,
+                     const uint8_t* next) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
     uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
@@ -144,7 +144,7 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
     for (int64_t row = 0; row < m; ++row)
         for (int p = 0; p < P; ++p) {
             const __m512 sixteen = _mm512_load_ps(sums + (row * P + p) * kLanes);
-            store_columns(matrix, y, y_element, row, first + p * kLanes, sixteen);
+            store_columns(matrix, y, row, first + p * kLanes, sixteen);
         }
 }
 
@@ -177,26 +177,26 @@ struct GroupProduct {
 };
 
 template <class Format>
-void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                     int y_element, char* scratch, const uint8_t* next) {
+void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
+                     const Output& y, char* scratch, const uint8_t* next) {
     for (int64_t step = (m > 1 ? kTilePanels : 1) * kLanes; first < last; first += step, next += step * matrix.row_bytes)
         if (m == 1) {
             PanelRows rows(matrix, first, next);
             GroupProduct<Format> product{RowsOfX(x, 0, 0)};
             Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
-            store_columns(matrix, y, y_element, 0, first, product.total);
+            store_columns(matrix, y, 0, first, product.total);
         } else if (last - first > kLanes) {
-            multiply_panels<Format, 2>(matrix, first, x, m, y, y_element, scratch, next);
+            multiply_panels<Format, 2>(matrix, first, x, m, y, scratch, next);
         } else {
-            multiply_panels<Format, 1>(matrix, first, x, m, y, y_element, scratch, next);
+            multiply_panels<Format, 1>(matrix, first, x, m, y, scratch, next);
         }
 }
 
 // y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16. Meanwhile as much
 // memory is fetched from `next` on.
-void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch, const uint8_t* next) {
-#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, y_element, scratch, next)
+void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
+                   const Output& y, char* scratch, const uint8_t* next) {
+#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, scratch, next)
     switch (matrix.type) {
         case Q4_0: BY(NibblePanel<false, false>);
         case Q4_1: BY(NibblePanel<true, false>);
