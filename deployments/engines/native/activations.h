@@ -60,7 +60,9 @@ struct Output {
     int64_t index(int64_t row, int64_t column) const { return row * stride + column - first; }
 };
 
-constexpr size_t kActivationBytes = 2;  // per element: a byte, three numbers by 32 elements and one by 16, rounded up
+// Per element: a byte, three numbers by 32 elements and one by 16, rounded up by so much that of m > 2 rows the numbers
+// of m / 2 more may be read.
+constexpr size_t kActivationBytes = 2;
 
 void place_activations(char* memory, int64_t m, Activations& to) {
     to.q = reinterpret_cast<int8_t*>(memory);
