@@ -99,7 +99,8 @@ class LanguageModelConfig(StrictModel):
     packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
         "fast",
         description="products with packed weights (GGUF, Kuiper): fast quantizes activations to int8, deterministic "
-        "also takes one path for all steps, so that a request gets the same tokens in any batch, exact is float32",
+        "on CUDA takes one kernel for any batch, so that a request gets the same tokens in each (on the CPU, fast does "
+        "too), exact is float32",
     )
     decode_threads: int | None = Field(
         None, ge=1, le=1024, description="threads of LLM steps without prompts; default: num_threads"

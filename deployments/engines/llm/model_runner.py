@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
-from deployments.engines.llm.packed_decoder import DecodeRow, PackedDecoder
+from deployments.engines.llm.packed_decoder import PackedDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import LayerAttention, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
@@ -46,14 +46,14 @@ class ModelRunner:
         once where the kernels compute all layers in one call; what it raises ends the step there (`StepAborted`).
         """
         check()
-        taken = self._taken_by_kernels(chunks)
+        # All tokens of a sequence take the same way, whatever is beside them, so they come out the same.
+        taken = [chunk for chunk in chunks if self._decoder and not chunk.sequence.loras]
         if taken and len(taken) == len(chunks):
-            return self._run_kernels(taken)
+            return self._run_kernels(taken, check)
         if not taken:
             return self._run_layers(chunks, check)
         left = [chunk for chunk in chunks if chunk not in taken]
-        # Tokens of completions take the same way beside a prompt as without it, and come out the same.
-        parts = {True: self._run_kernels(taken), False: self._run_layers(left, check)}
+        parts = {True: self._run_kernels(taken, check), False: self._run_layers(left, check)}
         of_kernels = torch.tensor([chunk in taken for chunk in chunks if chunk.has_logits], device=self._model.device)
         logits = torch.empty(len(of_kernels), self._model.spec.vocab_size, device=self._model.device)
         for is_taken, part in parts.items():
@@ -75,35 +75,14 @@ class ModelRunner:
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
-    def _taken_by_kernels(self, chunks: Collection[Chunk]) -> list[Chunk]:
-        """Return the chunks that the kernels compute in one call, a few tokens: of completions, all or none.
-
-        Then parts of prompts, where their bits may depend on how they are cut. None of them has a LoRA.
-        """
-        if self._decoder is None:
-            return []
-        able = [chunk for chunk in chunks if not chunk.sequence.loras and chunk.num_tokens]
-        taken = [chunk for chunk in able if chunk.start >= chunk.sequence.num_prompt_tokens]
-        num_rows = sum(chunk.num_tokens for chunk in taken)
-        if num_rows > self._decoder.max_rows:
-            return []
-        left = self._decoder.max_rows_with_prompts - num_rows
-        for chunk in able:
-            is_prompt = chunk.start < chunk.sequence.num_prompt_tokens and not chunk.is_read
-            if is_prompt and chunk.num_tokens <= left:
-                taken.append(chunk)
-                left -= chunk.num_tokens
-        return [chunk for chunk in chunks if chunk in taken]
-
-    def _run_kernels(self, chunks: Collection[Chunk]) -> torch.Tensor:
+    def _run_kernels(self, chunks: Collection[Chunk], check: Callable[[], None]) -> torch.Tensor:
         assert self._decoder is not None
-        hidden = self._decoder.run_layers(
-            [
-                DecodeRow(chunk.sequence.token_ids[position], position, chunk.sequence.block_table)
-                for chunk in chunks
-                for position in range(chunk.start, chunk.end)
-            ]
-        )
+        spans = [
+            TokenSpan(chunk.sequence.token_ids[chunk.start : chunk.end], chunk.start, chunk.sequence.block_table)
+            for chunk in chunks
+        ]
+        hidden = self._decoder.run_layers(spans, check)
+        self._read_prompts(chunks, hidden)
         return self._logits(hidden, _last_rows(chunks))
 
     def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:

@@ -1,15 +1,16 @@
-"""A decode step of packed weights in one call of the compiled kernels (native/decoder.h), all layers at once.
+"""The layers of a decoder with packed weights in the compiled kernels (native/decoder.h), for prompts and completions.
 
 At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
-products. Activations stay in float32 from the embedding to the logits. `PackedDecoder.create` says where it applies;
-everywhere else, and for longer parts of prompts, the module runs layer by layer.
+products; in a prompt, attention and passes over activations are a quarter. Activations stay in float32 from the
+embedding to the logits. `PackedDecoder.create` says where it applies; everywhere else the module runs.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from itertools import accumulate
 from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
@@ -22,8 +23,9 @@ from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 
-_INT8_CACHE: Final = 2  # decoder.h's, behind ELEMENTS
-_VECTOR: Final = 16  # elements: decoder.h leaves no remainder
+_INT8_CACHE: Final = 2  # attention.h's, behind ELEMENTS
+_VECTOR: Final = 16  # elements: attention.h leaves no remainder
+_FEW_ROWS: Final = 64  # whose layers are computed in one call: they take less than a layer of a prompt
 # What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
 _SIZES: Final = (
     "vocab_size",
@@ -55,43 +57,48 @@ class _Layer(ctypes.Structure):
     )
 
 
+class _CacheShape(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "block_size")),
+        ("element", ctypes.c_int),
+    )
+
+
 class _Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
-        ("num_layers", ctypes.c_int64),
-        ("hidden", ctypes.c_int64),
-        ("intermediate", ctypes.c_int64),
-        ("num_heads", ctypes.c_int64),
-        ("num_kv_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("block_size", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("hidden", "intermediate", "num_heads")),
+        ("cache", _CacheShape),
         ("eps", ctypes.c_float),
         ("is_interleaved", ctypes.c_int),
-        ("cache_element", ctypes.c_int),
+    )
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("first_row", "num_rows", "position")),
+        ("blocks", ctypes.c_void_p),
     )
 
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        ("num_rows", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin", "positions", "first_blocks", "blocks")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "num_spans", "first_layer", "last_layer")),
+        *((name, ctypes.c_void_p) for name in ("x", "cos", "sin")),
+        ("spans", ctypes.POINTER(_Span)),
     )
 
 
-class DecodeRow(NamedTuple):
-    """A token to compute: its place in its sequence, whose earlier tokens are in the KV cache or in rows before it."""
+class TokenSpan(NamedTuple):
+    """Tokens of a sequence to compute, from `position` on. Earlier ones are in the KV cache or in spans before it."""
 
-    token_id: int
+    token_ids: Sequence[int]
     position: int
     block_table: Sequence[int]
 
 
 class PackedDecoder:
     """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
-
-    max_rows: Final = 64
-    # Each row reads its sequence's keys and values anew: for more rows of one long prompt, layers cost less.
-    max_rows_with_prompts: Final = 16
 
     def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
         decoder: Any = model.module.model
@@ -102,18 +109,15 @@ class PackedDecoder:
         self._layers = (_Layer * spec.num_layers)(
             *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
         )
+        element = ELEMENTS.get(cache.layer_slots(0).keys.dtype, _INT8_CACHE)
         self._decoder = _Decoder(
             self._layers,
-            spec.num_layers,
             spec.hidden_size,
             spec.intermediate_size,
             spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            BLOCK_SIZE,
+            _CacheShape(spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, element),
             spec.rms_norm_eps,
             model.rotary.is_interleaved,
-            ELEMENTS.get(cache.layer_slots(0).keys.dtype, _INT8_CACHE),
         )
 
     @classmethod
@@ -125,28 +129,35 @@ class PackedDecoder:
         return cls(model, cache, kernels)
 
     @torch.inference_mode()
-    def run_layers(self, rows: Sequence[DecodeRow]) -> torch.Tensor:
-        """Store the rows' keys and values and return the last layer's normalized output, (rows, hidden) in float32.
+    def run_layers(self, spans: Sequence[TokenSpan], check: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Store the tokens' keys and values and return the last layer's normalized output, (rows, hidden) in float32.
 
-        A row's result does not depend on the other rows, bit for bit. Raises MemoryError.
+        A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows `check` is called
+        before each layer, and what it raises ends the step. Raises MemoryError.
         """
-        x_NC = self._embedding.packed.selected(torch.tensor([row.token_id for row in rows])).contiguous()
-        positions = torch.tensor([row.position for row in rows])
-        angles = self._rotary.angles(positions, torch.float32)
-        blocks = np.concatenate([np.asarray(row.block_table, np.int64) for row in rows])
-        sizes = np.asarray([0, *(len(row.block_table) for row in rows[:-1])], np.int64)
-        first_blocks = sizes.cumsum()
-        step = _Step(
-            len(rows),
-            x_NC.data_ptr(),
-            angles.cos.data_ptr(),
-            angles.sin.data_ptr(),
-            positions.data_ptr(),
-            first_blocks.ctypes.data,
-            blocks.ctypes.data,
+        sizes = [len(span.token_ids) for span in spans]
+        x_NC = self._embedding.packed.selected(torch.tensor([token for span in spans for token in span.token_ids]))
+        positions = torch.cat(
+            [torch.arange(one.position, one.position + n) for one, n in zip(spans, sizes, strict=True)]
         )
-        if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
-            raise MemoryError(f"no memory for a decode step of {len(rows)} rows")
+        angles = self._rotary.angles(positions, torch.float32)
+        tables = [np.asarray(span.block_table, np.int64) for span in spans]
+        rows = (_Span * len(spans))(
+            *(
+                _Span(end - size, size, span.position, table.ctypes.data)
+                for span, size, end, table in zip(spans, sizes, accumulate(sizes), tables, strict=True)
+            )
+        )
+        x_NC = x_NC.contiguous()
+        pointers = x_NC.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr()
+        num_layers = len(self._layers)
+        at_once = num_layers if len(x_NC) <= _FEW_ROWS else 1
+        for first in range(0, num_layers, at_once):
+            if at_once == 1:
+                check()
+            step = _Step(len(x_NC), len(spans), first, first + at_once, *pointers, rows)
+            if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
+                raise MemoryError(f"no memory for a step of {len(x_NC)} tokens")
         normalized: torch.Tensor = self._norm(x_NC)
         return normalized
 
@@ -180,7 +191,4 @@ def _is_computed(model: LoadedModel) -> bool:
 
 
 def _is_int8(product: nn.Module) -> bool:
-    # "deterministic" has one path for decode steps and prompts, whose sums of attention are in another order.
-    if not isinstance(product, PackedLinear) or product.arithmetic != "fast":
-        return False
-    return product_path(product.packed, product.arithmetic).startswith("int8")
+    return isinstance(product, PackedLinear) and product_path(product.packed, product.arithmetic).startswith("int8")

@@ -87,12 +87,6 @@ class Chunk:
         """Return whether a token is sampled after it."""
         return self.is_last and self.sequence.pooled is None
 
-    @property
-    def is_read(self) -> bool:
-        """Return whether the hidden states of a part of a prompt are wanted for themselves."""
-        sequence = self.sequence
-        return self.start < sequence.num_prompt_tokens and (sequence.prompt_logprobs or sequence.pooled) is not None
-
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:

@@ -52,7 +52,17 @@ inline void store_element(void* at, int element, int64_t i, float value) {
         static_cast<uint16_t*>(at)[i] = to_bfloat16(value);
 }
 
-constexpr size_t kActivationBytes = 2;  // per element: a byte, three numbers by 32 elements and one by 16, rounded up
+// Where a product goes: column `column` of row `row` of y at row * stride + column - first.
+struct Output {
+    void* at;
+    int element;
+    int64_t stride, first;
+    int64_t index(int64_t row, int64_t column) const { return row * stride + column - first; }
+};
+
+// Per element: a byte, three numbers by 32 elements and one by 16, rounded up by so much that of m > 2 rows the numbers
+// of m / 2 more may be read.
+constexpr size_t kActivationBytes = 2;
 
 void place_activations(char* memory, int64_t m, Activations& to) {
     to.q = reinterpret_cast<int8_t*>(memory);
@@ -74,28 +84,28 @@ inline __m512 load_sixteen(const void* x, int element, int64_t i, int64_t k) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
-    int8_t* q = to.q + row * to.stride;
-    const int64_t first = row * to.stride / 32, end = (row + 1) * k;
-    for (int64_t i = 0; i < to.stride / 32; ++i) {
-        const __m512 low = load_sixteen(x, element, row * k + 32 * i, end), zero = _mm512_setzero_ps();
-        const __m512 high = load_sixteen(x, element, row * k + 32 * i + 16, end);
-        const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-        // Infinities and NaNs stay visible: the scale becomes NaN.
-        const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
-        const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-        const auto steps = [&](__m512 part) {
-            return poison == 0 ? _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)) : _mm512_setzero_si512();
-        };
-        const __m512i wide[2] = {steps(low), steps(high)};
-        for (int j = 0; j < 2; ++j) {
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 32 * i + 16 * j), _mm512_cvtsepi32_epi8(wide[j]));
-            to.half_starts[2 * (first + i) + j] = -_mm512_reduce_add_epi32(wide[j]);
-        }
-        to.scale[first + i] = most / 127 + poison;
-        to.starts[first + i] = to.half_starts[2 * (first + i)] + to.half_starts[2 * (first + i) + 1];
-        to.sum[first + i] = to.scale[first + i] * static_cast<float>(-to.starts[first + i]);
+// Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
+inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
+                          const Activations& to) {
+    int8_t* q = to.q + row * to.stride + 32 * group;
+    const int64_t at = row * to.stride / 32 + group;
+    const __m512 low = load_sixteen(x, element, i, end), high = load_sixteen(x, element, i + 16, end);
+    const __m512 zero = _mm512_setzero_ps();
+    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
+    // Infinities and NaNs stay visible: the scale becomes NaN.
+    const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
+    const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
+    const auto steps = [&](__m512 part) {
+        return poison == 0 ? _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)) : _mm512_setzero_si512();
+    };
+    const __m512i wide[2] = {steps(low), steps(high)};
+    for (int j = 0; j < 2; ++j) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), _mm512_cvtsepi32_epi8(wide[j]));
+        to.half_starts[2 * at + j] = -_mm512_reduce_add_epi32(wide[j]);
     }
+    to.scale[at] = most / 127 + poison;
+    to.starts[at] = to.half_starts[2 * at] + to.half_starts[2 * at + 1];
+    to.sum[at] = to.scale[at] * static_cast<float>(-to.starts[at]);
 }
 
 // The first `count` lanes of `values`, which is between 1 and 16.
@@ -112,33 +122,35 @@ inline void store_lanes(void* at, int element, int64_t i, int64_t count, __m512 
 
 #else
 
-void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
-    int8_t* q = to.q + row * to.stride;
-    float* scale = to.scale + row * to.stride / 32;
-    float* sum = to.sum + row * to.stride / 16;
-    for (int64_t begin = 0; begin < to.stride; begin += 32) {
-        float values[32];
-        const int64_t count = std::clamp<int64_t>(k - begin, 0, 32);
-        for (int64_t j = 0; j < count; ++j) values[j] = load_element(x, element, row * k + begin + j);
-        for (int64_t j = count; j < 32; ++j) values[j] = 0;
-        float most = 0, poison = 0;
-        for (int j = 0; j < 32; ++j) {
-            const float size = std::fabs(values[j]);
-            most = size > most ? size : most;
-            poison += values[j] * 0;  // infinities and NaNs stay visible: the scale becomes NaN
-        }
-        const float d = most / 127 + poison, inverse = most > 0 ? 127 / most : 0;
-        int sums[2] = {0, 0};
-        for (int j = 0; j < 32; ++j) {
-            const int value = poison == 0 ? static_cast<int>(std::nearbyint(values[j] * inverse)) : 0;
-            q[begin + j] = static_cast<int8_t>(std::clamp(value, -127, 127));
-        }
-        for (int j = 0; j < 32; ++j) sums[j / 16] += q[begin + j];
-        scale[begin / 32] = d;
-        sum[begin / 16] = d * sums[0];
-        sum[begin / 16 + 1] = d * sums[1];
+inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
+                          const Activations& to) {
+    int8_t* q = to.q + row * to.stride + 32 * group;
+    const int64_t at = row * to.stride / 32 + group, count = std::clamp<int64_t>(end - i, 0, 32);
+    float values[32], most = 0, poison = 0;
+    for (int64_t j = 0; j < count; ++j) values[j] = load_element(x, element, i + j);
+    for (int64_t j = count; j < 32; ++j) values[j] = 0;
+    for (int j = 0; j < 32; ++j) {
+        const float size = std::fabs(values[j]);
+        most = size > most ? size : most;
+        poison += values[j] * 0;  // infinities and NaNs stay visible: the scale becomes NaN
     }
+    const float d = most / 127 + poison, inverse = most > 0 ? 127 / most : 0;
+    int sums[2] = {0, 0};
+    for (int j = 0; j < 32; ++j) {
+        const int value = poison == 0 ? static_cast<int>(std::nearbyint(values[j] * inverse)) : 0;
+        q[j] = static_cast<int8_t>(std::clamp(value, -127, 127));
+    }
+    for (int j = 0; j < 32; ++j) sums[j / 16] += q[j];
+    to.scale[at] = d;
+    to.sum[2 * at] = d * sums[0];
+    to.sum[2 * at + 1] = d * sums[1];
 }
 #endif
+
+// Row number `row` of x [.., k].
+inline void prepare_row(const void* x, int element, int64_t row, int64_t k, const Activations& to) {
+    for (int64_t i = 0; i < to.stride / 32; ++i)
+        prepare_group(x, element, row * k + 32 * i, (row + 1) * k, row, i, to);
+}
 
 }  // namespace

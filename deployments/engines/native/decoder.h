@@ -1,19 +1,18 @@
-// A decode step through all layers of a Llama decoder (q/k norms and biases as Qwen's): activations in float32, products
-// as in quantized.cpp, attention over the blocks of the paged KV cache where they lie.
+// All layers of a Llama decoder (q/k norms and biases as Qwen's) for the tokens of a step, of completions and of prompts:
+// activations in float32, products as in quantized.cpp, attention over the paged KV cache (attention.h).
 //
-// One parallel region for the step: with a token or a few, layers are too small to begin one per product. The phases of
+// One parallel region for the layers: with a token or a few, they are too small to begin one per product. The phases of
 // a layer are handed out in pieces (Team). Every sum runs in an order of its own row's, whatever the other rows are.
 
 #pragma once
 
 #include <new>
+#include <vector>
 
-#include "exponential.h"
+#include "attention.h"
 #include "team.h"
 
 namespace {
-
-constexpr int kInt8 = 2;  // of the cache alone; FLOAT32 and BFLOAT16 are those of activations
 
 struct Linear {
     Matrix weight;
@@ -24,23 +23,22 @@ struct Layer {
     Linear q, k, v, output, gate, up, down;
     const float *attention_norm, *mlp_norm;
     const float *q_norm, *k_norm;  // by head, or null
-    void *keys, *values;           // of the cache: [slots, kv heads, head_dim]
-    uint16_t *key_scales, *value_scales;  // of an int8 cache, in float16: [slots, kv heads]
+    Slots slots;
 };
 
 struct Decoder {
     const Layer* layers;
-    int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, block_size;
+    int64_t hidden, intermediate, num_heads;
+    CacheShape cache;
     float eps;
-    int is_interleaved, cache_element;
+    int is_interleaved;
 };
 
-// Row i is a token at `positions[i]` whose sequence has the blocks from `blocks + first_blocks[i]` on.
 struct Step {
-    int64_t num_rows;
-    float* x;               // [rows, hidden]: embeddings, and what the last layer gives
+    int64_t num_rows, num_spans, first_layer, last_layer;  // the last one is not computed
+    float* x;                // [rows, hidden]: embeddings or what the layer before gave, and what the last layer gives
     const float *cos, *sin;  // [rows, head_dim]
-    const int64_t *positions, *first_blocks, *blocks;
+    const Span* spans;       // of all rows, in their order; of one sequence, earlier tokens come first
 };
 
 inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
@@ -61,100 +59,9 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t size, b
     }
 }
 
-// Vector number `row` of the cache, as float32. Int8 are kv_cache.py's: `scales` has one for each vector.
-inline void load_vector(const void* from, const uint16_t* scales, int element, int64_t row, int64_t size, float* to) {
-    if (element == FLOAT32) {
-        std::memcpy(to, static_cast<const float*>(from) + row * size, 4 * size);
-        return;
-    }
-    if (element == kInt8) {
-        const int8_t* steps = static_cast<const int8_t*>(from) + row * size;
-        const float scale = _cvtsh_ss(scales[row]);
-        for (int64_t i = 0; i < size; ++i) to[i] = static_cast<float>(steps[i]) * scale;
-        return;
-    }
-    const uint16_t* bits = static_cast<const uint16_t*>(from) + row * size;
-    for (int64_t i = 0; i < size; ++i) {
-        const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
-        std::memcpy(to + i, &wide, 4);
-    }
-}
-
-inline void store_vector(void* to, uint16_t* scales, int element, int64_t row, int64_t size, const float* from) {
-    if (element != kInt8) {
-        for (int64_t i = 0; i < size; ++i) store_element(to, element, row * size + i, from[i]);
-        return;
-    }
-    float most = 0;
-    for (int64_t i = 0; i < size; ++i) most = std::max(most, std::fabs(from[i]));
-    scales[row] = _cvtss_sh(std::min(most / 127.0f, 65504.0f), _MM_FROUND_TO_NEAREST_INT);
-    const float scale = _cvtsh_ss(scales[row]);
-    int8_t* steps = static_cast<int8_t*>(to) + row * size;
-    for (int64_t i = 0; i < size; ++i) {
-        const float step = scale > 0 ? std::nearbyint(from[i] / scale) : 0.0f;
-        steps[i] = static_cast<int8_t>(std::min(std::max(step, -127.0f), 127.0f));
-    }
-}
-
-inline int64_t slot_of(const Decoder& d, const Step& step, int64_t row, int64_t position) {
-    return step.blocks[step.first_blocks[row] + position / d.block_size] * d.block_size + position % d.block_size;
-}
-
-// The query heads of one key/value head of one row: out [group, head_dim]. `scratch`: a block's keys or values in
-// float32, then the scores [group, length].
-void attend(const Decoder& d, const Layer& layer, const Step& step, int64_t row, int64_t kv_head, const float* q,
-            float* out, float* scratch) {
-    const int64_t size = d.head_dim, group = d.num_heads / d.num_kv_heads, length = step.positions[row] + 1;
-    float *block = scratch, *scores = scratch + d.block_size * size;
-    const auto load_block = [&](const void* from, const uint16_t* scales, int64_t begin, int64_t count) {
-        const int64_t first = slot_of(d, step, row, begin);
-        for (int64_t t = 0; t < count; ++t) {
-            const int64_t at = (first + t) * d.num_kv_heads + kv_head;
-            load_vector(from, scales, d.cache_element, at, size, block + t * size);
-        }
-    };
-    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
-    for (int64_t begin = 0; begin < length; begin += d.block_size) {
-        const int64_t count = std::min(d.block_size, length - begin);
-        load_block(layer.keys, layer.key_scales, begin, count);
-        for (int64_t head = 0; head < group; ++head)
-            for (int64_t t = 0; t < count; ++t) {
-                float sum = 0;
-#pragma omp simd reduction(+ : sum)
-                for (int64_t i = 0; i < size; ++i) sum += q[head * size + i] * block[t * size + i];
-                scores[head * length + begin + t] = sum * factor;
-            }
-    }
-    for (int64_t head = 0; head < group; ++head) {
-        float* own = scores + head * length;
-        float most = own[0], total = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t t = 0; t < length; ++t) most = std::max(most, own[t]);
-#pragma omp simd reduction(+ : total)
-        for (int64_t t = 0; t < length; ++t) total += own[t] = exponential(own[t] - most);
-        const float share = 1.0f / total;
-        for (int64_t t = 0; t < length; ++t) own[t] *= share;
-    }
-    std::memset(out, 0, 4 * group * size);
-    for (int64_t begin = 0; begin < length; begin += d.block_size) {
-        const int64_t count = std::min(d.block_size, length - begin);
-        load_block(layer.values, layer.value_scales, begin, count);
-        for (int64_t head = 0; head < group; ++head) {
-            const float* shares = scores + head * length + begin;
-            for (int64_t i = 0; i < size; i += 16) {  // head_dim is a multiple of 16
-                float sums[16];
-                std::memcpy(sums, out + head * size + i, sizeof sums);
-                for (int64_t t = 0; t < count; ++t)
-                    for (int j = 0; j < 16; ++j) sums[j] += shares[t] * block[t * size + i + j];
-                std::memcpy(out + head * size + i, sums, sizeof sums);
-            }
-        }
-    }
-}
-
 // What the threads of a step share: all [rows, ...] in one piece of memory.
 struct Buffers {
-    float *normal, *q, *k, *v, *attended, *added, *gate, *up;
+    float *q, *k, *v, *attended;
     Activations of_hidden, of_attended, of_intermediate;
 
     // Returns the bytes, and places everything when there is `memory`.
@@ -166,15 +73,11 @@ struct Buffers {
             return at;
         };
         const auto floats = [&](int64_t size) { return reinterpret_cast<float*>(take(4 * rows * size)); };
-        const int64_t q_size = d.num_heads * d.head_dim, kv_size = d.num_kv_heads * d.head_dim;
-        normal = floats(d.hidden);
+        const int64_t q_size = d.num_heads * d.cache.head_dim, kv_size = d.cache.num_kv_heads * d.cache.head_dim;
         q = floats(q_size);
         k = floats(kv_size);
         v = floats(kv_size);
         attended = floats(q_size);
-        added = floats(d.hidden);
-        gate = floats(d.intermediate);
-        up = floats(d.intermediate);
         const auto activations = [&](int64_t size, Activations& to) {
             to.stride = padded(size);
             char* at = take(rows * to.stride * kActivationBytes);
@@ -187,12 +90,38 @@ struct Buffers {
     }
 };
 
-// Columns `first` to `last` of y [rows, rows of W], with the bias.
-void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* y, char* own,
-           const uint8_t* next) {
-    multiply_rows(linear.weight, first, last, x, rows, y, FLOAT32, own, next);
+// A thread's own memory: of products, or of attention or a row.
+struct Own {
+    char* product;
+    float* columns[2];  // [rows, kPiece]
+    TileScratch tile;
+    float* row;  // [hidden]
+
+    // Returns the bytes, and places everything when there is `memory`.
+    size_t place(char* memory, const Decoder& d, const Step& step, int64_t tile_queries) {
+        size_t product_bytes = 0;
+        for (int64_t i = step.first_layer; i < step.last_layer; ++i) {
+            const Layer& layer = d.layers[i];
+            for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
+                product_bytes = std::max(product_bytes, product_scratch_bytes(one->weight, step.num_rows));
+        }
+        product_bytes = (product_bytes + 63) / 64 * 64;
+        const size_t columns_bytes = 4 * step.num_rows * kPiece;
+        product = memory;
+        for (int i = 0; memory && i < 2; ++i)
+            columns[i] = reinterpret_cast<float*>(memory + product_bytes + i * columns_bytes);
+        row = reinterpret_cast<float*>(memory);
+        return std::max({product_bytes + 2 * columns_bytes, tile.place(memory, tile_queries, d.cache.head_dim),
+                         static_cast<size_t>(4 * d.hidden)});
+    }
+};
+
+// Columns `first` to `last` of the product of x and W as [rows, kPiece], with the bias.
+void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* columns,
+           const Own& own, const uint8_t* next) {
+    multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
-        for (int64_t i = first; i < last; ++i) y[row * linear.weight.rows + i] += linear.bias[i];
+        for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
 }
 
 // Calls `work` with a linear layer's place in `linears`, a piece of its rows, and where the thread's next piece lies.
@@ -212,67 +141,104 @@ void share_products(Team& team, const Linear* const (&linears)[N], const Work& w
     });
 }
 
-void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
-    const int64_t rows = step.num_rows, size = d.head_dim, group = d.num_heads / d.num_kv_heads;
-    const int64_t q_size = d.num_heads * size, kv_size = d.num_kv_heads * size;
-    team.share(rows, [&](int64_t row, int64_t) {
-        normalize(step.x + row * d.hidden, layer.attention_norm, d.hidden, d.eps, b.normal + row * d.hidden);
-        prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
+void normalize_rows(Team& team, const Decoder& d, const float* norm, const Step& step, const Activations& to,
+                    const Own& own) {
+    team.share(step.num_rows, [&](int64_t row, int64_t) {
+        normalize(step.x + row * d.hidden, norm, d.hidden, d.eps, own.row);
+        for (int64_t i = 0; i < to.stride / 32; ++i) prepare_group(own.row, FLOAT32, 32 * i, d.hidden, row, i, to);
     });
+}
+
+void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step& step, const std::vector<Span>& tiles,
+                   const Buffers& b, const Own& own) {
+    const int64_t size = d.cache.head_dim, kv_heads = d.cache.num_kv_heads, group = d.num_heads / kv_heads;
+    const int64_t q_size = d.num_heads * size, kv_size = kv_heads * size;
+    const auto num_tiles = static_cast<int64_t>(tiles.size());
+    const auto place = [&](float* x, const float* norm, int64_t row) {
+        if (norm) normalize(x, norm, size, d.eps, x);
+        rotate(x, step.cos + row * size, step.sin + row * size, size, d.is_interleaved);
+    };
+    normalize_rows(team, d, layer.attention_norm, step, b.of_hidden, own);
     const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
     float* const outputs[] = {b.q, b.k, b.v};
     share_products(team, inputs, [&](int i, int64_t first, int64_t last, const uint8_t* next) {
-        apply(*inputs[i], first, last, b.of_hidden, rows, outputs[i], own, next);
+        apply(*inputs[i], first, last, b.of_hidden, step.num_rows, own.columns[0], own, next);
+        const int64_t stride = inputs[i]->weight.rows;
+        for (int64_t row = 0; row < step.num_rows; ++row)
+            std::memcpy(outputs[i] + row * stride + first, own.columns[0] + row * kPiece, 4 * (last - first));
     });
-    team.share(rows * d.num_kv_heads, [&](int64_t piece, int64_t) {
-        const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
-        const float *cos = step.cos + row * size, *sin = step.sin + row * size;
-        const auto place = [&](float* x, const float* norm) {
-            if (norm) normalize(x, norm, size, d.eps, x);
-            rotate(x, cos, sin, size, d.is_interleaved);
+    team.share(num_tiles * kv_heads, [&](int64_t piece, int64_t) {
+        const Span& tile = tiles[piece / kv_heads];
+        const int64_t head = piece % kv_heads;
+        for (int64_t i = 0; i < tile.num_rows; ++i) {
+            const int64_t row = tile.first_row + i, at = tile.vector_of(d.cache, tile.position + i, head);
+            float *key = b.k + row * kv_size + head * size, *value = b.v + row * kv_size + head * size;
+            place(key, layer.k_norm, row);
+            store_vector(layer.slots.keys, layer.slots.key_scales, d.cache.element, at, size, key);
+            store_vector(layer.slots.values, layer.slots.value_scales, d.cache.element, at, size, value);
+        }
+    });
+    const float factor = 1.0f / std::sqrt(static_cast<float>(size));
+    team.share(num_tiles * kv_heads, [&](int64_t piece, int64_t) {
+        // The last tiles of a prompt take longest: they come first.
+        const Span& tile = tiles[num_tiles - 1 - piece / kv_heads];
+        const int64_t head = piece % kv_heads;
+        const auto at = [&](int64_t i) {  // query number i of the tile
+            return (tile.first_row + i / group) * q_size + (head * group + i % group) * size;
         };
-        for (int64_t i = 0; i < group; ++i) place(b.q + row * q_size + (head * group + i) * size, layer.q_norm);
-        float* key = b.k + row * kv_size + head * size;
-        place(key, layer.k_norm);
-        const int64_t at = slot_of(d, step, row, step.positions[row]) * d.num_kv_heads + head;
-        store_vector(layer.keys, layer.key_scales, d.cache_element, at, size, key);
-        store_vector(layer.values, layer.value_scales, d.cache_element, at, size, b.v + row * kv_size + head * size);
+        for (int64_t i = 0; i < tile.num_rows * group; ++i) {
+            float* query = b.q + at(i);
+            place(query, layer.q_norm, tile.first_row + i / group);
+            for (int64_t j = 0; j < size; ++j) own.tile.queries[i * size + j] = query[j] * factor;
+        }
+        attend(d.cache, layer.slots, tile, head, group, own.tile);
+        for (int64_t i = 0; i < tile.num_rows * group; ++i) {
+            const float share = 1.0f / own.tile.total[i];
+            for (int64_t j = 0; j < size; ++j) b.attended[at(i) + j] = own.tile.sums[i * size + j] * share;
+        }
     });
-    team.share(rows * d.num_kv_heads, [&](int64_t piece, int64_t) {
-        const int64_t row = piece / d.num_kv_heads, head = piece % d.num_kv_heads;
-        const int64_t at = row * q_size + head * group * size;
-        attend(d, layer, step, row, head, b.q + at, b.attended + at, reinterpret_cast<float*>(own));
-    });
-    team.share(rows, [&](int64_t row, int64_t) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
+    team.share(step.num_rows, [&](int64_t row, int64_t) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
 }
 
 // x += W input, by pieces.
-void add_product(Team& team, const Linear& linear, const Activations& input, const Step& step, float* added, char* own) {
+void add_product(Team& team, const Linear& linear, const Activations& input, const Step& step, const Own& own) {
     const Linear* const one[] = {&linear};
     share_products(team, one, [&](int, int64_t first, int64_t last, const uint8_t* next) {
-        apply(linear, first, last, input, step.num_rows, added, own, next);
-        const int64_t size = linear.weight.rows;
+        apply(linear, first, last, input, step.num_rows, own.columns[0], own, next);
         for (int64_t row = 0; row < step.num_rows; ++row)
-            for (int64_t i = first; i < last; ++i) step.x[row * size + i] += added[row * size + i];
+            for (int64_t i = first; i < last; ++i)
+                step.x[row * linear.weight.rows + i] += own.columns[0][row * kPiece + i - first];
     });
 }
 
-void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, char* own) {
-    const int64_t rows = step.num_rows, size = d.intermediate;
-    team.share(rows, [&](int64_t row, int64_t) {
-        normalize(step.x + row * d.hidden, layer.mlp_norm, d.hidden, d.eps, b.normal + row * d.hidden);
-        prepare_row(b.normal, FLOAT32, row, d.hidden, b.of_hidden);
-    });
+void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, const Own& own) {
+    static_assert(kPiece == 32, "a piece of columns is a group of activations");
+    normalize_rows(team, d, layer.mlp_norm, step, b.of_hidden, own);
     const Linear* const gate[] = {&layer.gate};
     share_products(team, gate, [&](int, int64_t first, int64_t last, const uint8_t* next) {
         const Matrix& up = layer.up.weight;
-        apply(layer.gate, first, last, b.of_hidden, rows, b.gate, own, up.data + first * up.row_bytes);
-        apply(layer.up, first, last, b.of_hidden, rows, b.up, own, next);
-        for (int64_t row = 0; row < rows; ++row)
-            for (int64_t i = row * size + first; i < row * size + last; ++i)
-                b.gate[i] = b.gate[i] / (1.0f + exponential(-b.gate[i])) * b.up[i];
+        float *gates = own.columns[0], *ups = own.columns[1];
+        apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, up.data + first * up.row_bytes);
+        apply(layer.up, first, last, b.of_hidden, step.num_rows, ups, own, next);
+        const Activations& to = b.of_intermediate;
+        for (int64_t row = 0; row < step.num_rows; ++row) {
+            for (int64_t i = row * kPiece; i < row * kPiece + last - first; ++i)
+                gates[i] = gates[i] / (1.0f + exponential(-gates[i])) * ups[i];
+            // Behind the last column, groups of zeros.
+            const int64_t end = last < d.intermediate ? first / 32 + 1 : to.stride / 32;
+            for (int64_t i = first / 32; i < end; ++i)
+                prepare_group(gates, FLOAT32, row * kPiece + 32 * i - first, row * kPiece + last - first, row, i, to);
+        }
     });
-    team.share(rows, [&](int64_t row, int64_t) { prepare_row(b.gate, FLOAT32, row, size, b.of_intermediate); });
+}
+
+// The spans of a step in tiles that attend at once.
+std::vector<Span> tiles_of(const Step& step, int64_t tile_rows) {
+    std::vector<Span> tiles;
+    for (const Span* span = step.spans; span < step.spans + step.num_spans; ++span)
+        for (int64_t i = 0; i < span->num_rows; i += tile_rows)
+            tiles.push_back({span->first_row + i, std::min(tile_rows, span->num_rows - i), span->position + i, span->blocks});
+    return tiles;
 }
 
 int run_decoder(const Decoder& d, const Step& step, int threads) {
@@ -280,14 +246,8 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
     char* memory = activation_scratch.reserve(buffers.place(nullptr, d, step.num_rows));
     if (!memory) return 1;
     buffers.place(memory, d, step.num_rows);
-    int64_t longest = 0;
-    for (int64_t row = 0; row < step.num_rows; ++row) longest = std::max(longest, step.positions[row] + 1);
-    size_t own_bytes = 4 * (d.block_size * d.head_dim + d.num_heads / d.num_kv_heads * longest);
-    for (int64_t i = 0; i < d.num_layers; ++i) {
-        const Layer& layer = d.layers[i];
-        for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
-            own_bytes = std::max(own_bytes, product_scratch_bytes(one->weight, step.num_rows));
-    }
+    const int64_t group = d.num_heads / d.cache.num_kv_heads, tile_rows = std::max<int64_t>(1, kQueries / group);
+    const std::vector<Span> tiles = tiles_of(step, tile_rows);
     std::atomic<bool> failed{false};
     Team* team = nullptr;
     alignas(64) char place[sizeof(Team)];
@@ -295,15 +255,19 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
     {
 #pragma omp single
         team = new (place) Team(omp_get_num_threads());
-        char* own = tile_scratch.reserve(own_bytes);
-        if (!own) failed = true;
+        Own own;
+        char* mine = tile_scratch.reserve(own.place(nullptr, d, step, tile_rows * group));
+        if (mine)
+            own.place(mine, d, step, tile_rows * group);
+        else
+            failed = true;
         team->share(0, [](int64_t, int64_t) {});
-        for (int64_t i = 0; !failed && i < d.num_layers; ++i) {
+        for (int64_t i = step.first_layer; !failed && i < step.last_layer; ++i) {
             const Layer& layer = d.layers[i];
-            run_attention(*team, d, layer, step, buffers, own);
-            add_product(*team, layer.output, buffers.of_attended, step, buffers.added, own);
+            run_attention(*team, d, layer, step, tiles, buffers, own);
+            add_product(*team, layer.output, buffers.of_attended, step, own);
             run_mlp(*team, d, layer, step, buffers, own);
-            add_product(*team, layer.down, buffers.of_intermediate, step, buffers.added, own);
+            add_product(*team, layer.down, buffers.of_intermediate, step, own);
         }
     }
     return failed;

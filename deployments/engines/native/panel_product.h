@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kTileRows = 6;   // rows of x whose sums are in registers
 constexpr int kTilePanels = 2;
+constexpr int64_t kFewRows = 8;
 constexpr int64_t kManyRows = 32;  // from here on, chunks are larger: a tile of W in L2 serves many rows
 
 // Some rows of x, from a group on.
@@ -114,15 +115,15 @@ size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
 }
 
 // 16 columns of y from `column` on, those that W has.
-inline void store_columns(const Matrix& matrix, void* y, int y_element, int64_t row, int64_t column, __m512 sums) {
+inline void store_columns(const Matrix& matrix, const Output& y, int64_t row, int64_t column, __m512 sums) {
     const int64_t count = std::min<int64_t>(kLanes, matrix.rows - column);
-    store_lanes(y, y_element, row * matrix.rows + column, count, sums);
+    store_lanes(y.at, y.element, y.index(row, column), count, sums);
 }
 
 // Columns `first` to first + 16 P of y, those that W has.
 template <class Format, int P>
-void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, void* y, int y_element,
-                     char* scratch, const uint8_t* next) {
+void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y, char* scratch,
+                     const uint8_t* next) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
     uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
@@ -144,30 +145,48 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
     for (int64_t row = 0; row < m; ++row)
         for (int p = 0; p < P; ++p) {
             const __m512 sixteen = _mm512_load_ps(sums + (row * P + p) * kLanes);
-            store_columns(matrix, y, y_element, row, first + p * kLanes, sixteen);
+            store_columns(matrix, y, row, first + p * kLanes, sixteen);
         }
 }
 
-// The groups of a panel as they come meet one row of x, in registers.
-template <class Format>
+// The groups of a panel as they come meet R rows of x, in registers: for so few, writing and reading them costs more.
+template <class Format, int R>
 struct GroupProduct {
     RowsOfX x;
-    __m512 total = _mm512_setzero_ps();
+    __m512 total[R];
+    explicit GroupProduct(const RowsOfX& x) : x(x) {
+        for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
+    }
     __attribute__((always_inline)) void operator()(const Group& group) {
         constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
+        // Each instruction waits for the one before it of its own sum: with one row there are two sums.
+        constexpr int kSums = R == 1 ? 2 : 1;
+        const int64_t by_group = x.stride / 32;
+#pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
-            __m512i dot = _mm512_setzero_si512();
-            if constexpr (Format::kBias) {
-                const int32_t start = kParts == 2 ? x.half_starts[part] : *x.starts;
-                dot = _mm512_slli_epi32(_mm512_set1_epi32(start), __builtin_ctz(Format::kBias));
+            __m512i dot[R][kSums];
+            for (int r = 0; r < R; ++r) {
+                for (int i = 0; i < kSums; ++i) dot[r][i] = _mm512_setzero_si512();
+                if constexpr (Format::kBias) {
+                    const int32_t start = kParts == 2 ? x.half_starts[2 * r * by_group + part] : x.starts[r * by_group];
+                    dot[r][0] = _mm512_slli_epi32(_mm512_set1_epi32(start), __builtin_ctz(Format::kBias));
+                }
             }
 #pragma GCC unroll 8
             for (int step = part * kSteps; step < (part + 1) * kSteps; ++step)
-                dot = _mm512_dpbusd_epi32(dot, group.u[step], four_of(x.q + 4 * step));
-            const __m512 both = _mm512_mul_ps(group.scale[part], _mm512_set1_ps(*x.scale));
-            total = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot), total);
+                for (int r = 0; r < R; ++r) {
+                    __m512i& sum = dot[r][step % kSums];
+                    sum = _mm512_dpbusd_epi32(sum, group.u[step], four_of(x.q + r * x.stride + 4 * step));
+                }
+            for (int r = 0; r < R; ++r) {
+                const __m512i sum = kSums == 2 ? _mm512_add_epi32(dot[r][0], dot[r][kSums - 1]) : dot[r][0];
+                const __m512 both = _mm512_mul_ps(group.scale[part], _mm512_set1_ps(x.scale[r * by_group]));
+                total[r] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(sum), total[r]);
+            }
         }
-        if constexpr (Format::kHasMins) total = _mm512_fnmadd_ps(group.min, _mm512_set1_ps(*x.sum), total);
+        if constexpr (Format::kHasMins)
+            for (int r = 0; r < R; ++r)
+                total[r] = _mm512_fnmadd_ps(group.min, _mm512_set1_ps(x.sum[r * by_group]), total[r]);
         x.q += 32;
         x.scale += 1;
         x.sum += 1;
@@ -176,27 +195,41 @@ struct GroupProduct {
     }
 };
 
+// Columns `first` to first + 16 of y, of R / 2 < m <= R rows of x. HAZARD: R rows are read, for which the memory of
+// activations suffices (kActivationBytes); what comes of those behind the last is dropped.
+template <class Format, int R>
+void multiply_few(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y,
+                  const uint8_t* next) {
+    PanelRows rows(matrix, first, next);
+    GroupProduct<Format, R> product(RowsOfX(x, 0, 0));
+    Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
+    for (int row = 0; row < m; ++row) store_columns(matrix, y, row, first, product.total[row]);
+}
+
 template <class Format>
-void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                     int y_element, char* scratch, const uint8_t* next) {
-    for (int64_t step = (m > 1 ? kTilePanels : 1) * kLanes; first < last; first += step, next += step * matrix.row_bytes)
-        if (m == 1) {
-            PanelRows rows(matrix, first, next);
-            GroupProduct<Format> product{RowsOfX(x, 0, 0)};
-            Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
-            store_columns(matrix, y, y_element, 0, first, product.total);
-        } else if (last - first > kLanes) {
-            multiply_panels<Format, 2>(matrix, first, x, m, y, y_element, scratch, next);
-        } else {
-            multiply_panels<Format, 1>(matrix, first, x, m, y, y_element, scratch, next);
-        }
+void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
+                     const Output& y, char* scratch, const uint8_t* next) {
+    const int64_t step = (m > kFewRows ? kTilePanels : 1) * kLanes;
+    for (; first < last; first += step, next += step * matrix.row_bytes)
+        if (m == 1)
+            multiply_few<Format, 1>(matrix, first, x, m, y, next);
+        else if (m == 2)
+            multiply_few<Format, 2>(matrix, first, x, m, y, next);
+        else if (m <= 4)
+            multiply_few<Format, 4>(matrix, first, x, m, y, next);
+        else if (m <= kFewRows)
+            multiply_few<Format, kFewRows>(matrix, first, x, m, y, next);
+        else if (last - first > kLanes)
+            multiply_panels<Format, 2>(matrix, first, x, m, y, scratch, next);
+        else
+            multiply_panels<Format, 1>(matrix, first, x, m, y, scratch, next);
 }
 
 // y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16. Meanwhile as much
 // memory is fetched from `next` on.
-void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch, const uint8_t* next) {
-#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, y_element, scratch, next)
+void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
+                   const Output& y, char* scratch, const uint8_t* next) {
+#define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, scratch, next)
     switch (matrix.type) {
         case Q4_0: BY(NibblePanel<false, false>);
         case Q4_1: BY(NibblePanel<true, false>);

@@ -190,23 +190,24 @@ struct Q45KPanel {
         for (int64_t at = first / 8 * kBytes; at < (first + count) / 8 * kBytes; at += kBytes) {
             __m512i head[4], fifth[8];
             turn_16(rows, at, head);
+            // Scales of the first four groups, of the last four, and minima likewise: four bytes of 6 bits in a lane.
+            const auto bits = [&](__m512i from, int mask) { return _mm512_and_si512(from, _mm512_set1_epi32(mask)); };
+            const auto upper = [&](__m512i low, __m512i high) {
+                return _mm512_or_si512(bits(low, 0x0f0f0f0f), bits(_mm512_srli_epi32(high, 2), 0x30303030));
+            };
+            const __m512i scales[2] = {bits(head[1], 0x3f3f3f3f), upper(head[3], head[1])};
+            const __m512i mins[2] = {bits(head[2], 0x3f3f3f3f), upper(_mm512_srli_epi32(head[3], 4), head[2])};
+            // A byte is taken where it is, at 256 to the power of its place: d and dmin are divided by that, exactly.
             const __m512 d = low_half(head[0]), dmin = high_half(head[0]);
             if constexpr (IS_Q5) turn_32(rows, at + 16, fifth);
             const auto set_scales = [&](int i, Group& group) {
-                const int byte = 8 * (i % 4);
-                const auto bits = [&](int from, int shift, int mask) {
-                    return _mm512_and_si512(_mm512_srli_epi32(head[from], shift), _mm512_set1_epi32(mask));
+                const float divisor = 1.0f / static_cast<float>(1 << 8 * (i % 4));
+                const auto number = [&](__m512i from, __m512 factor) {
+                    const __m512 byte = _mm512_cvtepi32_ps(bits(from, 255 << 8 * (i % 4)));
+                    return _mm512_mul_ps(_mm512_mul_ps(factor, _mm512_set1_ps(divisor)), byte);
                 };
-                __m512i scale, min;
-                if (i < 4) {
-                    scale = bits(1, byte, 63);
-                    min = bits(2, byte, 63);
-                } else {
-                    scale = _mm512_or_si512(bits(3, byte, 15), _mm512_slli_epi32(bits(1, byte + 6, 3), 4));
-                    min = _mm512_or_si512(bits(3, byte + 4, 15), _mm512_slli_epi32(bits(2, byte + 6, 3), 4));
-                }
-                group.scale[0] = _mm512_mul_ps(d, _mm512_cvtepi32_ps(scale));
-                group.min = _mm512_mul_ps(dmin, _mm512_cvtepi32_ps(min));
+                group.scale[0] = number(scales[i / 4], d);
+                group.min = number(mins[i / 4], dmin);
             };
 #pragma GCC unroll 4
             for (int i = 0; i < 8; i += 2) {

@@ -1,4 +1,4 @@
-// What library.py calls: products with weights that stay in their file's blocks, plain unpacking, and a decode step.
+// What library.py calls: products with weights that stay in their file's blocks, plain unpacking, and the layers of a step.
 //
 // Compiled once per instruction set (building.py sets ISA); library.py chooses by the processor. Each has one arithmetic
 // for every number of rows of x: a row's result never depends on its neighbours, bit for bit.
@@ -59,7 +59,7 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
         take_pieces(taken, own ? (n + kPiece - 1) / kPiece : 0, [&](int64_t piece, int64_t next) {
             const int64_t first = piece * kPiece, last = std::min(n, first + kPiece);
             const uint8_t* ahead = matrix->data + std::min(next * kPiece, n) * matrix->row_bytes;
-            multiply_rows(*matrix, first, last, rows, m, y, y_element, own, ahead);
+            multiply_rows(*matrix, first, last, rows, m, Output{y, y_element, n, 0}, own, ahead);
         });
     }
     return failed;
@@ -121,7 +121,7 @@ extern "C" int JOINED(atelier_draw, ISA)(const float* x, int64_t size, const flo
     return failed;
 }
 
-// All layers for one token each of some sequences. Returns 0, or 1 when memory ran out.
+// Some layers of a step. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* step, int threads) {
     return run_decoder(*decoder, *step, threads);
 }

@@ -69,18 +69,18 @@ void dot_tile(const Unpacked& w, int64_t row, const Activations& x, int64_t colu
 constexpr int kRows = 2, kColumns = 4;
 
 template <int R>
-void dot_rows(const Unpacked& w, int64_t row, int64_t w_row, const Activations& x, int64_t m, int64_t n, void* y, int element) {
+void dot_rows(const Unpacked& w, int64_t row, int64_t w_row, const Activations& x, int64_t m, const Output& y) {
     int64_t column = 0;
     for (; column + kColumns <= m; column += kColumns) {
         float out[R][kColumns];
         dot_tile<R, kColumns>(w, row, x, column, out);
         for (int r = 0; r < R; ++r)
-            for (int c = 0; c < kColumns; ++c) store_element(y, element, (column + c) * n + w_row + r, out[r][c]);
+            for (int c = 0; c < kColumns; ++c) store_element(y.at, y.element, y.index(column + c, w_row + r), out[r][c]);
     }
     for (; column < m; ++column) {
         float out[R][1];
         dot_tile<R, 1>(w, row, x, column, out);
-        for (int r = 0; r < R; ++r) store_element(y, element, column * n + w_row + r, out[r][0]);
+        for (int r = 0; r < R; ++r) store_element(y.at, y.element, y.index(column, w_row + r), out[r][0]);
     }
 }
 Unpacked unpacked_in(char* memory, int64_t rows, int64_t stride) {
@@ -107,8 +107,8 @@ size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
 }
 
 // y [m, rows of W] in its columns `first` to `last`, from m rows of x; some rows of W are unpacked at a time.
-void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m, void* y,
-                   int y_element, char* scratch, const uint8_t*) {
+void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
+                   const Output& y, char* scratch, const uint8_t*) {
     const int64_t tile = tile_rows(m);
     const Unpacked w = unpacked_in(scratch, tile, x.stride);
     for (; first < last; first += tile) {
@@ -120,8 +120,8 @@ void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Acti
         }
         int64_t row = 0;
         for (; row + kRows <= count; row += kRows)
-            dot_rows<kRows>(w, row, first + row, x, m, matrix.rows, y, y_element);
-        for (; row < count; ++row) dot_rows<1>(w, row, first + row, x, m, matrix.rows, y, y_element);
+            dot_rows<kRows>(w, row, first + row, x, m, y);
+        for (; row < count; ++row) dot_rows<1>(w, row, first + row, x, m, y);
     }
 }
 

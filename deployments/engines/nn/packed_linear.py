@@ -4,7 +4,7 @@ Arithmetic, by name:
 - "exact": weights unpacked to float32 tile by tile, float32 products;
 - "fast": activations are quantized to int8 by 32 elements, as llama.cpp does (an error of about 0.6 % of the product's
   norm on random data). A row's result is the same beside any other rows, bit for bit;
-- "deterministic": the same product; the engine computes all steps layer by layer with it (`llm/packed_decoder.py`).
+- "deterministic": the same on the CPU; on CUDA, tiles of one size for any number of rows.
 On CUDA with triton, "fast" and "deterministic" are bfloat16 products and "exact" is a float32 one, of weights unpacked
 on their way. Without compiled kernels all three unpack tiles and leave the product to torch.
 """

@@ -1,8 +1,9 @@
-"""A decode step in one call of the kernels, against the module layer by layer with the same products."""
+"""Layers in the kernels, of prompts and completions, against the module layer by layer with the same products."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,23 @@ import pytest
 import torch
 from torch import nn
 
+from deployments.engines.llm import packed_decoder
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.model_runner import ModelRunner, StepAborted
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.packed_decoder import PackedDecoder
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.scheduler import Sequence as Completion
-from deployments.engines.native.library import load_kernels
+from deployments.engines.native.building import built_library
+from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, packed_weight
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import TextLora
 from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES
+from weights.private_folder import cache_folder
 
 VOCABULARY = 64
 NUM_BLOCKS = 24
@@ -51,9 +55,10 @@ def random_model(
         "num_layers": 2,
         "num_heads": 8,
         "num_kv_heads": 2,
+        "head_dim": 32,
     }
-    known: dict[str, Any] = {"vocab_size": VOCABULARY, "head_dim": 32, "rms_norm_eps": 1e-5, "max_positions": 512}
-    spec = DecoderSpec(**sizes, **known, **spec_fields)
+    known: dict[str, Any] = {"vocab_size": VOCABULARY, "rms_norm_eps": 1e-5, "max_positions": 512}
+    spec = DecoderSpec(**known, **sizes | spec_fields)
     module = LlamaForCausalLM(spec)
     for path, old in list(module.named_modules()):
         new: nn.Module
@@ -69,7 +74,7 @@ def random_model(
             continue
         parent, _, leaf = path.rpartition(".")
         setattr(module.get_submodule(parent), leaf, new)
-    frequencies = 1 / 1e4 ** (torch.arange(0, 32, 2) / 32)
+    frequencies = 1 / 1e4 ** (torch.arange(0, spec.head_dim, 2) / spec.head_dim)
     rotary = Rotary(frequencies, is_interleaved=is_interleaved)
     return LoadedModel(module, rotary, spec, torch.float32, torch.device("cpu"), pads_rows=False)
 
@@ -176,42 +181,73 @@ def test_rows_with_a_lora_take_the_layers_and_others_the_kernels(monkeypatch: py
     assert not torch.allclose(got[0][0], plain[0][0], rtol=0.1)
 
 
-def test_a_prompt_beside_a_completion_changes_no_bit_of_it() -> None:
-    model = random_model("Q8_0")
-    first, second, prompt = sequences([20, 35, 70])
+def test_a_prompt_has_the_same_bits_however_it_is_cut_and_beside_whatever() -> None:
+    """Tiles of attention begin anew with every chunk, and 64 keys at a time are met: the drawn cuts cross both."""
+    model = random_model("Q8_0", qk_norm=True)
+    prompt, other, completion = sequences([150, 37, 20])
     runner = ModelRunner(model, NUM_BLOCKS)
-    alone = run(runner, [first, second])[0]
-    size = prompt.num_prompt_tokens
-    plain = runner.run([Chunk(prompt, 0, size, True)])[0]
-
-    def decoded(one: Completion) -> Chunk:
-        return Chunk(one, one.num_prompt_tokens, one.num_prompt_tokens + 1, True)
-
-    cut = runner.run([Chunk(prompt, 0, size - 9, False), decoded(first)])
-    assert torch.equal(cut[0], alone[0])
-    got = runner.run([decoded(first), Chunk(prompt, size - 9, size, True), decoded(second)])
-    assert torch.equal(got[0], alone[0])
-    assert torch.equal(got[2], alone[1])
-    assert float((got[1] - plain).norm() / plain.norm()) < 0.1
+    alone = run(runner, [completion])[0]
+    whole = runner.run([Chunk(prompt, 0, 150, True)])
+    decoded = Chunk(completion, 20, 21, True)
+    for cuts in ([0, 150], [0, 1, 63, 64, 65, 129, 150], [0, *sorted(torch.randperm(149)[:5].add(1).tolist()), 150]):
+        for start, end in pairwise(cuts):
+            chunks = [Chunk(other, 0, 37, True), decoded, Chunk(prompt, start, end, True)]
+            order = torch.randperm(3).tolist()
+            got = runner.run([chunks[i] for i in order])
+            assert torch.equal(got[order.index(1)], alone[0])
+        assert torch.equal(got[order.index(2)], whole[0]), cuts
 
 
-def test_a_few_tokens_of_a_prompt_share_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_avx2_variant_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = Kernels(built_library(cache_folder() / "native"), frozenset({"avx2", "fma", "f16c"}))
+    assert older.variant == "avx2"
+    model = random_model("Q5_1", qk_norm=True, head_dim=48, intermediate_size=544)
+    drawn = sequences([70, 129, 5])
+    expected = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    monkeypatch.setattr(packed_decoder, "load_kernels", lambda: older)
+    runner = ModelRunner(model, NUM_BLOCKS)
+    got = run(runner, drawn)
+    for ours, theirs in zip(got, expected, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 3e-2
+    for start, end in pairwise([0, 3, 64, 100, 130]):
+        cut = runner.run([Chunk(drawn[1], start, end, True)])
+    assert torch.equal(cut[0], got[0][1])
+
+
+def test_rows_of_a_prompt_are_those_of_a_completion() -> None:
+    model = random_model("Q4_0")
+    (one,) = sequences([90])
+    runner = ModelRunner(model, NUM_BLOCKS, "int8")
+    together = runner.run([Chunk(one, 0, 90, True)])
+    for position in range(90):
+        single = runner.run([Chunk(one, position, position + 1, True)])
+    assert torch.equal(single, together)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("head_dim", [16, 48, 80, 128])
+def test_heads_of_any_number_and_size(num_kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers attend by torch's `scaled_dot_product_attention`."""
+    model = random_model("Q8_0", num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=544)
+    drawn = sequences([70, 129])
+    got = run(ModelRunner(model, NUM_BLOCKS), drawn)
+    monkeypatch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+    for ours, layers in zip(got, run(ModelRunner(model, NUM_BLOCKS), drawn), strict=True):
+        assert float((ours - layers).norm() / layers.norm()) < 3e-2
+
+
+def test_a_prompt_nobody_wants_ends_between_two_layers() -> None:
+    model = random_model("Q8_0")
+    (prompt,) = sequences([100])
+    runner = ModelRunner(model, NUM_BLOCKS)
     calls: list[int] = []
-    plain = PackedDecoder.run_layers
-    monkeypatch.setattr(PackedDecoder, "run_layers", lambda self, rows: (calls.append(len(rows)), plain(self, rows))[1])
-    model = random_model("Q8_0")
-    runner = ModelRunner(model, NUM_BLOCKS)
-    first, prompt = sequences([20, 70])
-    run(runner, [first])
-    whole = runner.run([Chunk(prompt, 0, 70, True)])[0]
-    decoded = Chunk(first, 20, 21, True)
-    alone = runner.run([decoded])[0]
-    calls.clear()
-    for start in range(0, 70, 7):
-        got = runner.run([decoded, Chunk(prompt, start, start + 7, True)])
-        assert torch.equal(got[0], alone)
-    assert calls == [8] * 10
-    # Sums of attention run in another order, and an activation may round to another of its 127 steps.
-    assert float((got[1] - whole).norm() / whole.norm()) < 0.1
+
+    def check() -> None:
+        calls.append(len(calls))
+        if len(calls) == 3:  # before the step, before the first layer, before the second
+            raise StepAborted
+
+    with pytest.raises(StepAborted):
+        runner.run([Chunk(prompt, 0, 100, True)], check)
+    assert len(calls) == 3
+    assert len(runner.run([Chunk(prompt, 0, 100, True)])) == 1
