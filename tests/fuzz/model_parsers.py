@@ -113,7 +113,7 @@ def spm_metadata() -> dict[str, Any]:
     }
 
 
-def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any]) -> bytes:
+def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any], rope_scaling: str | None = None) -> bytes:
     """Write a model of one layer and random values with gguf-py, in as many types as fit."""
     draw = np.random.default_rng(0)
     writer = gguf.GGUFWriter(file, family)
@@ -126,6 +126,10 @@ def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any]) -> 
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_chat_template(TEMPLATE)
+    if rope_scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(8)
     for name, value in vocabulary.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.ggml.{name}", value)
@@ -141,11 +145,12 @@ def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any]) -> 
     vectors = {"output_norm.weight": 32, "blk.0.attn_norm.weight": 32, "blk.0.ffn_norm.weight": 32}
     if family == "qwen2":
         vectors |= {"blk.0.attn_q.bias": 32, "blk.0.attn_k.bias": 16, "blk.0.attn_v.bias": 16}
+    if family.startswith("qwen3"):
+        vectors |= {"blk.0.attn_q_norm.weight": 16, "blk.0.attn_k_norm.weight": 16}
     if family == "qwen3moe":
         writer.add_expert_count(2)
         writer.add_expert_used_count(1)
         writer.add_expert_feed_forward_length(32)
-        vectors |= {"blk.0.attn_q_norm.weight": 16, "blk.0.attn_k_norm.weight": 16}
         writer.add_tensor("blk.0.ffn_gate_inp.weight", draw.standard_normal((2, 32)).astype(np.float32))
         for kind in ("gate", "up", "down"):
             add_packed(writer, f"blk.0.ffn_{kind}_exps", draw.standard_normal((2, 32, 32)), "Q8_0")
