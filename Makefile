@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .judges
+FUZZ := out/fuzz
+SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges judges-long judge-node judge-llama demo test test-gpu test-long faults unit check format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-llama demo test test-gpu test-long faults fuzz unit check format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -39,6 +41,10 @@ $(JUDGES)/openai_node/.installed: infra/judges/openai_node/package-lock.json
 	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
 	@touch $@
 
+$(JUDGES)/atheris/.installed: infra/judges/atheris.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement infra/judges/atheris.txt
+	@touch $@
+
 judge-llama: $(JUDGES)/llama_cpp/.installed  ## llama.cpp, compiled here in some minutes: judges tokens, peer of `bench llm`
 
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
@@ -58,6 +64,13 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	  $(PYTEST) tests/integration/test_faults.py tests/integration/test_keeper_faults.py \
 	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
+	done
+
+fuzz: setup $(JUDGES)/atheris/.installed  ## Fuzz every reader of model files, SECONDS (600) for headers and for whole models
+	mkdir -p $(FUZZ)
+	for kind in headers models; do \
+	  PYTHONPATH=.:$(JUDGES)/atheris $(BIN)/python tests/fuzz/fuzz_files.py $$kind $(FUZZ)/$$kind -max_total_time=$(SECONDS) \
+	    -timeout=20 -rss_limit_mb=3072 -max_len=65536 -artifact_prefix=$(FUZZ)/ -print_final_stats=1 -verbosity=0 || exit 1; \
 	done
 
 test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a simulated one

@@ -72,7 +72,8 @@ class LanguageModelConfig(StrictModel):
     kv_cache_bytes: SpareBytes = Field(
         None,
         description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use; "
-        "auto: what its weights leave of the replica's budget and of free memory, for a worker of one LLM",
+        "auto: what its weights leave of the replica's budget, which is no more than free memory then, and never more "
+        "than it can use; LLMs that do not fit beside each other take turns",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",

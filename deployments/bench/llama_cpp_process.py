@@ -1,7 +1,7 @@
 """llama.cpp behind pipes, in an interpreter that has llama-cpp-python and nothing of ours.
 
 Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth", "num_parallel"} -> {"ns"};
-{"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}.
+{"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}; {"do": "logits", "ids"} -> {"logits"}.
 Usage: llama_cpp_process.py MODEL THREADS THREADS_BATCH N_CTX N_BATCH N_UBATCH.
 """
 
@@ -61,10 +61,17 @@ class _Judge:
         out: list[int] = []
         self.llama.eval(ids)
         for _ in range(count):
-            logits = np.ctypeslib.as_array(self.llama._ctx.get_logits(), shape=(self.llama.n_vocab(),))
-            out.append(int(logits.argmax()))
+            out.append(int(self._logits().argmax()))
             self.llama.eval(out[-1:])
         return {"ids": out}
+
+    def score_next(self, ids: list[int]) -> dict[str, Any]:
+        self.llama.reset()
+        self.llama.eval(ids)
+        return {"logits": self._logits().tolist()}
+
+    def _logits(self) -> Any:
+        return np.ctypeslib.as_array(self.llama._ctx.get_logits(), shape=(self.llama.n_vocab(),))
 
 
 class _Slots:
@@ -117,6 +124,8 @@ def _main() -> None:
                 answer = judge.run_speed(**order)
             case "tokens":
                 answer = judge.tokenize_text(**order)
+            case "logits":
+                answer = judge.score_next(**order)
             case _:
                 answer = judge.run_greedy(**order)
         print(json.dumps(answer), flush=True)  # noqa: T201

@@ -42,7 +42,7 @@ def ask_of(request: Request, terms: Terms, timeout_s: float, config: ClusterConf
             for text in request.input
         )
         share = len(request.input) / config.text_encoder.max_running
-        if request.pooling is not None:  # of a language model
+        if request.by_language_model:
             pool, settings, work = WORKER, config.worker, work / _PROMPT_TOKENS
             share = len(request.input) / config.worker.max_num_seqs
     else:

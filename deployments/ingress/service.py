@@ -161,9 +161,8 @@ class Service:
             raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
-        if record.kind == "llm":
-            update["pooling"] = request.pooling or "last"
-        request = request.model_copy(update=update | {"priority": terms.priority})
+        rules = {"by_language_model": record.kind == "llm", "priority": terms.priority}
+        request = request.model_copy(update=update | rules)
         replicas = self._worker if record.kind == "llm" else self._encoder
         start = time.perf_counter()
         result: EmbeddingResult = await replicas.call("embed", request, ask=self._ask(request, terms))

@@ -31,16 +31,21 @@ def no_working_memory(component: Component, skeleton: Path) -> int:
     return 0
 
 
-# What a component counts against a replica's budget: bytes by name, those of one name once.
-Footprint = Callable[[Component], Mapping[str, int]]
-
 # What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
 OBJECT_BYTES: Final = 8 * 2**10
 
 
-def object_footprint(component: Component) -> Mapping[str, int]:
-    """Return what a module costs whose tensors are views of the node's shared memory: its Python objects."""
-    return {component.module_key: OBJECT_BYTES * len(component.tensors)}
+def object_footprint(component: Component, working_bytes: int, budget_bytes: int) -> Mapping[str, int]:
+    """Return what a module costs whose tensors are views of the node's shared memory: its Python objects, and what it
+    allocates itself. One that allocates always fits, with adapters beside it: the budget is of what is kept, too.
+    """
+    nbytes = OBJECT_BYTES * len(component.tensors)
+    return {component.module_key: max(nbytes, min(nbytes + working_bytes, beside_adapters(budget_bytes)))}
+
+
+def beside_adapters(budget_bytes: int) -> int:
+    """Return what a language model may take of a budget and leave room for its requests' adapters."""
+    return budget_bytes - budget_bytes // 16
 
 
 def device_footprint(component: Component, size_of: Callable[[int], int], working_bytes: int) -> Mapping[str, int]:

@@ -19,7 +19,6 @@ from typing import Any
 from deployments.errors import ModelUnavailable
 from deployments.modules.built_modules import (
     Built,
-    Footprint,
     Part,
     PartName,
     Slot,
@@ -62,7 +61,6 @@ class ModuleCache:
         *,
         device: str = "cpu",
         kept: KeptExtents | None = None,
-        private_footprint: Footprint = object_footprint,
         working_memory: WorkingMemory = no_working_memory,
         retire: Callable[[Any], None] = lambda thing: None,
         can_stream: Callable[[Component], bool] = lambda component: False,
@@ -72,7 +70,7 @@ class ModuleCache:
         `retire`, what was built and is needed no more; it may come from another thread. What `can_stream` and is larger
         than the budget comes to its device block by block. With `kept`, which is
         `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
-        budget only bounds `private_footprint`; else it bounds the device's weights and `working_memory`. Raises
+        budget only bounds Python's objects and `working_memory`; else also the device's weights. Raises
         WeightsError for a device that is not there.
         """
         self.manifests = ManifestVersions(fetch_manifest, models)
@@ -85,7 +83,6 @@ class ModuleCache:
         self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
         self._streaming = None if device == "cpu" else Streaming(can_stream, self._tier.size_of)
         self._kept = kept
-        self._private_footprint = private_footprint
         self._working_memory = working_memory
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
@@ -367,9 +364,9 @@ class ModuleCache:
         return self._fitted(parts, is_last_resort=streams)
 
     def _part(self, manifest: Manifest, component: Component) -> Part:
-        if self._kept:
-            return Part(manifest, component, self._private_footprint(component))
         working_bytes = self._working_memory(component, self.skeleton(manifest))
+        if self._kept:
+            return Part(manifest, component, object_footprint(component, working_bytes, self._budget_bytes))
         footprint = device_footprint(component, self._tier.size_of, working_bytes)
         return Part(manifest, component, footprint, working_bytes)
 

@@ -10,24 +10,27 @@ import torch
 from torch import nn
 
 from configs.cluster import WorkerConfig
+from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
-from deployments.engines.llm.kv_cache import free_memory, spare_bytes
+from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.modules.built_modules import object_footprint
+from deployments.modules.built_modules import beside_adapters
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
+from weights.memory.devices import open_device
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
+_FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 
 
 class ComponentBuilder:
@@ -42,7 +45,6 @@ class ComponentBuilder:
         self.skeletons = SkeletonPool()
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
-        self._spare_bytes: dict[str, int] = {}  # likewise; the same for the budget and for the engine
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -74,25 +76,14 @@ class ComponentBuilder:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers":
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
+        self.working_memory(component, skeleton)  # reads a header, which may be large
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""
         return component.library == "diffusers"
 
-    def private_footprint(self, component: Component) -> Mapping[str, int]:
-        """Return what a component costs beside the node's shared memory: Python's objects, and an LLM's KV cache.
-
-        One LLM always fits, however large its cache: the replica's budget is of what is kept for later, too.
-        """
-        footprint = object_footprint(component)
-        if not is_denoise_component(component) or component.library in ("diffusers", "peft"):
-            return footprint
-        (nbytes,) = footprint.values()
-        budget_bytes = self._settings.weights_budget_bytes
-        return {component.module_key: min(nbytes + self._kv_cache_bytes(component), budget_bytes)}
-
     def working_memory(self, component: Component, skeleton: Path) -> int:
-        """Return the bytes that what is built of a component allocates on the device: an LLM's KV cache.
+        """Return the bytes that what is built of a component allocates itself: an LLM's KV cache.
 
         What cannot be built takes none; `__call__` says why.
         """
@@ -120,18 +111,10 @@ class ComponentBuilder:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
         asked = self._settings.kv_cache_bytes
         if asked == "auto":
-            return self._spare_bytes_for(component)
-        return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
-
-    def _spare_bytes_for(self, component: Component) -> int:
-        """Return what a model leaves, the first time that it is asked for, to its KV cache."""
-        if component.module_key not in self._spare_bytes:
-            device = torch.device(self._settings.torch_device)
             # On shared memory, weights are the node's and no part of the budget.
             weights_bytes = 0 if self._settings.device == "cpu" else component.nbytes
-            spare = spare_bytes(self._settings.weights_budget_bytes, free_memory(device), weights_bytes)
-            self._spare_bytes[component.module_key] = max(MIN_KV_CACHE_BYTES, spare)
-        return self._spare_bytes[component.module_key]
+            return max(MIN_KV_CACHE_BYTES, beside_adapters(self._settings.weights_budget_bytes) - weights_bytes)
+        return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
 
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""
@@ -140,6 +123,20 @@ class ComponentBuilder:
             self.skeletons.retire_module(thing)
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)
+
+
+def within_memory(settings: WorkerConfig, simulated: SimulatedConfig | None) -> WorkerConfig:
+    """Return settings with a budget that free memory can hold, where language models take what there is of it.
+
+    So several of them never promise each other's memory: what does not fit into the budget together takes turns.
+    Raises WeightsError for a device that is not there.
+    """
+    if settings.kv_cache_bytes != "auto":
+        return settings
+    open_device(settings.device, simulated)
+    free_bytes = int(_FREE_SHARE * free_memory(torch.device(settings.torch_device)))
+    name = "resident_bytes" if settings.device == "cpu" else "device_budget_bytes"
+    return settings.model_copy(update={name: max(1, min(settings.weights_budget_bytes, free_bytes))})
 
 
 def batch_bounds(settings: WorkerConfig) -> BatchBounds:

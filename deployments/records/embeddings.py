@@ -19,13 +19,15 @@ class EmbeddingRequest(ServedRequest):
     """A request for the embeddings of texts, or of texts that are token ids already.
 
     `dimensions` None is the model's size; fewer are for models that were trained for it. `pooling` is for language
-    models only, and says which hidden states are meant: the mean of all tokens', or the last one's. The ingress sets
-    `long_text`, which is the model's.
+    models only, and says which hidden states are meant: the mean of all tokens', or the last one's; None is what the
+    model's files say, or the last one's. The ingress sets `long_text`, which is the model's, and whether the model is a
+    language model.
     """
 
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
     dimensions: Count | None = None
     pooling: Pooling | None = None
+    by_language_model: bool = False
     long_text: LongText = "truncate"
 
 

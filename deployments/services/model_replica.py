@@ -26,7 +26,7 @@ from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
-from deployments.modules.built_modules import Footprint, WorkingMemory, no_working_memory, object_footprint
+from deployments.modules.built_modules import WorkingMemory, no_working_memory
 from deployments.modules.cache import ModuleCache
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
@@ -70,15 +70,13 @@ class ModelReplica:
         settings: ModelReplicaConfig,
         builder: _Builder,
         num_threads: int | None = None,
-        private_footprint: Footprint = object_footprint,
         working_memory: WorkingMemory = no_working_memory,
         can_stream: Callable[[Component], bool] = lambda component: False,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `role` names this replica as a holder of leases. `private_footprint` says what a component costs beside the
-        node's shared memory, `working_memory` what it allocates on a device, and `can_stream` whether it can come there
-        block by block. Raises WeightsError for a device that is not there.
+        `role` names this replica as a holder of leases. `working_memory` says what a component allocates itself, and
+        `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         limit_torch_threads(num_threads, settings.num_cpus)
@@ -114,7 +112,6 @@ class ModelReplica:
             report=report_attach,
             device=settings.device,
             kept=provider if keeps else None,
-            private_footprint=private_footprint,
             working_memory=working_memory,
             retire=builder.retire,
             can_stream=can_stream,

@@ -56,11 +56,11 @@ def text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[T
 
 def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[list[TextRequest], tuple[str, ...]]:
     """Return a request of the engine for each text, and warnings of those that were cut. Raises InvalidRequest."""
-    if request.dimensions not in (None, engine.hidden_size):
-        raise InvalidRequest(
-            f"dimensions: {request.dimensions}, but {request.model!r} has {engine.hidden_size}; no fewer were trained",
-            "dimensions",
-        )
+    try:
+        engine.embedding_rules.check_dimensions(request.dimensions)
+    except EngineError as error:
+        raise InvalidRequest(str(error), "dimensions") from None
+    pooling = request.pooling or engine.embedding_rules.pooling
     most = engine.max_model_len - 1
     requests, warnings = [], []
     inputs: Sequence[str | tuple[int, ...]] = request.input
@@ -71,7 +71,7 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
             if request.long_text != "truncate":
                 raise InvalidRequest(f"input: {what}", "input")
             warnings.append(f"{what}: it was cut")
-        requests.append(TextRequest(uuid.uuid4().hex, tokens[:most], pooling=request.pooling or "last"))
+        requests.append(TextRequest(uuid.uuid4().hex, tokens[:most], pooling=pooling))
     return requests, tuple(warnings)
 
 

@@ -126,7 +126,11 @@ class TextService:
         total_ms = (time.perf_counter() - start) * 1e3
         return EmbeddingResult(
             model=request.model,
-            embeddings=[vector for _, one in sorted(found.items()) if (vector := one.embedding) is not None],
+            embeddings=[
+                engine.embedding_rules.shorten(vector, request.dimensions)
+                for _, one in sorted(found.items())
+                if (vector := one.embedding) is not None
+            ],
             num_tokens=sum(len(one.prompt_token_ids) for one in requests),
             timings_ms={"switch": switch_ms, "encode": total_ms - switch_ms, "total": total_ms},
             cache=CacheUse(num_cached, len(requests) - num_cached),

@@ -21,7 +21,7 @@ from cluster.controller.reports import Orders
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
-from deployments.modules.loading import ComponentBuilder, is_denoise_component
+from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
     EmbeddingRequest,
     EmbeddingResult,
@@ -49,16 +49,14 @@ class Worker(ModelReplica):
     _wants = staticmethod(is_denoise_component)
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._settings = config.worker
+        self._settings = within_memory(config.worker, config.simulated)
         calls = ReplicaCalls(encoder, ReplicaStates("text_encoder").why_none_runs)
         self._encoder = TextEncoderClient(calls, config.http.request_timeout_s)
         self._device = DeviceThread()
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
-        threads, footprint = self._settings.num_threads, builder.private_footprint
-        await self._open(
-            config, "worker", self._settings, builder, threads, footprint, builder.working_memory, builder.can_stream
-        )
+        threads = self._settings.num_threads
+        await self._open(config, "worker", self._settings, builder, threads, builder.working_memory, builder.can_stream)
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)

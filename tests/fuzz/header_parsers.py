@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -114,6 +116,23 @@ def check_inside(tensors: Iterable[FileTensor], file_bytes: int) -> None:
     for tensor in tensors:
         assert 0 <= tensor.offset <= tensor.offset + tensor.nbytes <= file_bytes
         assert tensor.nbytes == tensor_nbytes(tensor.dtype, tensor.shape)
+
+
+_NUMBERS = (0, 1, 2, 3, 7, 16, 31, 32, 33, 64, 255, 256, 2**15, 2**20, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62)
+
+
+def with_other_numbers(data: bytes, draw: random.Random) -> bytes:
+    """Put other numbers into a file, mostly near its beginning; its length stays."""
+    changed = bytearray(data)
+    for _ in range(draw.randint(1, 3)):
+        number = draw.choice(_NUMBERS) + draw.choice((0, 0, 0, -1, 1))
+        raw = draw.choice((struct.pack("<q", number), struct.pack("<f", draw.choice((0, -1, 1e30, number)))))
+        raw = raw[: draw.choice((1, 2, 4, 8))]
+        most = len(data) - len(raw)
+        if most > 0:
+            at = min(draw.randint(0, draw.choice((32, 300, most))), most)
+            changed[at : at + len(raw)] = raw
+    return bytes(changed)
 
 
 def written(file: Path, data: bytes) -> Path:

@@ -128,6 +128,14 @@ def test_stream_goes_on_after_an_error(observed: Observed) -> None:
     assert "empty text" in error
 
 
+def test_a_language_models_embeddings_equal_the_openai_route(
+    observed: Observed, transport: str, cluster: Cluster, asked: dict[str, Any]
+) -> None:
+    ours = observed.array(f"{transport}.llm_embeddings", f"{transport}_llm")
+    answer = cluster.openai.embeddings.create(model="adder", input=asked["sums"], encoding_format="float")
+    np.testing.assert_allclose(ours, np.array([one.embedding for one in answer.data]), atol=1e-5)
+
+
 def test_embeddings_equal_the_openai_route(observed: Observed, transport: str, embeddings: np.ndarray) -> None:
     ours = observed.array(f"{transport}.embeddings", f"{transport}_batch")
     np.testing.assert_allclose(ours, embeddings, atol=1e-5)

@@ -38,6 +38,7 @@ def of_both(client: Client) -> Iterator[Observation]:
     yield "chat_counts", lambda: _chat(client, [ASKED["sum"]]).as_numpy("num_output_tokens")
     yield "many_at_once", lambda: _many_at_once(client)
     yield "embeddings", lambda: WHERE.keep(f"{client.name}_batch", _embedded(client, ASKED["texts"]))
+    yield "llm_embeddings", lambda: WHERE.keep(f"{client.name}_llm", _embedded_by_llm(client))
     yield "embeddings_singly", lambda: WHERE.keep(f"{client.name}_singly", _embedded_singly(client))
     yield "image", lambda: WHERE.keep(f"{client.name}_image", _image(client))
     yield "pipeline_images", lambda: _pipeline_images(client)
@@ -100,6 +101,11 @@ def _many_at_once(client: Client) -> list[str]:
 
 def _embedded(client: Client, inputs: list[str], **options: Any) -> np.ndarray:
     return client.infer("minilm", {"text": texts(*inputs)}, ["embedding"], **options).as_numpy("embedding")
+
+
+def _embedded_by_llm(client: Client) -> np.ndarray:
+    inputs = {"text_input": texts(*ASKED["sums"])}
+    return client.infer("adder", inputs, ["embedding"]).as_numpy("embedding")
 
 
 def _embedded_singly(client: Client) -> np.ndarray:

@@ -201,8 +201,7 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
         raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")
-    sentence = (path / "modules.json").is_file()
-    kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") and not sentence else "embedding"
+    kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") else "embedding"
     model = _component(path, "model", "transformers", class_name, ".", allow_torch)
     if model is None and (file := _kuiper_file(path)):
         kuiper = read_kuiper(file)

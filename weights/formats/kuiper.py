@@ -1,8 +1,11 @@
-"""KuiperLLama's model files: version 3 (group-wise int8) and version 0 (fp32). Reading and writing.
+"""KuiperLLama's model files, version 3 (group-wise int8) and version 0 (fp32), and version 2 (int8) of llama2.c.
 
-No magic and no version number: eight int32 (version 0: seven, without group_size), then the tensors without padding,
-each kind over all layers before the next. So a file is taken for one only if the header's arithmetic gives its exact
-length. Source: KuiperLLama tools/export.py, `legacy_export_quant` and `legacy_export`.
+KuiperLLama's have no magic and no version number: eight int32 (version 0: seven, without group_size), then the tensors
+without padding, each kind over all layers before the next. So a file is taken for one only if the header's arithmetic
+gives its exact length. Source: KuiperLLama tools/export.py, `legacy_export_quant` and `legacy_export`.
+
+llama2.c's begin with a magic, are int8 in the embedding as well, and have the rows of q and k in neighbouring RoPE
+pairs. Source: llama2.c export.py, `version2_export`.
 
 Qwen2's biases of q, k and v, which that exporter drops, lie behind everything else here: KuiperLLama looks at nothing
 there, and the length says that they are.
@@ -24,7 +27,9 @@ from weights.formats.tensors import FileTensor
 
 MAX_LAYERS = 1024  # a damaged number must not become millions of tensors
 _FIELDS_V3, _FIELDS_V0 = struct.Struct("<8i"), struct.Struct("<7i")
-_LLAMA2_C_MAGIC = 0x616B3432
+_FIELDS_LLAMA2C = struct.Struct("<Ii7iBi")  # magic, version, sizes, whether the classifier is shared, group_size
+_LLAMA2C_BYTES: Final = 256  # of its header, with padding
+_LLAMA2C_MAGIC, _LLAMA2C_VERSION = 0x616B3432, 2
 
 TensorSpec = tuple[str, str, tuple[int, ...]]
 # Names in KuiperLLama's export.py -> those of Hugging Face's Llama and Qwen2, in a layer and outside of all.
@@ -46,8 +51,8 @@ TOP_NAMES: Final = {"tok_embeddings": "model.embed_tokens", "norm": "model.norm"
 class KuiperHeader:
     """Dimensions of a Llama-like model; `group_size` elements share a scale, None stands for fp32 (version 0).
 
-    `shared_classifier`: the output projection is the fp32 embedding, there is no `output.weight`.
-    The file says nothing of RoPE's base and pairing, nor of the norms' epsilon: whoever runs it must know.
+    `shared_classifier`: the output projection is the embedding, there is no `output.weight`.
+    The file says nothing of RoPE's base, nor of the norms' epsilon: whoever runs it must know.
     """
 
     dim: int
@@ -60,11 +65,17 @@ class KuiperHeader:
     group_size: int | None
     shared_classifier: bool
     has_biases: bool = False  # not in the header: it follows from the length
+    is_llama2c: bool = False
     tensors: Mapping[str, FileTensor] = field(default_factory=dict)
 
     @property
     def raw(self) -> bytes:
-        """The header as it lies in the file: 32 bytes, 28 in version 0."""
+        """The header as it lies in the file: 32 bytes, 28 in version 0, 256 of llama2.c."""
+        if self.is_llama2c:
+            sizes = (self.dim, self.hidden_dim, self.num_layers, self.num_heads, self.num_kv_heads, self.vocab_size)
+            known = (_LLAMA2C_MAGIC, _LLAMA2C_VERSION, *sizes, self.max_seq_len)
+            packed = _FIELDS_LLAMA2C.pack(*known, self.shared_classifier, self.group_size)
+            return packed.ljust(_LLAMA2C_BYTES, b"\0")
         vocab = self.vocab_size if self.shared_classifier else -self.vocab_size
         numbers = (self.dim, self.hidden_dim, self.num_layers, self.num_heads, self.num_kv_heads, vocab)
         if self.group_size is None:
@@ -79,6 +90,14 @@ class KuiperHeader:
         ffn = {"w1": (self.hidden_dim, self.dim), "w2": (self.dim, self.hidden_dim), "w3": (self.hidden_dim, self.dim)}
         embedding = ("tok_embeddings.weight", "F32", (self.vocab_size, self.dim))
         classifier = {} if self.shared_classifier else {"output": (self.vocab_size, self.dim)}
+        if self.is_llama2c:
+            yield from self._norms("attention_norm")
+            yield from self._norms("ffn_norm")
+            yield "norm.weight", "F32", (self.dim,)
+            yield from self._named({"tok_embeddings": (self.vocab_size, self.dim)})
+            yield from self._matrices(attention | ffn)
+            yield from self._named(classifier)
+            return
         if self.group_size is not None:
             yield from self._matrices(attention | ffn)
             yield from self._named(classifier)
@@ -125,16 +144,19 @@ class KuiperHeader:
 def read_kuiper(path: Path) -> KuiperHeader:
     """Parse the header of `path` and check the file's exact length against it.
 
-    Raises FormatError saying what neither version explains; llama2.c's own versions 1 and 2 are named as such.
+    Raises FormatError saying what no version explains.
     """
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
-            raw = file.read(_FIELDS_V3.size)
+            raw = file.read(_LLAMA2C_BYTES)
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from None
-    if len(raw) >= 4 and int.from_bytes(raw[:4], "little") == _LLAMA2_C_MAGIC:
-        raise FormatError(f"{path}: a llama2.c file (magic 'ak42'), which is another format than KuiperLLama's")
+    if len(raw) >= 4 and int.from_bytes(raw[:4], "little") == _LLAMA2C_MAGIC:
+        try:
+            return _with_tensors(path, parse_kuiper(raw), file_bytes)
+        except FormatError as error:
+            raise FormatError(f"{path}: not a llama2.c file of version 2: {error}") from None
     problems = []
     for fields in (_FIELDS_V3, _FIELDS_V0):
         try:
@@ -145,10 +167,19 @@ def read_kuiper(path: Path) -> KuiperHeader:
 
 
 def parse_kuiper(raw: bytes) -> KuiperHeader:
-    """Parse a header of 32 bytes (version 3) or 28 (version 0). Raises FormatError for impossible dimensions."""
-    if len(raw) not in (_FIELDS_V3.size, _FIELDS_V0.size):
-        raise FormatError(f"{len(raw)} bytes are no header (32 for int8, 28 for fp32)")
-    *numbers, group_size = _FIELDS_V3.unpack(raw) if len(raw) == _FIELDS_V3.size else (*_FIELDS_V0.unpack(raw), None)
+    """Parse a header of 32 bytes (version 3), 28 (version 0) or 256 (llama2.c).
+
+    Raises FormatError for impossible dimensions.
+    """
+    is_llama2c = raw[:4] == struct.pack("<I", _LLAMA2C_MAGIC)
+    if is_llama2c:
+        numbers, group_size = _llama2c_fields(raw)
+    elif len(raw) not in (_FIELDS_V3.size, _FIELDS_V0.size):
+        raise FormatError(f"{len(raw)} bytes are no header (32 for int8, 28 for fp32, 256 for llama2.c)")
+    elif len(raw) == _FIELDS_V3.size:
+        *numbers, group_size = _FIELDS_V3.unpack(raw)
+    else:
+        numbers, group_size = [*_FIELDS_V0.unpack(raw)], None
     dim, hidden_dim, num_layers, num_heads, num_kv_heads, vocab, max_seq_len = numbers
     positive = (dim, hidden_dim, num_layers, num_heads, num_kv_heads, abs(vocab), max_seq_len)
     if min(positive) <= 0 or num_layers > MAX_LAYERS or (group_size is not None and group_size <= 0):
@@ -158,13 +189,37 @@ def parse_kuiper(raw: bytes) -> KuiperHeader:
     if dim % num_heads or num_heads % num_kv_heads or dim // num_heads % 2:
         raise FormatError(f"dim {dim} cannot be {num_heads} heads of even size over {num_kv_heads} key/value heads")
     header = KuiperHeader(
-        dim, hidden_dim, num_layers, num_heads, num_kv_heads, abs(vocab), max_seq_len, group_size, vocab > 0
+        dim,
+        hidden_dim,
+        num_layers,
+        num_heads,
+        num_kv_heads,
+        abs(vocab),
+        max_seq_len,
+        group_size,
+        shared_classifier=vocab > 0,
+        is_llama2c=is_llama2c,
     )
     if group_size is not None:
         for name, dtype, shape in header.layout():
             if dtype == "I8" and math.prod(shape) % group_size:
                 raise FormatError(f"{name} {list(shape)} is no whole number of groups of {group_size}")
     return header
+
+
+def _llama2c_fields(raw: bytes) -> tuple[list[int], int]:
+    """Return the seven sizes, as KuiperLLama has them (a classifier of its own makes the vocabulary negative), and the
+    size of a group. Raises FormatError for another version, and for what the padding hides.
+    """
+    if len(raw) != _LLAMA2C_BYTES:
+        raise FormatError(f"{len(raw)} bytes are no header of llama2.c (256)")
+    _, version, *numbers, is_shared, group_size = _FIELDS_LLAMA2C.unpack_from(raw)
+    if version != _LLAMA2C_VERSION:
+        raise FormatError(f"version {version} of llama2.c; known is {_LLAMA2C_VERSION} (int8)")
+    if is_shared not in (0, 1) or any(raw[_FIELDS_LLAMA2C.size :]) or numbers[5] <= 0:
+        raise FormatError(f"vocabulary {numbers[5]}, shared flag {is_shared}: expected 1 or more, 0 or 1, zeros behind")
+    numbers[5] *= 1 if is_shared else -1
+    return numbers, group_size
 
 
 def write_kuiper(path: Path, header: KuiperHeader, tensors: Mapping[str, Callable[[], bytes | memoryview]]) -> None:
@@ -189,7 +244,7 @@ def write_kuiper(path: Path, header: KuiperHeader, tensors: Mapping[str, Callabl
 
 def _with_tensors(path: Path, header: KuiperHeader, file_bytes: int) -> KuiperHeader:
     """Return the header with its tensors' places. Raises FormatError for a length that fits neither layout."""
-    biased = dataclasses.replace(header, has_biases=True)
+    biased = dataclasses.replace(header, has_biases=not header.is_llama2c)
     num_bytes = len(header.raw) + sum(tensor_nbytes(dtype, shape) for _, dtype, shape in biased.layout())
     if num_bytes == file_bytes:
         header = biased

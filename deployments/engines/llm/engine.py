@@ -19,6 +19,7 @@ from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, StepAborted
 from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
+from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken, sample
@@ -110,7 +111,7 @@ class LLMEngine:
         self.max_model_len = plan.max_model_len
         self.generation_defaults = load_generation_defaults(folder)
         self.failures: dict[str, Exception] = {}
-        self.hidden_size = model.spec.hidden_size
+        self.embedding_rules = load_embedding_rules(folder, config)
         self._vocab_size = model.spec.vocab_size
         self._eos_token_ids = load_eos_token_ids(folder, config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)

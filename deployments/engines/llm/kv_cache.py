@@ -24,7 +24,6 @@ from deployments.engines.protocol import EngineError
 
 KvDtype = Literal["auto", "int8"]  # auto: the dtype of the computation
 _STEPS: Final = 127  # of int8, on either side of 0
-_FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 _MAX_SCALE: Final = torch.finfo(torch.float16).max
 
 
@@ -70,11 +69,6 @@ def plan_cache(
         needed = blocks_for(max_model_len) * block_bytes
         raise EngineError(f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}")
     return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len)
-
-
-def spare_bytes(budget_bytes: int, free_bytes: int, weights_bytes: int) -> int:
-    """Return what a KV cache may take of a budget and of free memory that its model's weights are to share."""
-    return max(0, min(budget_bytes, int(_FREE_SHARE * free_bytes)) - weights_bytes)
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from configs.model import TextPadding
+from deployments.engines.embedding_rules import check_dimensions
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
@@ -73,22 +74,11 @@ class TextEncoder:
     def shortened(self, vector_D: torch.Tensor, dimensions: int) -> torch.Tensor:
         """Return the first `dimensions` of an embedding, scaled to length 1; all of them as they are.
 
-        Raises EngineError unless config.json says that the model was trained for it, by `matryoshka_dimensions` or
-        `is_matryoshka` (the keys that other servers read too): of other models, a part of a vector means nothing.
+        Raises EngineError for a model that was not trained for it: there, a part of a vector means nothing.
         """
-        size, config = len(vector_D), self.module.config
-        if dimensions == size:
+        check_dimensions(dimensions, len(vector_D), self.module.config)
+        if dimensions == len(vector_D):
             return vector_D
-        sizes = getattr(config, "matryoshka_dimensions", None)
-        if not sizes and getattr(config, "is_matryoshka", None) is not True:
-            raise EngineError(
-                f"dimensions: {dimensions}, but the model has {size} and was not trained for fewer "
-                "(no matryoshka_dimensions in its config)"
-            )
-        if sizes and dimensions not in sizes:
-            raise EngineError(f"dimensions: {dimensions}; the model was trained for {', '.join(map(str, sizes))}")
-        if dimensions > size:
-            raise EngineError(f"dimensions: {dimensions}, but the model has {size}")
         return torch.nn.functional.normalize(vector_D[:dimensions].float(), dim=0)
 
     def variant(self, text: TokenizedText) -> str:

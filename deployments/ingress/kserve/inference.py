@@ -14,6 +14,7 @@ from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.models import (
+    EMBEDDING,
     PIPELINE,
     ModelConfiguration,
     check_inputs,
@@ -29,9 +30,8 @@ from deployments.ingress.kserve.records import (
     InferResponse,
     ModelMetadata,
     OutputWish,
-    Parameters,
 )
-from deployments.ingress.kserve.requests import Schedule, image_requests, schedule_of, text_requests
+from deployments.ingress.kserve.requests import Schedule, embedding_request, image_requests, schedule_of, text_requests
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.kserve.tensors import classify_output, texts
 from deployments.ingress.service import Service
@@ -105,7 +105,7 @@ class Inference:
         try:
             given, schedule = self._checked(card, signature, request)
             async with Deadline(schedule.timeout_s).bounding():
-                answer = await self._answer(card, signature, given, request.parameters, schedule)
+                answer = await self._answer(card, signature, given, request, schedule)
             outputs = _wished(answer.outputs, request.outputs, card.labels)
         except Exception:
             if self._statistics:
@@ -124,7 +124,7 @@ class Inference:
         The parameter `triton_final_response` is true on the last piece.
         """
         card, signature = await find_model(self._service, request.model, request.version)
-        if card.kind != "llm":
+        if card.kind != "llm" or _asks_for_embedding(request):
             yield _piece(await self.infer(request), is_last=True)
             return
         start = time.perf_counter()
@@ -193,12 +193,15 @@ class Inference:
         card: ModelCard,
         signature: Signature,
         given: Mapping[str, TensorValue],
-        parameters: Parameters,
+        request: InferRequest,
         schedule: Schedule,
     ) -> _Outputs:
-        name, specs = card.id, signature.inputs
+        name, specs, parameters = card.id, signature.inputs, request.parameters
         if card.kind == "diffusion":
             return await _infer_images(self._service, image_requests(name, given, specs, parameters, schedule))
+        if card.kind == "llm" and _asks_for_embedding(request):
+            wishes = [wish.name for wish in request.outputs]
+            return await _infer_embeddings(self._service, embedding_request(name, given, parameters, wishes, schedule))
         if card.kind == "llm":
             return await _infer_texts(self._service, text_requests(name, given, specs, parameters))
         if card.kind == "embedding":
@@ -232,6 +235,10 @@ def _items(card: ModelCard, signature: Signature, given: Mapping[str, TensorValu
         return max(counts, key=lambda count: count[1], default=("inputs", 1))
     leading = signature.inputs[0].name if card.kind != "embedding" else counts[0][0]
     return next(count for count in counts if count[0] == leading)
+
+
+def _asks_for_embedding(request: InferRequest) -> bool:
+    return any(wish.name == EMBEDDING for wish in request.outputs)
 
 
 def _wished(
@@ -320,7 +327,7 @@ async def _infer_embeddings(service: Service, request: EmbeddingRequest) -> _Out
     if len({vector.shape for vector in result.embeddings}) > 1:
         raise InvalidRequest(f"model {request.model!r} gives these texts embeddings of different sizes; ask one by one")
     return _Outputs(
-        outputs=(TensorValue("embedding", "FP32", np.stack(result.embeddings)),),
+        outputs=(TensorValue(EMBEDDING, "FP32", np.stack(result.embeddings)),),
         timings_ms=result.timings_ms,
         batch_size=len(result.embeddings),
         cache_hits=result.cache.hits,

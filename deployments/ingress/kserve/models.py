@@ -41,7 +41,8 @@ _DIFFUSION: Final = Signature(
     ),
     outputs=(TensorSpec("images", "UINT8", (-1, -1, -1, 3)), TensorSpec("seed", "INT64", (-1,))),
 )
-# Of `stop`, every element is for every prompt.
+# Of `stop`, every element is for every prompt. The embedding of the prompts is made only where it is asked for, alone.
+EMBEDDING: Final = "embedding"
 LLM: Final = Signature(
     inputs=(
         TensorSpec("text_input", "BYTES", (-1,)),
@@ -59,6 +60,7 @@ LLM: Final = Signature(
         TensorSpec("finish_reason", "BYTES", (-1,)),
         TensorSpec("num_input_tokens", "INT64", (-1,)),
         TensorSpec("num_output_tokens", "INT64", (-1,)),
+        TensorSpec(EMBEDDING, "FP32", (-1, -1)),
     ),
 )
 # Exactly one of the two inputs.
@@ -67,7 +69,7 @@ _EMBEDDING: Final = Signature(
         TensorSpec("text", "BYTES", (-1,), optional=True),
         TensorSpec("input_ids", "INT64", (-1, -1), optional=True),
     ),
-    outputs=(TensorSpec("embedding", "FP32", (-1, -1)),),
+    outputs=(TensorSpec(EMBEDDING, "FP32", (-1, -1)),),
 )
 _HEAD: Final = Signature(
     inputs=(TensorSpec("features", "FP32", (-1, -1)),),

@@ -15,7 +15,7 @@ from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.tensors import shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
-from deployments.records import ChatRequest, CompletionRequest, ImageRequest, LoraUse, as_record
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest, LoraUse, as_record
 
 _PARAMETER_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
     "BYTES": ((str,), "text"),
@@ -66,6 +66,19 @@ def text_requests(
         else:
             records.append(as_record(CompletionRequest, fields | {"prompt": prompt}))
     return records
+
+
+def embedding_request(
+    model: str, given: Mapping[str, TensorValue], parameters: Parameters, wishes: Sequence[str], schedule: Schedule
+) -> EmbeddingRequest:
+    """Return the request for a language model's embeddings, with the parameter `pooling`. Raises: InvalidRequest."""
+    if len(wishes) > 1:
+        raise InvalidRequest(f"outputs: {', '.join(wishes)}; an embedding is asked for alone", "outputs")
+    if others := given.keys() - {"text_input"}:
+        raise InvalidRequest(f"{min(others)}: an embedding takes text_input alone", min(others))
+    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    fields |= {"input": texts(given["text_input"]), "pooling": parameters.get("pooling")}
+    return as_record(EmbeddingRequest, fields)
 
 
 def _options(

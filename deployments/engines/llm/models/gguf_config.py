@@ -39,8 +39,11 @@ CLASS_NAMES: Final = {  # of transformers, by model type
 }
 # Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
 _END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})
+# A damaged number must not become millions of modules, or gigabytes of frequencies.
 _MAX_LAYERS: Final = 1024
-MAX_EXPERTS: Final = 1024  # a damaged number must not become millions of modules
+_MAX_HEADS: Final = 2**16
+_MAX_HEAD_DIM: Final = 2**16
+MAX_EXPERTS: Final = 1024
 
 
 def gguf_headers(model: Path) -> tuple[GgufHeader, ...]:
@@ -81,9 +84,10 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     kinds = {name: tensor.dtype for header in headers for name, tensor in header.tensors.items()}
     _check_kinds(kinds)
     num_layers = keys.integer("block_count", maximum=_MAX_LAYERS)
-    num_heads = keys.integer("attention.head_count")
+    num_heads = keys.integer("attention.head_count", maximum=_MAX_HEADS)
     hidden_size = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", hidden_size // num_heads)
+    head_dim = keys.integer("attention.key_length", hidden_size // num_heads, maximum=_MAX_HEAD_DIM)
+    _check_layers(kinds, num_layers)
     if keys.integer("attention.value_length", head_dim) != head_dim:
         raise EngineError("GGUF models whose keys and values have heads of different sizes are not supported")
     if keys.integer("rope.dimension_count", head_dim) != head_dim:
@@ -91,15 +95,19 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     embedding = next((h.tensors["token_embd.weight"] for h in headers if "token_embd.weight" in h.tensors), None)
     if embedding is None or len(embedding.shape) != 2:
         raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
+    if embedding.shape[1] != hidden_size:
+        raise EngineError(
+            f"tensor 'token_embd.weight' has shape {list(embedding.shape)}, expected rows of {hidden_size}"
+        )
     context_length = keys.integer("context_length")
     window = keys.integer("attention.sliding_window", 0, minimum=0)
     experts = _experts(keys, architecture, kinds, num_layers)
-    _check_experts(headers, experts)
+    _check_experts(headers, num_layers, experts)
     if architecture == "llama" and experts:
         model_type = "mixtral"
     elif architecture == "llama" and 0 < window < context_length:
         model_type = "mistral"
-    config = AutoConfig.for_model(
+    config = _config(
         model_type,
         vocab_size=embedding.shape[0],
         hidden_size=hidden_size,
@@ -133,6 +141,20 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     return config
 
 
+def _config(model_type: str, **fields: Any) -> PretrainedConfig:
+    try:
+        return AutoConfig.for_model(model_type, **fields)
+    except Exception as error:  # transformers checks what it is given, and raises many kinds
+        raise EngineError(f"the GGUF metadata does not describe a {model_type}: {error}") from None
+
+
+def _check_layers(kinds: Mapping[str, str], num_layers: int) -> None:
+    """Raise EngineError for layers that are announced and not there: none is built for nothing."""
+    for layer in range(num_layers):
+        if f"blk.{layer}.attn_q.weight" not in kinds:
+            raise EngineError(f"tensor 'blk.{layer}.attn_q.weight' is missing, block_count is {num_layers}")
+
+
 def _names(num_layers: int) -> dict[str, str]:
     layers = {
         f"blk.{layer}.{stored}": f"model.layers.{layer}.{name}"
@@ -160,13 +182,17 @@ def _experts(keys: _Keys, architecture: str, kinds: Mapping[str, str], num_layer
     return found
 
 
-def _check_experts(headers: Sequence[GgufHeader], experts: Mapping[str, Any]) -> None:
+def _check_experts(headers: Sequence[GgufHeader], num_layers: int, experts: Mapping[str, Any]) -> None:
     """Raise EngineError unless the stacked matrices have as many experts as the metadata says."""
     count = experts.get("num_local_experts")
-    for header in headers:
-        for name, tensor in header.tensors.items():
-            if name.endswith("_exps.weight") and tensor.shape[0] != count:
-                raise EngineError(f"tensor {name!r} has shape {list(tensor.shape)}, expert_count is {count}")
+    shapes = {name: tensor.shape for header in headers for name, tensor in header.tensors.items()}
+    for name, shape in shapes.items():
+        if name.endswith("_exps.weight") and shape[0] != count:
+            raise EngineError(f"tensor {name!r} has shape {list(shape)}, expert_count is {count}")
+    dense = experts.get("mlp_only_layers", ()) if count else range(num_layers)
+    for layer in range(num_layers):
+        if layer not in dense and f"blk.{layer}.ffn_gate_exps.weight" not in shapes:
+            raise EngineError(f"tensor 'blk.{layer}.ffn_gate_exps.weight' is missing, expert_count is {count}")
 
 
 class _Keys:

@@ -19,6 +19,15 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
 
     Raises EngineError for a kind that is not supported, with those that are, and for vocabularies that are damaged.
     """
+    try:
+        return _tokenizer(metadata)
+    except EngineError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare ones
+        raise EngineError(f"the GGUF metadata does not describe a tokenizer: {error}") from None
+
+
+def _tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
     tokens = _texts(metadata, "tokens")
     kinds = _numbers(metadata, "token_type", len(tokens), default=1)
     if len(set(tokens)) != len(tokens):

@@ -1,6 +1,7 @@
-"""Map the tensors of a KuiperLLama file to a model. What the file does not say is in the config.json beside it.
+"""Map the tensors of a KuiperLLama or llama2.c file to a model. What the file does not say is in config.json beside it.
 
-Rows of q and k are in halves, as Hugging Face has them: RoPE's convention is not left to whoever runs the file.
+Rows of q and k are in halves, as Hugging Face has them, and in neighbouring pairs in llama2.c's: RoPE's convention is
+not left to whoever runs the file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def kuiper_header(folder: Path) -> KuiperHeader | None:
 
 
 def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSource:
-    """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions."""
+    """Return where the tensors go. Raises EngineError when config.json is of a model of other dimensions, or kind."""
+    if header.is_llama2c and config.model_type != "llama":
+        raise EngineError(f"config.json says model_type {config.model_type!r}, a llama2.c file holds llama")
     sizes = {
         "hidden_size": header.dim,
         "intermediate_size": header.hidden_dim,
@@ -65,4 +68,5 @@ def kuiper_source(header: KuiperHeader, config: PretrainedConfig) -> PackedSourc
         _, layer, kind, _ = name.split(".")
         names[name], kinds[name] = f"model.layers.{layer}.{LAYER_NAMES[kind]}.bias", "F32"
     ignored = frozenset((*scales, "freqs_cos", "freqs_sin"))
-    return PackedSource(names, kinds, group_size=header.group_size or 0, ignored=ignored)
+    group_size = header.group_size or 0
+    return PackedSource(names, kinds, is_interleaved=header.is_llama2c, group_size=group_size, ignored=ignored)

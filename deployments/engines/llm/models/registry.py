@@ -29,6 +29,7 @@ from weights.quantization.group_int8 import METHOD
 # unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
 # Padding to it makes a token's result independent of how many others share the product.
 CPU_ROW_MULTIPLE = 4
+_DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -92,8 +93,10 @@ def create_model(
     rotary = _create_rotary(config, spec.head_dim, device)
     with torch.device("meta"):
         module = LlamaForCausalLM(spec)
-    placed = renamed_experts({name: tensor.to(device) for name, tensor in tensors.items()})
-    source: PackedSource | None = getattr(config, "packed_source", None) or _stored_source(config, placed, arithmetic)
+    packed: PackedSource | None = getattr(config, "packed_source", None)
+    full_name = _full_name if packed is None else str
+    placed = renamed_experts({full_name(name): tensor.to(device) for name, tensor in tensors.items()})
+    source = packed or _stored_source(config, placed, arithmetic)
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
@@ -127,6 +130,11 @@ def _stored_source(
     kinds = {name: kinds_by_dtype[tensors[name].dtype] for name in names}
     ignored = scales | {name for name in tensors if name.endswith(_IGNORED_SUFFIXES)}
     return PackedSource({name: name for name in names}, kinds, group_size=given["group_size"], ignored=ignored)
+
+
+def _full_name(name: str) -> str:
+    """Return a name as decoders with a head have it: folders of sentence-transformers hold decoders without one."""
+    return f"model.{name}" if name.startswith(_DECODER_PARTS) else name
 
 
 def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.Tensor]) -> Rotary:
@@ -248,7 +256,12 @@ def _create_rotary(config: PretrainedConfig, head_dim: int, device: torch.device
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         frequencies, magnitude = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     else:
-        frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope_type](config)
+        try:
+            frequencies, magnitude = ROPE_INIT_FUNCTIONS[rope_type](config)
+        except (ArithmeticError, ValueError, TypeError, KeyError, RuntimeError) as error:
+            raise EngineError(f"rope parameters {parameters} cannot be computed with: {error!r}") from None
+    if not bool(frequencies.isfinite().all()):
+        raise EngineError(f"rope parameters {parameters} make frequencies that are not finite")
     if 2 * len(frequencies) != head_dim or parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise EngineError(f"rope must turn the whole head ({head_dim} dimensions), got {parameters}")
     return Rotary(frequencies.to(device), magnitude)

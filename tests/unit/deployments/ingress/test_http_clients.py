@@ -81,7 +81,8 @@ async def test_a_language_model_embeds_too_and_pooling_is_its_alone(
     await client.embeddings.create(model="chatty", input="a")
     await client.embeddings.create(model="chatty", input="a", extra_body={"pooling": "mean"})
     await client.embeddings.create(model="clip", input="a")
-    assert [request.pooling for request in replicas.requests] == ["last", "mean", None]
+    asked = [(request.pooling, request.by_language_model) for request in replicas.requests]
+    assert asked == [(None, True), ("mean", True), (None, False)]
     with pytest.raises(openai.BadRequestError, match="pooling: 'clip' has its own"):
         await client.embeddings.create(model="clip", input="a", extra_body={"pooling": "mean"})
     with pytest.raises(openai.BadRequestError, match="pooling"):

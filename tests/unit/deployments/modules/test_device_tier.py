@@ -21,8 +21,6 @@ from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
-from deployments.modules import loading
-from deployments.modules.built_modules import OBJECT_BYTES
 from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
@@ -319,37 +317,3 @@ def test_the_device_budget_is_the_resident_bytes_unless_it_is_said() -> None:
     for device in ("gpu", "cuda:", "cuda:x", "CPU"):
         with pytest.raises(ValueError, match="not a device"):
             WorkerConfig(device=device)
-
-
-async def test_a_cache_takes_what_its_weights_leave_of_the_budget(
-    store: WeightStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cache asked for, the budget's count of it and the engine's own are one number; free memory bounds it too."""
-    manifest = store.manifest("adder")
-    llm = manifest.components["model"]
-    one_block = 2**20  # more than any: the engine's cache is whole blocks
-    for device, own_bytes in (("cpu", 0), ("cpu-private", llm.nbytes)):
-        settings = WorkerConfig(device=device, resident_bytes=64 * 2**20 + 2 * own_bytes, kv_cache_bytes="auto")
-        builder = ComponentBuilder(settings)
-        wanted = builder._kv_cache_bytes(llm)
-        assert wanted == settings.resident_bytes - own_bytes
-        assert sum(builder.private_footprint(llm).values()) <= settings.resident_bytes
-        monkeypatch.setattr(loading, "free_memory", lambda device: 0)
-        assert builder._kv_cache_bytes(llm) == wanted, "the same for the budget and for the engine, whatever happens"
-        assert ComponentBuilder(settings)._kv_cache_bytes(llm) == loading.MIN_KV_CACHE_BYTES
-        monkeypatch.undo()
-    long = WorkerConfig(device="cpu-private", resident_bytes="1 GiB", kv_cache_bytes="auto", max_num_seqs=10**5)
-    builder = ComponentBuilder(long)
-    taken = builder.working_memory(llm, store.models / manifest.skeleton)
-    assert 2**30 - llm.nbytes - one_block <= taken <= 2**30 - llm.nbytes + one_block
-
-
-def test_on_shared_memory_a_language_model_costs_its_cache_and_always_fits(store: WeightStore) -> None:
-    settings = WorkerConfig(resident_bytes="1 MiB", kv_cache_bytes="256 KiB")
-    llm = store.manifest("adder").components["model"]
-    unet = store.manifest("digits-sdxl").components["unet"]
-    counted = {one.name: sum(ComponentBuilder(settings).private_footprint(one).values()) for one in (llm, unet)}
-    assert counted["unet"] == OBJECT_BYTES * len(unet.tensors)
-    assert counted["model"] == 256 * 1024 + OBJECT_BYTES * len(llm.tensors)
-    large = settings.model_copy(update={"kv_cache_bytes": 2**30})
-    assert sum(ComponentBuilder(large).private_footprint(llm).values()) == 2**20

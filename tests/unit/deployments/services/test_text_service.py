@@ -252,7 +252,7 @@ async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: Te
     mean = await service.embed(request.model_copy(update={"pooling": "mean"}))
     for result in (last, mean):
         one, other, again = result.embeddings
-        assert one.shape == (engine.hidden_size,)
+        assert one.shape == (engine.embedding_rules.size,)
         assert abs(float(one @ one) - 1) < 1e-5
         assert (one == again).all()
         assert float(one @ other) < 0.9999

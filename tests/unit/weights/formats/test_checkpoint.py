@@ -52,7 +52,7 @@ def test_llm_and_encoder_folders(write_model) -> None:
     assert (read_checkpoint(encoder).kind, read_checkpoint(encoder).class_name) == ("embedding", "BertModel")
     sentence = write_model("sentence", ONE)
     (sentence / "modules.json").write_text("[]")
-    assert read_checkpoint(sentence).kind == "embedding"
+    assert read_checkpoint(sentence).kind == "llm"
     assert read_checkpoint(write_model("nameless", ONE, architectures=None)).class_name is None
     with pytest.raises(FormatError, match="this is no pipeline"):
         read_checkpoint(encoder, component="vae")

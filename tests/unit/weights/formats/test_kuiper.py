@@ -192,12 +192,6 @@ def test_a_damaged_header_is_refused(file: Path, place: int, value: int, words: 
         read_kuiper(file)
 
 
-def test_llama2_c_files_are_told_apart(file: Path) -> None:
-    file.write_bytes(struct.pack("<I9i", 0x616B3432, 2, *GOOD) + bytes(300))
-    with pytest.raises(FormatError, match="magic 'ak42'"):
-        read_kuiper(file)
-
-
 def test_what_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="gone"):
         read_kuiper(tmp_path / "gone.bin")

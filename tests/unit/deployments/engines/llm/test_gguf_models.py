@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from deployments.engines.llm.loras import DecoderLoras
+from deployments.engines.llm.models.gguf_config import gguf_config
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.nn.packed_linear import PackedLinear
@@ -29,6 +31,7 @@ from deployments.engines.protocol import EngineError, TextLora
 from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES
 from weights.externalize import externalize
+from weights.formats.gguf import read_gguf
 from weights.loader import load_model
 from weights.provider import LocalExtents
 from weights.store import WeightStore
@@ -282,7 +285,8 @@ def with_key(file: Path, key: str, value: int | str) -> Path:
         ("llama.expert_count", 10**6, "expert_count is 1000000, expected an integer from 0 to 1024"),
         ("llama.attention.value_length", 32, "heads of different sizes"),
         ("llama.embedding_length", 512, "has shape .* expected"),
-        ("llama.block_count", 3, "'model.layers.2.self_attn.q_proj.weight' is missing"),
+        ("llama.block_count", 3, "'blk.2.attn_q.weight' is missing, block_count is 3"),
+        ("llama.attention.key_length", 2**20, "key_length is 1048576, expected an integer from 1 to 65536"),
     ],
 )
 def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: int | str, message: str) -> None:
@@ -291,6 +295,25 @@ def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: int | str, me
     folder = with_key(file, key, value)
     with pytest.raises(EngineError, match=message):
         create_model(load_config(folder), stored_tensors(tmp_path, file)[1], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 101), "even rotary"),
+        ({"rope.scaling.type": "yarn", "rope.freq_base": 1.0}, "cannot be computed with"),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1e-45}, "frequencies that are not finite"),
+        ({"expert_count": 2, "expert_used_count": 1}, "'blk.0.ffn_gate_exps.weight' is missing, expert_count is 2"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_model(file, "llama", "F32")
+    header = read_gguf(file)
+    metadata = dict(header.metadata) | {f"llama.{key}": value for key, value in changed.items()}
+    tensors = stored_tensors(tmp_path, file)[1]
+    with pytest.raises(EngineError, match=message):
+        create_model(gguf_config([replace(header, metadata=metadata)]), tensors, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

@@ -10,7 +10,7 @@ import torch
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.engine import working_bytes
-from deployments.engines.llm.kv_cache import KVCache, free_memory, plan_cache, spare_bytes
+from deployments.engines.llm.kv_cache import KVCache, free_memory, plan_cache
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.registry import decoder_spec, load_config
 from deployments.engines.protocol import SamplingParams, TextRequest
@@ -143,14 +143,6 @@ def test_cuts_company_and_a_prefix_hit_change_no_bit(budget, tiny, prompt_of):
     engine = model.engine(kv_dtype="int8", max_num_batched_tokens=budget, is_deterministic=True)
     assert log_probabilities(engine, requests) == alone
     assert log_probabilities(engine, requests) == alone  # found in the cache
-
-
-@pytest.mark.parametrize(
-    ("budget", "free", "weights", "spare"),
-    [(1000, 10_000, 300, 700), (1000, 1000, 300, 600), (1000, 200, 300, 0), (100, 1000, 300, 0), (1000, 500, 0, 450)],
-)
-def test_what_weights_leave_of_the_budget_and_of_free_memory_is_spare(budget, free, weights, spare) -> None:
-    assert spare_bytes(budget, free, weights) == spare
 
 
 def test_free_memory_is_the_machine_s_or_the_group_s(tmp_path) -> None:

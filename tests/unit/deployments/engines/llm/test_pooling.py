@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+
+import gguf
+import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
 
-from deployments.engines.llm.pooling import PooledStates
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.pooling import PooledStates, load_embedding_rules
 from deployments.engines.protocol import ComputationFailed, EngineError, TextRequest
 
 
@@ -80,3 +87,92 @@ def test_what_is_no_embedding_is_refused(tiny, prompt_of):
         engine.add_request(TextRequest("r", prompt_of(5), n=2, pooling="mean"))
     with pytest.raises(EngineError, match="expected fewer than 256"):
         engine.add_request(TextRequest("r", prompt_of(256), pooling="mean"))
+
+
+def sentence_folder(tmp_path, model, pooling, **config):
+    """Write the folder of an embedding model as sentence-transformers has it: a decoder without a head."""
+    folder = shutil.copytree(model.folder, tmp_path / "sentence")
+    model.stock.model.save_pretrained(folder)
+    stored = json.loads((folder / "config.json").read_text()) | {"architectures": ["LlamaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(stored | config))
+    stages = [{"path": "", "type": "Transformer"}, {"path": "1_Pooling", "type": "Pooling"}]
+    stages += [{"path": "2_Normalize", "type": "Normalize"}]
+    rows = [
+        stage | {"idx": i, "name": str(i), "type": f"sentence_transformers.models.{stage['type']}"}
+        for i, stage in enumerate(stages)
+    ]
+    (folder / "modules.json").write_text(json.dumps(rows))
+    (folder / "1_Pooling").mkdir()
+    content = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": False, **pooling}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+    ],
+)
+def test_sentence_transformers_folders_have_the_vectors_of_that_library(pooling, expected, tmp_path, tiny):
+    model = tiny("llama", 0, tie_word_embeddings=True)
+    folder = sentence_folder(tmp_path, model, pooling)
+    texts = ["a", "some words", "and many more words of one text, é and ü"]
+    stock = SentenceTransformer(str(folder), device="cpu", tokenizer_kwargs={"padding_side": "right"})
+    stock.tokenizer.pad_token = "</s>"
+    tensors = {name.removeprefix("model."): tensor for name, tensor in model.tensors.items()}
+    engine = LLMEngine(folder, tensors)
+    assert engine.embedding_rules.pooling == expected
+    found = embed(engine, [engine.encode_text(text) for text in texts], engine.embedding_rules.pooling)
+    theirs = [stock.encode(text) for text in texts]
+    np.testing.assert_allclose(np.stack(found), np.stack(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ({"pooling_mode_cls_token": True}, r"unknown pooling 'pooling_mode_cls_token' \(known: mean, lasttoken\)"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True}, "pooling mean and lasttoken; a language"),
+    ],
+)
+def test_other_poolings_are_refused(pooling, message, tmp_path, tiny):
+    folder = sentence_folder(tmp_path, tiny("llama", 0), pooling)
+    with pytest.raises(EngineError, match=message):
+        load_embedding_rules(folder, tiny("llama", 0).stock.config)
+
+
+def test_a_plain_folder_means_the_last_token_and_gguf_says_its_pooling(tmp_path, tiny):
+    config = tiny("llama", 0).stock.config
+    assert load_embedding_rules(tiny("llama", 0).folder, config).pooling == "last"
+    for number, expected in {None: "last", 0: "last", 1: "mean", 3: "last", 2: "cls", 4: "rank"}.items():
+        file = tmp_path / f"{number}.gguf"
+        writer = gguf.GGUFWriter(file, "qwen3")
+        if number is not None:
+            writer.add_pooling_type(gguf.PoolingType(number))
+        writer.add_tensor("token_embd.weight", np.ones((2, 3), np.float32))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        if expected in ("last", "mean"):
+            assert load_embedding_rules(file, config).pooling == expected
+        else:
+            with pytest.raises(EngineError, match=rf"qwen3\.pooling_type is {number}; supported are 0 \(none\), 1"):
+                load_embedding_rules(file, config)
+
+
+def test_vectors_are_cut_where_the_model_was_trained_for_it(tmp_path, tiny, prompt_of):
+    model = tiny("llama", 0)
+    trained = sentence_folder(tmp_path, model, {}, matryoshka_dimensions=[8, 16])
+    rules = LLMEngine(trained, model.tensors).embedding_rules
+    rules.check_dimensions(8)
+    (vector,) = embed(model.engine(), [prompt_of(5)], "last")
+    cut = rules.shorten(vector, 8)
+    np.testing.assert_allclose(cut, vector[:8] / np.linalg.norm(vector[:8].astype(np.float64)), rtol=1e-6)
+    assert rules.shorten(vector, 32) is vector
+    with pytest.raises(EngineError, match="dimensions: 12; the model was trained for 8, 16"):
+        rules.check_dimensions(12)
+    with pytest.raises(EngineError, match="not trained for fewer"):
+        model.engine().embedding_rules.check_dimensions(8)

@@ -136,6 +136,29 @@ async def test_texts_or_token_ids_are_embedded_in_one_call(inference: Inference,
     assert (tokens.input, tokens.priority, tokens.timeout_s) == (((1, 2), (3, 4)), 0, None)
 
 
+async def test_a_language_model_embeds_where_that_is_asked_for_alone(inference: Inference, service: Any) -> None:
+    wish = (OutputWish("embedding"),)
+    parameters = {"pooling": "mean", "priority": 2}
+    request = text_request(prompts=["a", "b"], outputs=wish, parameters=parameters)
+    (embedding,) = (await inference.infer(request)).outputs
+    assert (embedding.name, embedding.datatype, embedding.shape) == ("embedding", "FP32", (2, 4))
+    (asked,) = service.requests
+    assert (asked.input, asked.pooling, asked.priority) == (("a", "b"), "mean", 2)
+    pieces = [piece async for piece in inference.infer_stream(text_request(outputs=wish))]
+    assert [list(by_name(piece)) for piece in pieces] == [["embedding"]]
+    assert service.requests[-1].pooling is None
+    refused = {
+        "embedding is asked for alone": text_request(outputs=(OutputWish("text_output"), *wish)),
+        "max_tokens: an embedding takes text_input alone": text_request(
+            tensor("max_tokens", "INT32", [3]), outputs=wish
+        ),
+        "pooling": text_request(outputs=wish, parameters={"pooling": "max"}),
+    }
+    for reason, one in refused.items():
+        with pytest.raises(InvalidRequest, match=reason):
+            await inference.infer(one)
+
+
 async def test_pipelines_get_their_tensors(inference: Inference, service: Any) -> None:
     x = np.random.default_rng().normal(size=(2, 3)).astype(np.float32)
     inputs = (TensorValue("x", "FP32", x), tensor("factor", "FP64", [3.0]))
