@@ -116,7 +116,7 @@ class AdmissionQueue:
         if replica is None:
             pool.num_by_model[ask.model] += 1
             return
-        pool.lanes.start(ticket, waiting.cost_s)
+        pool.lanes.start_request(ticket, waiting.cost_s)
         pool.places.restore(waiting, replica, now_s)
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
@@ -298,11 +298,11 @@ class AdmissionQueue:
                 rivals = self._placement.models_of(name, replica, at_hand, now_s)
                 waiting = pool.lanes.beside(waiting, [model for model in rivals if model not in held]) or waiting
                 ask, times = waiting.ask, self._times.times(waiting.ask.model)
-            pool.lanes.start(waiting.ticket, self._forecast.cost_s(ask))
+            pool.lanes.start_request(waiting.ticket, self._forecast.cost_s(ask))
             pool.num_by_model[ask.model] -= 1
             latency, start = times.latency_s(ask.work) if times else SharedSeconds(), (free or {}).get(replica)
             switch_s, is_alone = (start.switch_s, not start.is_beside) if start else (switch_s, False)
-            pool.places.start(waiting, replica, now_s, latency, switch_s, is_alone)
+            pool.places.start_request(waiting, replica, now_s, latency, switch_s, is_alone)
             self._counts.of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 

@@ -156,7 +156,7 @@ class Lanes:
         fronts = [next(iter(lines[model].values())) for model in models if model in lines]
         return min(fronts, key=lambda front: front.number, default=None)
 
-    def start(self, ticket: int, cost_s: float) -> Waiting:
+    def start_request(self, ticket: int, cost_s: float) -> Waiting:
         """Take a request out because it starts: its tenant is charged with `cost_s`, which it may cost."""
         overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
         waiting = self.remove(ticket)

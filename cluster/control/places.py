@@ -178,7 +178,7 @@ class Places:
             return any(replica.has_room(share) for replica in self._replicas.values())
         return any(replica.has_room(share) for _, replica in self._named(among))
 
-    def start(
+    def start_request(
         self,
         waiting: Waiting,
         name: str,
@@ -210,7 +210,7 @@ class Places:
     def restore(self, waiting: Waiting, name: str, now_s: float) -> None:
         """Count a request as running that started before this was made. Its replica may not be known yet."""
         self._replicas.setdefault(name, _Replica(clock_at_s=now_s, is_gone=True))
-        self.start(waiting, name, now_s, SharedSeconds())
+        self.start_request(waiting, name, now_s, SharedSeconds())
 
     def end(self, ticket: int, now_s: float) -> Ended:
         """Count a request as running no longer, however it ended."""

@@ -22,8 +22,8 @@ import ray
 
 from cluster.actor_names import encodings_name
 from cluster.encodings.ledger import CLAIM_S, EncodingLedger, Waiter
-from cluster.encodings.packed import ByteArray, Layout
-from cluster.encodings.records import INLINE_BYTES, Answer, SharedEncoding, SharedStats
+from cluster.encodings.packed import ByteArray
+from cluster.encodings.records import INLINE_BYTES, Answer, Publication, SharedEncoding, SharedStats
 from cluster.keeper.object_store import ObjectStore, StoreFull, capacity_bytes
 from cluster.ray_calls import connect_actor
 
@@ -112,25 +112,30 @@ class SharedEncodings:
         self._ledger.stop_waiting(digest, waiter)
         return _told(future.result()) if future.done() else Answer("wait")
 
-    async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
-        """Keep an encoding and give it to all who wait."""
+    async def publish(self, publications: Sequence[Publication], *arrays: ByteArray) -> None:
+        """Keep encodings and give them to all who wait."""
+        for publication, data in zip(publications, arrays, strict=True):
+            await self._publish(publication, data)
+
+    async def _publish(self, new: Publication, data: ByteArray) -> None:
         generation = self.generation
         if data.nbytes <= INLINE_BYTES:
             own = data.copy()  # not a view of the message that it came in
-            held = _Held(SharedEncoding(layout, own, cost_s, generation), own)
-            self._ledger.publish(digest, held, ENTRY_BYTES + own.nbytes, cost_s, keep=keep)
+            held = _Held(SharedEncoding(new.layout, own, new.cost_s, generation), own)
+            self._ledger.publish(new.digest, held, ENTRY_BYTES + own.nbytes, new.cost_s, keep=new.keep)
             return
         try:
             ref, view = await asyncio.to_thread(self._store.put, data)
         except StoreFull as error:
             logger.warning("an encoding cannot be kept: %s", error)
-            self._ledger.hand_out(digest, _Held(SharedEncoding(layout, data, cost_s, generation), data))
+            self._ledger.hand_out(new.digest, _Held(SharedEncoding(new.layout, data, new.cost_s, generation), data))
             return
-        held = _Held(SharedEncoding(layout, ref, cost_s, generation), view)
+        held = _Held(SharedEncoding(new.layout, ref, new.cost_s, generation), view)
         if generation != self.generation:  # all was forgotten while it was put
-            self._ledger.hand_out(digest, held)
+            self._ledger.hand_out(new.digest, held)
             return
-        self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
+        nbytes = ENTRY_BYTES + REFERENCE_BYTES + view.nbytes
+        self._ledger.publish(new.digest, held, nbytes, new.cost_s, keep=new.keep)
 
     async def abandon(self, digests: Sequence[str], holder: str) -> None:
         """Pass the holder's claims on."""

@@ -37,6 +37,16 @@ class SharedEncoding:
 
 
 @dataclass(frozen=True, slots=True)
+class Publication:
+    """An encoding that was computed, but for its bytes, which travel beside it. The fields are those of the others."""
+
+    digest: str
+    layout: Layout
+    cost_s: float
+    keep: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SharedStats:
     """A snapshot. Counts are of this life of the actor, which begins empty.
 

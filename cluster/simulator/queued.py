@@ -44,7 +44,7 @@ class Queued:
         """Start the head of the worker's queue, or get ready for it."""
         queue = self._queues[worker.spec.id]
         while queue and worker.free_slots > 0:
-            if self._world.start(worker, queue[0]):
+            if self._world.start_request(worker, queue[0]):
                 queue.popleft()
                 continue
             evict = self._world.evictable_for(worker, queue[0].model)

@@ -151,7 +151,7 @@ class World:
 
     # -- requests
 
-    def start(self, worker: WorkerInWorld, request: SimRequest) -> bool:
+    def start_request(self, worker: WorkerInWorld, request: SimRequest) -> bool:
         """Start a request; False where the worker cannot: no slot, or the model is not ready."""
         if worker.free_slots <= 0 or request.model not in worker.models:
             return False

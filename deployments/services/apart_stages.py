@@ -45,7 +45,7 @@ class ApartStages:
         self._device = device
         self._blank: OrderedDict[str, nn.Module] = OrderedDict()  # by structure
 
-    async def stream(
+    async def stream_stages(
         self, request: ImageRequest, conditioned: ConditionedRequest, manifest: Manifest, take: TakeLease, run: Denoise
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield the outputs of `run`, which denoises, and at the end the images; each with the switches so far.
@@ -59,7 +59,7 @@ class ApartStages:
             async with take(_all_but(denoiser), sorted(set(nets)), None) as lease:
                 reports.append(lease.report)
                 pipeline = await self._pipeline(lease, denoiser)
-                posteriors = await self._device.run(
+                posteriors = await self._device.run_work(
                     pipeline.encode_inputs, conditioned.request, conditioned.conditioning, lease.adapters
                 )
             del pipeline, lease  # a float16 VAE has made a copy of itself, which goes with them
@@ -80,7 +80,7 @@ class ApartStages:
         async with take(_all_but(denoiser), [], MAX_WAIT_S) as lease:
             reports.append(lease.report)
             pipeline = await self._pipeline(lease, denoiser)
-            images = await self._device.run(pipeline.decode_latents, conditioned.request, latents)
+            images = await self._device.run_work(pipeline.decode_latents, conditioned.request, latents)
         times = replace(output.times, decode_s=loop.time() - start)
         yield replace(output, images=images, latents=None, times=times), _together(reports)
 

@@ -117,9 +117,9 @@ class ImageService:
         encode_first: bool = False,
         on_step: OnStep | None = None,
     ) -> ImageResult:
-        """Return the images of a request, as `stream` does; nothing but `on_step` tells of the way there."""
+        """Return the images of a request, as `stream_images` does; nothing but `on_step` tells of the way there."""
         reports = {"reports_steps": on_step is not None, "partial_images": 0, "checkpoint_steps": 0}
-        pieces = self.stream(request.model_copy(update=reports), encode_text, encode_first=encode_first)
+        pieces = self.stream_images(request.model_copy(update=reports), encode_text, encode_first=encode_first)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 if isinstance(piece, ImageResult):
@@ -128,7 +128,7 @@ class ImageService:
                     on_step(piece.step, piece.num_steps)
         raise AssertionError("a stream of images ends with its result")
 
-    async def stream(
+    async def stream_images(
         self,
         request: ImageRequest,
         encode_text: EncodeText,
@@ -216,7 +216,7 @@ class ImageService:
         self, request: ImageRequest, manifest: Manifest, lease_parts: LeaseParts, with_text: WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
-        stages = self._apart.stream(
+        stages = self._apart.stream_stages(
             request,
             replace(await with_text(), num_previews=0),
             manifest,
@@ -273,7 +273,7 @@ class ImageService:
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
-        figures = await self._device.run(engine.costs.figures)  # between two steps, which change them
+        figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them
         await asyncio.to_thread(self._remembered.keep_figures, engine.subject, figures)
 
     def _engine(self, lease: Lease, pipeline: DenoisePipeline | None) -> _PipelineEngine:

@@ -45,7 +45,7 @@ class DeviceThread:
         self._num_begun += 1
         return asyncio.get_running_loop().run_in_executor(self._pool, call)
 
-    async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return what `work` returns, or raise what it raises.
 
         A caller who is cancelled meanwhile goes on when the work is done: its weights may go then, and not before.
@@ -132,7 +132,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
             self._take_in(loop)
             return work(request_id)
 
-        return await self._device.run(call)
+        return await self._device.run_work(call)
 
     async def _run_steps(self) -> None:
         while self._callers and (self._joining or self._engine.has_work):

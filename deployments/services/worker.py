@@ -106,7 +106,7 @@ class Worker(ModelReplica):
 
     async def _image_pieces(self, request: ImageRequest, checkpoint: bytes | None) -> AsyncGenerator[ImagePiece, None]:
         """Yield the pieces of `stream_images`. Raises EncoderDown, before the first, if the text cannot be encoded."""
-        stream = self._images.stream
+        stream = self._images.stream_images
         try:
             async with contextlib.aclosing(stream(request, self._encoder.condition, checkpoint=checkpoint)) as pieces:
                 async for piece in pieces:

@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from cluster.encodings.eviction import CostAwareEviction
-from cluster.encodings.packed import join_tensors, split_tensors
-from cluster.encodings.records import Answer, SharedEncoding, entries_per_gib
+from cluster.encodings.packed import ByteArray, join_tensors, split_tensors
+from cluster.encodings.records import Answer, Publication, SharedEncoding, entries_per_gib
 from cluster.encodings.worth import AskingWorth
 from deployments.tasks import shared_task
 from deployments.text.requests import pack, unpack
@@ -228,8 +228,7 @@ class EncodingCache:
                 else:
                     claim.is_shared = answer is not None
                     batches.setdefault(claim.key.module_key, []).append(claim)
-            work += [self._compute(batch, compute_many) for batch in batches.values()]
-            await asyncio.gather(*work)
+            await asyncio.gather(*work, self._compute_all(batches.values(), compute_many))
         except BaseException as error:
             self._fail(claims, error)
             raise
@@ -264,25 +263,43 @@ class EncodingCache:
             claim.is_shared = True
         except Exception as error:
             self._note_shared_error(error)
-        await self._compute([claim], compute_many)
+        await self._compute_all([[claim]], compute_many)
 
-    async def _compute(self, claims: Sequence[_Claim], compute_many: ComputeMany) -> None:
-        """Run one batch. The cost is how long it took from here: the next one would wait for queue and batch, too."""
-        start_s = self._clock()
+    async def _compute_all(self, batches: Iterable[Sequence[_Claim]], compute_many: ComputeMany) -> None:
+        """Run the batches, then tell the other tier of all together: a call for each would keep the next one waiting.
+
+        HAZARD: not later, when what others compute has come, too: they may wait for these.
+        """
+        computed = await asyncio.gather(*(self._compute(batch, compute_many) for batch in batches))
+        told = [one for batch in computed for one in batch]
+        sound = [(new, data) for claim, new, data in told if claim.generation == self._generation]
+        forgotten = [claim.digest for claim, *_ in told if claim.generation != self._generation]
+        if self._shared and sound:
+            self._tell(self._shared.publish(*zip(*sound, strict=True)))
+        if self._shared and forgotten:
+            self._tell(self._shared.abandon(forgotten))
+
+    async def _compute(
+        self, claims: Sequence[_Claim], compute_many: ComputeMany
+    ) -> list[tuple[_Claim, Publication, ByteArray]]:
+        """Run one batch, and return what the other tier is to be told of it.
+
+        The cost is how long it took from here: the next one would wait for queue and batch, too.
+        """
+        start_s, told = self._clock(), list[tuple[_Claim, Publication, ByteArray]]()
         try:
             computed = await compute_many([claim.key for claim in claims])
             cost_s = self._clock() - start_s
             self._worth.note_computed(claims[0].key.module_key, cost_s)
             for claim, encoding in zip(claims, computed, strict=True):
                 own = self._insert(claim, encoding, cost_s)
-                if self._shared and claim.is_shared and claim.generation == self._generation:
+                if claim.is_shared:
                     layout, data = join_tensors(pack(own))  # copied before anybody else has it
-                    self._tell(self._shared.publish(claim.digest, layout, data, cost_s, claim.keep))
-                elif self._shared and claim.is_shared:
-                    self._tell(self._shared.abandon([claim.digest]))
+                    told.append((claim, Publication(claim.digest, layout, cost_s, claim.keep), data))
                 self._resolve(claim, Found(own, "computed"))
         except Exception as error:
             self._fail(claims, error)
+        return told
 
     def _fail(self, claims: Sequence[_Claim], error: BaseException) -> None:
         """Release those that have not ended well: somebody else may compute them."""

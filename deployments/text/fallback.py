@@ -44,7 +44,7 @@ class FallbackEncoder:
     def _run_batch(
         self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
     ) -> Awaitable[list[Encoding]]:
-        return self._device.run(encode_batch_or_raise, jobs)
+        return self._device.run_work(encode_batch_or_raise, jobs)
 
 
 def _is_part_of_text(component: Component) -> bool:

@@ -148,7 +148,7 @@ async def test_denoiser_and_vae_in_turn_make_the_same_image(store: WeightStore, 
     thread = DeviceThread()
     images, encoder = ImageService(host, host.settings, thread), FallbackEncoder(host, thread)
     told = REQUEST.model_copy(update={"partial_images": 2, "reports_steps": True})
-    *steps, last = [piece async for piece in images.stream(told, encoder.condition, encode_first=True)]
+    *steps, last = [piece async for piece in images.stream_images(told, encoder.condition, encode_first=True)]
     assert [(piece.step, piece.previews) for piece in steps if isinstance(piece, ImageProgress)] == [
         (1, ()),
         (2, ()),

@@ -117,7 +117,7 @@ def test_requests_join_a_batch_until_they_delay_each_other_more_than_a_switch_ta
         if name == "w":
             break
         num_joined += 1
-        places.start(Waiting(number, ask, number, 1.0, 1.0), name, 1.0, SharedSeconds((1.0,) * len(COMPANY)))
+        places.start_request(Waiting(number, ask, number, 1.0, 1.0), name, 1.0, SharedSeconds((1.0,) * len(COMPANY)))
     assert num_joined * JOIN_DELAYS * joining_s == pytest.approx(switch_s, abs=JOIN_DELAYS * joining_s)
 
 

@@ -14,7 +14,7 @@ import pytest
 from cluster.encodings.actor import SharedEncodings
 from cluster.encodings.packed import ByteArray, Layout, TensorPlace
 from cluster.encodings.ray_tier import RaySharedTier
-from cluster.encodings.records import INLINE_BYTES, SharedEncoding
+from cluster.encodings.records import INLINE_BYTES, Publication, SharedEncoding
 from cluster.errors import ClusterError
 from cluster.keeper.object_store import StoreFull
 
@@ -91,6 +91,12 @@ def tier(handle: Handle, **options: Any) -> RaySharedTier:
     return RaySharedTier(lambda: handle, put=lambda array: array, **({"renew_s": 0.05, "wait_s": 0.1} | options))
 
 
+def published(digest: str, nbytes: int) -> tuple[list[Publication], list[ByteArray]]:
+    """Return what `publish` is given for one encoding."""
+    layout, data = encoding(nbytes)
+    return [Publication(digest, layout, 1.0, False)], [data]
+
+
 async def find_or_claim(client: RaySharedTier, digest: str) -> SharedEncoding | None:
     """The encoding, at last; None: the caller has to compute it."""
     (answer,) = await client.find_or_claim([digest])
@@ -115,7 +121,7 @@ async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes:
     waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
     layout, data = encoding(nbytes)
-    await first.publish("d", layout, data, 0.5, False)
+    await first.publish([Publication("d", layout, 0.5, False)], [data])
     for found in (await waiting, await find_or_claim(first, "d")):
         assert isinstance(found, SharedEncoding)
         assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
@@ -151,7 +157,7 @@ async def test_a_long_computation_keeps_its_claim_and_a_silent_one_loses_it(hand
     clock.now_s = 4.0
     assert await lost is None  # its turn
     assert not long.done()
-    await alive.publish("long", *encoding(SMALL), 1.0, False)
+    await alive.publish(*published("long", SMALL))
     assert await long
     assert (await other.stats()).lost_claims == 1
 
@@ -176,7 +182,7 @@ async def test_what_the_store_has_no_room_for_reaches_who_waits(handle: Handle, 
     await until(lambda: handle.calls["wait"])
     store.full = True
     layout, data = encoding(LARGE)
-    await first.publish("d", layout, data, 0.5, False)
+    await first.publish([Publication("d", layout, 0.5, False)], [data])
     found = await waiting
     assert found is not None
     assert found.data.tobytes() == data.tobytes()
@@ -198,7 +204,7 @@ async def test_an_actor_that_does_not_answer_is_left_alone_for_a_while(handle: H
         await client.find_or_claim(["a", "b"])
     setattr(handle, how, False)
     clock.now_s = 4.9
-    for call in (find_or_claim(client, "a"), client.publish("a", *encoding(SMALL), 1.0, False), client.abandon(["a"])):
+    for call in (find_or_claim(client, "a"), client.publish(*published("a", SMALL)), client.abandon(["a"])):
         with pytest.raises(ClusterError, match="asked again"):
             await call
     assert handle.calls["find_or_claim"] == 1
@@ -227,7 +233,7 @@ async def test_when_there_is_no_actor_to_be_had_asking_fails() -> None:
 async def test_all_hear_at_once_that_everything_was_forgotten(handle: Handle) -> None:
     first, second = tier(handle), tier(handle)
     assert (first.generation, await find_or_claim(first, "d")) == (None, None)
-    await first.publish("d", *encoding(SMALL), 1.0, False)
+    await first.publish(*published("d", SMALL))
     found = await find_or_claim(second, "d")
     assert found is not None
     await until(lambda: first.generation and second.generation)
@@ -236,7 +242,7 @@ async def test_all_hear_at_once_that_everything_was_forgotten(handle: Handle) ->
     await until(lambda: found.generation not in (first.generation, second.generation))
     await until(lambda: first.generation == second.generation)
     assert await find_or_claim(second, "d") is None
-    await second.publish("d", *encoding(SMALL), 1.0, False)
+    await second.publish(*published("d", SMALL))
     again = await find_or_claim(first, "d")
     assert again is not None
     assert again.generation == first.generation
@@ -259,7 +265,7 @@ async def test_what_is_being_put_while_everything_is_forgotten_is_not_kept(handl
     await find_or_claim(client, "d")
     put, go = store.put, threading.Event()
     store.put = lambda array: put(array) if go.wait(10) else None  # type: ignore[method-assign, return-value]
-    publishing = asyncio.ensure_future(client.publish("d", *encoding(LARGE), 1.0, False))
+    publishing = asyncio.ensure_future(client.publish(*published("d", LARGE)))
     await until(lambda: handle.calls["publish"])
     await client.forget_all()
     go.set()

@@ -185,7 +185,7 @@ async def test_one_that_does_not_fit_is_refused_and_leaves_nothing(open_studio: 
 async def test_the_room_is_that_of_the_layers_and_float8_has_none(open_studio: Callable[..., Studio]) -> None:
     cache = open_studio().cache
     manifest = await cache.manifests.newest("flux")
-    parts = await cache._parts_with(manifest, is_denoise_component, ["bold"], None)
+    parts = cache._parts_with(manifest, is_denoise_component, {"bold": await cache.manifests.newest("bold")})
     merging = Merging("bold", "transformer")
     merged = merged_parts(parts, merging, lambda nbytes: nbytes)
     assert merged is not None

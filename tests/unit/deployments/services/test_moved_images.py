@@ -76,7 +76,7 @@ class Replica:
         found = []
         if move_at is not None:
             hold_engines(at_step=move_at)
-        async with asyncio.timeout(60), aclosing(self.images.stream(request, self.encode, **more)) as pieces:
+        async with asyncio.timeout(60), aclosing(self.images.stream_images(request, self.encode, **more)) as pieces:
             async for piece in pieces:
                 found.append(piece)
                 if isinstance(piece, ImageProgress) and piece.step == move_at:
@@ -120,7 +120,7 @@ async def test_one_that_has_not_begun_is_handed_over_without_a_checkpoint_or_wit
     *_, middle = await first.pieces(request_of(1, reports_steps=True), move_at=2)
     assert middle.checkpoint
     for checkpoint in (None, middle.checkpoint):
-        stream = first.images.stream(request_of(1), first.encode, checkpoint=checkpoint)
+        stream = first.images.stream_images(request_of(1), first.encode, checkpoint=checkpoint)
         task = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)  # it looks its model up
         first.images.hand_over(["another"])

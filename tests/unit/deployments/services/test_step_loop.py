@@ -593,7 +593,7 @@ async def test_a_caller_of_the_device_who_is_cancelled_stays_until_it_is_done() 
         turns.take()
         done.append(True)
 
-    caller = asyncio.ensure_future(device.run(work))
+    caller = asyncio.ensure_future(device.run_work(work))
     await until(lambda: turns.waiting)
     for _ in range(3):
         caller.cancel()

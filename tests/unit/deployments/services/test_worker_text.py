@@ -83,7 +83,7 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_no_step_up() -> None:
     assert await loop.run_in_executor(None, engine.is_tokenizing.wait, 30)
     assert engine.threads["encode"].rpartition("_")[0] == "tokenize"
     async with asyncio.timeout(5):
-        assert await worker._device.run(lambda: "a step") == "a step"
+        assert await worker._device.run_work(lambda: "a step") == "a step"
     engine.threads.clear()
     behind = asyncio.create_task(worker.write_text(CompletionRequest(model="m", prompt="short")))
     for _ in range(20):

@@ -284,8 +284,8 @@ async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch
         async def find_or_claim(self, digests):
             return [Answer("yours")] * len(digests)
 
-        async def publish(self, digest, *what):
-            self.published.append(digest)
+        async def publish(self, publications, arrays):
+            self.published += publications
 
         async def abandon(self, digests):
             self.abandoned += digests

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.encodings.packed import ByteArray, Layout, join_tensors
-from cluster.encodings.records import Answer, SharedEncoding
+from cluster.encodings.packed import ByteArray, join_tensors
+from cluster.encodings.records import Answer, Publication, SharedEncoding
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, EncodingCache, EncodingKey, Found
 from deployments.text.requests import pack
 
@@ -55,7 +55,7 @@ class Shared:
 
     def __init__(self) -> None:
         self.generation = "g"
-        self.num_asked = 0
+        self.num_asked = self.num_told = 0
         self.elsewhere: dict[str, asyncio.Future[SharedEncoding | None]] = {}
         self.entries: dict[str, SharedEncoding] = {}
         self.claims: set[str] = set()
@@ -78,11 +78,13 @@ class Shared:
         await self._answer()
         return await self.elsewhere[digest] if answer.state == "wait" else answer.payload
 
-    async def publish(self, digest: str, layout: Layout, data: ByteArray, cost_s: float, keep: bool) -> None:
+    async def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
+        self.num_told += 1
         await self._answer()
-        self.claims.discard(digest)
-        self.entries[digest] = SharedEncoding(layout, data, cost_s, self.generation)
-        self.kept |= {digest} if keep else set()
+        for new, data in zip(publications, arrays, strict=True):
+            self.claims.discard(new.digest)
+            self.entries[new.digest] = SharedEncoding(new.layout, data, new.cost_s, self.generation)
+            self.kept |= {new.digest} if new.keep else set()
 
     async def abandon(self, digests: Sequence[str]) -> None:
         await self._answer()
@@ -283,6 +285,7 @@ async def test_a_write_into_a_cached_encoding_is_found_and_harms_nobody_later(wr
             return {"pooled": torch.ones(100)}
 
     write((await get(cache, key(1), compute)).encoding)
+    await settle()
     again = await get(cache, key(1), compute)
     assert again.source == "shared"
     assert torch.equal(again.encoding["pooled"], torch.ones(100))
@@ -400,8 +403,25 @@ async def test_all_keys_are_asked_for_in_one_call_and_computed_in_one_batch_per_
     assert list(found) == keys
     assert [float(one.encoding["pooled"]) for one in found.values()] == [1, 2, 3, 4]
     assert (batches.made, shared.num_asked) == ([("m", [1, 3]), ("n", [2, 4])], 1)
+    await settle()
+    assert (shared.entries.keys(), shared.num_told) == ({each.digest() for each in keys}, 1)
     await cache.get_all(keys, batches)
     assert shared.num_asked == 1
+
+
+async def test_what_is_computed_is_told_before_others_are_awaited() -> None:
+    """They may wait for that: two replicas, each with a claim that the other needs."""
+    shared, batches, keys = Shared(), Batches(), [key(1), key(2)]
+    theirs: asyncio.Future[SharedEncoding | None] = asyncio.get_running_loop().create_future()
+    shared.elsewhere = {key(2).digest(): theirs}
+    waiting = asyncio.ensure_future(EncodingCache(10**6, shared).get_all(keys, batches))
+    async with asyncio.timeout(10):
+        while key(1).digest() not in shared.entries:
+            await asyncio.sleep(0)
+    assert not waiting.done()
+    theirs.set_result(shared.entries[key(1).digest()])
+    found = await waiting
+    assert [found[each].source for each in keys] == ["computed", "shared"]
 
 
 async def test_what_others_compute_holds_nothing_back_and_passes_over_when_they_give_up() -> None:
