@@ -132,6 +132,11 @@ class SharedEncodings:
             return
         self._ledger.publish(digest, held, ENTRY_BYTES + REFERENCE_BYTES + view.nbytes, cost_s, keep=keep)
 
+    async def publish_all(self, encodings: Sequence[tuple[str, Layout, ByteArray, float, bool]]) -> None:
+        """Keep several, each as `publish` does."""
+        for encoding in encodings:
+            await self.publish(*encoding)
+
     async def abandon(self, digests: Sequence[str], holder: str) -> None:
         """Pass the holder's claims on."""
         for digest in digests:
