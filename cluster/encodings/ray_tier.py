@@ -24,6 +24,7 @@ RENEW_S: Final = CLAIM_S / 4
 QUIET_S: Final = 5.0  # an actor that did not answer is not asked for so long
 MAX_NOTED: Final = 1000
 WATCH_S: Final = 30.0  # of one standing question for the generation
+PUBLISH_EVERY_S: Final = 0.25  # what nobody waits for
 
 logger = logging.getLogger("atelier.encodings")
 
@@ -56,6 +57,8 @@ class RaySharedTier:
         self._quiet_until_s = -float("inf")
         self._used: set[str] = set()
         self._computing: set[str] = set()
+        self._unpublished: list[tuple[Publication, ByteArray]] = []
+        self._publishing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
         self.generation: str | None = None
@@ -86,15 +89,19 @@ class RaySharedTier:
             return replace(found, data=await found.data)
 
     async def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
-        """Give encodings that were "yours", and their bytes, to all who want them, in one call."""
-        try:
-            # To put 4 MiB takes milliseconds, and many of them on pages that nobody has used before.
-            sent = [
-                data if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(self._put, data) for data in arrays
-            ]
-            await self._call("publish", publications, *sent)
-        finally:
-            self._computing.difference_update(one.digest for one in publications)
+        """Give encodings, and their bytes, to all who want them, in one call: a call costs as much as some texts do.
+
+        Those that the actor was never asked for go later, with others: nobody can wait for them.
+        """
+        is_quiet = self._clock() < self._quiet_until_s  # the call says so
+        now: list[tuple[Publication, ByteArray]] = []
+        for one, data in zip(publications, arrays, strict=True):
+            can_wait = one.digest not in self._computing and data.nbytes <= INLINE_BYTES and not is_quiet
+            (self._unpublished if can_wait else now).append((one, data))
+        if self._unpublished and (self._publishing is None or self._publishing.done()):
+            self._publishing = asyncio.ensure_future(self._publish_soon())
+        if now:
+            await self._publish_now(now)
 
     async def abandon(self, digests: Sequence[str]) -> None:
         """Pass claims on that cannot be computed here."""
@@ -103,6 +110,7 @@ class RaySharedTier:
 
     async def forget_all(self) -> None:
         """Drop everything, and every replica's copies of it."""
+        self._unpublished.clear()
         await self._call("forget_all")
 
     def note_use(self, digest: str) -> None:
@@ -128,6 +136,24 @@ class RaySharedTier:
             self._quiet_until_s = self._clock() + self._quiet_s
             raise
 
+    async def _publish_now(self, encodings: Sequence[tuple[Publication, ByteArray]]) -> None:
+        try:
+            # To put 4 MiB takes milliseconds, and many of them on pages that nobody has used before.
+            sent = [
+                data if data.nbytes <= INLINE_BYTES else await asyncio.to_thread(self._put, data)
+                for _, data in encodings
+            ]
+            await self._call("publish", [one for one, _ in encodings], *sent)
+        finally:
+            self._computing.difference_update(one.digest for one, _ in encodings)
+
+    async def _publish_soon(self) -> None:
+        await asyncio.sleep(PUBLISH_EVERY_S)
+        encodings, self._unpublished = self._unpublished, []
+        if encodings:
+            with contextlib.suppress(Exception):  # somebody will compute them anew
+                await self._publish_now(encodings)
+
     def _note_answer(self, digest: str, answer: Answer[SharedEncoding]) -> None:
         if answer.payload and self.generation is None:
             self.generation = answer.payload.generation
@@ -152,7 +178,10 @@ class RaySharedTier:
             try:
                 if actor is not None:
                     async with asyncio.timeout(WATCH_S + self._timeout_s):
-                        self.generation = await actor.next_generation.remote(self.generation, WATCH_S)
+                        generation = await actor.next_generation.remote(self.generation, WATCH_S)
+                    if generation != self.generation:
+                        self._unpublished.clear()
+                    self.generation = generation
                     continue
             except Exception as error:
                 logger.debug("the shared encodings do not tell their generation: %r", error)

@@ -156,6 +156,28 @@ def test_serve_run_works_as_well(environment: dict[str, str], small_config: Path
         assert answer["choices"][0]["message"]["content"] == "19."
 
 
+@pytest.mark.long
+def test_serves_own_proxy_leaves_deadlines_to_the_ingress(environment: dict[str, str], small_config: Path) -> None:
+    """Serve's proxy reads the same header, and would answer in plain text, with another status."""
+    config = yaml.safe_load(small_config.read_text())
+    config["http"]["proxy"] = "serve"
+    small_config.write_text(yaml.safe_dump(config))
+    up = atelier("up", str(small_config), "--detach", env=environment)
+    assert up.returncode == 0, up.stderr
+    try:
+        body = {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}], "temperature": 0}
+        long = body | {"max_tokens": 450, "ignore_eos": True}
+        with httpx.Client(base_url=f"http://127.0.0.1:{config['http']['port']}/v1", timeout=60) as http:
+            answer = http.post("/chat/completions", json=body, headers={"x-request-timeout-seconds": "30"})
+            assert answer.json()["choices"][0]["message"]["content"] == "19."
+            for timeout_s in ("1e-6", "0.05", "0.2"):
+                late = http.post("/chat/completions", json=long, headers={"x-request-timeout-seconds": timeout_s})
+                assert late.status_code in (429, 504), late.text  # 429: the queue knows by now how long it would take
+                assert set(late.json()["error"]) == {"message", "type", "param", "code"}
+    finally:
+        assert atelier("down", env=environment).returncode == 0
+
+
 def test_a_typo_in_the_config_is_one_readable_line(environment: dict[str, str], small_config: Path) -> None:
     small_config.write_text(small_config.read_text().replace("object_store_bytes", "object_store_byte"))
     result = atelier("up", str(small_config), env=environment)

@@ -237,7 +237,8 @@ def test_the_work_of_a_client_that_is_gone_ends(cluster: Cluster, connections: A
     wait_for(lambda: not work(cluster), "an end of their work", 5.0)
 
 
-def test_random_cancels_leave_nothing(cluster: Cluster, connections: Any) -> None:
+@pytest.mark.parametrize("num_rounds", [10, pytest.param(334, marks=pytest.mark.long)])
+def test_random_cancels_leave_nothing(cluster: Cluster, connections: Any, num_rounds: int) -> None:
     rng = random.Random()
     before = num_open_files()
     bodies = {
@@ -245,7 +246,7 @@ def test_random_cancels_leave_nothing(cluster: Cluster, connections: Any) -> Non
         "/v1/embeddings": {"model": "digits-clip", "input": "a handwritten four"},
         "/v1/images/generations": LONG_IMAGE | {"n": 1, "num_inference_steps": 20},
     }
-    for _ in range(10):
+    for _ in range(num_rounds):
         clients = [connections() for _ in range(30)]
         for client in clients:
             path, body = rng.choice(list(bodies.items()))

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cluster.encodings import ray_tier
 from cluster.encodings.actor import SharedEncodings
 from cluster.encodings.packed import ByteArray, Layout, TensorPlace
 from cluster.encodings.ray_tier import RaySharedTier
@@ -129,6 +130,49 @@ async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes:
     stats = await first.stats()
     assert (stats.entries, stats.claimed, stats.in_flight) == (1, 1, 0)
     assert nbytes < stats.nbytes < nbytes + 5000
+
+
+async def test_what_nobody_can_wait_for_is_published_later_in_one_call(
+    handle: Handle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_tier, "PUBLISH_EVERY_S", 0.01)
+    client, other = tier(handle), tier(handle)
+    encodings = {f"d{number}": encoding(SMALL) for number in range(20)}
+    for digest, (layout, data) in encodings.items():
+        await client.publish([Publication(digest, layout, 0.5, False)], [data])  # the actor was never asked for it
+    assert not handle.calls
+    await until(lambda: handle.calls["publish"])
+    await until(lambda: handle.actor._ledger.stats().entries == 20)
+    for digest, (layout, data) in encodings.items():
+        found = await find_or_claim(other, digest)
+        assert isinstance(found, SharedEncoding)
+        assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
+    assert handle.calls["publish"] == 1
+    await client.publish(*published("large", LARGE))
+    assert handle.calls["publish"] == 2, "the actor has it: it does not lie here"
+    await client.publish(*published("again", SMALL))
+    await until(lambda: handle.calls["publish"] == 3)
+
+
+async def test_what_is_forgotten_is_not_published_later(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_tier, "PUBLISH_EVERY_S", 0.01)
+    client, other = tier(handle), tier(handle)
+    await client.publish(*published("mine", SMALL))
+    await client.forget_all()
+    await client.publish(*published("sound", SMALL))
+    await until(lambda: handle.calls["publish"])
+    assert [one.digest for one in handle.arguments["publish"][0][0]] == ["sound"]
+
+    assert await find_or_claim(client, "asked") is None  # from now on it hears of what others forget
+    await until(lambda: client.generation is not None)
+    monkeypatch.setattr(ray_tier, "PUBLISH_EVERY_S", 0.2)
+    await client.publish(*published("theirs", SMALL))
+    generation = client.generation
+    await other.forget_all()
+    await until(lambda: client.generation != generation)
+    assert client._publishing is not None
+    await client._publishing
+    assert handle.calls["publish"] == 1
 
 
 async def test_all_keys_of_a_request_go_in_one_call(handle: Handle) -> None:

@@ -307,6 +307,24 @@ async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatc
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHATS, CHAT), (CHATS, {**CHAT, "max_tokens": 1}), (CHATS, {**CHAT, "stream": True}), (EMBEDDINGS, EMBEDDING)],
+)
+async def test_a_request_is_one_call_of_one_replica(path: str, body: dict[str, Any]) -> None:
+    """From HAProxy to the ingress, and from there to who answers: nobody else is asked once the models are known."""
+    replicas = Replicas()
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        for number in range(1, 4):
+            assert (await http.post(f"/v1/{path}", json=body)).status_code == 200
+            assert (len(handle.responses), len(replicas.requests)) == (number, number)
+    assert replicas.questions == []
+    watch.close()
+
+
+@pytest.mark.parametrize(
     ("path", "body"), [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
 )
 async def test_stage_times_are_in_the_answer_and_its_header(
