@@ -30,6 +30,7 @@ from cluster.control.forecast import Forecast, Pool
 from cluster.control.free_starts import held_until_s
 from cluster.control.lanes import Ask, Waiting
 from cluster.control.service_times import ModelCounts, ModelTimes, ServiceTimes, SharedSeconds
+from cluster.control.turning_away import ReturnRate
 from configs.admission import AdmissionConfig
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
@@ -48,6 +49,7 @@ class AdmissionQueue:
         self._pools: dict[str, Pool] = {}
         self._times = ServiceTimes()
         self._forecast = Forecast(self._times)
+        self._returns = ReturnRate()
         self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
         self._counts = ModelCounts()
         self._placement = Placement()
@@ -322,5 +324,5 @@ class AdmissionQueue:
 
     def _pool(self, name: str) -> Pool:
         if name not in self._pools:
-            self._pools[name] = Pool(self._config)
+            self._pools[name] = Pool(self._config, self._returns)
         return self._pools[name]

@@ -12,7 +12,7 @@ from cluster.control.admission_records import Reason, Refusal
 from cluster.control.lanes import Ask, Lanes, Waiting
 from cluster.control.places import Places
 from cluster.control.service_times import ServiceTimes
-from cluster.control.turning_away import FairWait, ToldTimes
+from cluster.control.turning_away import FairWait, ReturnRate, ToldTimes
 from configs.admission import AdmissionConfig
 
 _MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
@@ -22,11 +22,11 @@ _ENOUGH: Final = 3  # measurements
 class Pool:
     """The requests for one deployment: those that wait, its replicas, and those who were told to come back."""
 
-    def __init__(self, config: AdmissionConfig) -> None:
+    def __init__(self, config: AdmissionConfig, returns: ReturnRate) -> None:
         self.lanes = Lanes(config.weight_of, config.max_overtakes)
         self.places = Places()
         self.num_by_model: Counter[str] = Counter()  # waiting
-        self.told = ToldTimes()
+        self.told = ToldTimes(returns)
         self.fair_wait = FairWait()
 
     def is_at_hand(self, model: str) -> bool:
@@ -68,7 +68,9 @@ class Forecast:
         late_s = times.late_s(ask.work, pool.places.num_sharing(ask.share, ahead_s))
         longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
         wait_s = pool.places.start_in_s(ask.share, ahead_s, now_s) * _MARGIN
-        before_s = pool.told.before_s(ask.mark, ask.tenant, now_s) if wait_s else 0.0
+        before_s = pool.told.before_s(ask.tenant, now_s) if wait_s else 0.0
+        if pool.told.is_due(ask.mark, now_s):  # a promise: the queue is as full as it may be, for those who have none
+            wait_s, before_s, longest_s = wait_s / _MARGIN, 0.0, budget_s - late_s
         if is_idle or wait_s + before_s <= longest_s or wait_s == math.inf:
             return None
         needs_s = wait_s + before_s + late_s

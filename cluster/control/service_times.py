@@ -152,7 +152,7 @@ class ModelTimes:
     `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency`, from
     start to end, is a function of work that counts the more, the more share the replica: by `growth`.
     `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica, and
-    `fastest_s` the shortest latency, by unit of work.
+    `fastest_s` the shortest latency, by unit of work, that one alone would have had.
     """
 
     busy: Seconds = field(default_factory=Seconds)
@@ -220,7 +220,7 @@ class ModelTimes:
         self.usual_s += new * (latency_s - self.usual_s)
         self.usual_sharing += new * (num_sharing - self.usual_sharing)
         fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
-        self.fastest_s = min(fastest, latency_s / work)
+        self.fastest_s = min(fastest, latency_s / self._weighed(work, num_sharing))
         self.num_measured += 1
         self.measured_s = now_s
 

@@ -1,8 +1,9 @@
 """SharedQueue: the one admission queue of several ingress replicas. A named, detached actor.
 
 Each ingress joins with all that it has, then sends what changes in batches, and listens: that is its heartbeat, too.
-One that is silent for `SILENT_S` counts as dead, and its requests leave. A message that may be lost ends a session: the
-ingress joins anew and what it says then counts. So the actor needs no memory: after a restart it hands out nothing for
+One that is silent for `SILENT_S` counts as dead, and its requests leave; one whose process is seen to run may be busy
+for `_STALLED_S`: what it has runs on meanwhile. A message that may be lost ends a session: the ingress joins anew and
+what it says then counts. So the actor needs no memory: after a restart it hands out nothing for
 as long as an ingress that lives may need to join, and then knows all that runs.
 """
 
@@ -11,11 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from cluster.actor_names import admission_name
@@ -30,11 +34,13 @@ from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
 
-__all__ = ["SharedQueue", "connect_shared_queue"]
+__all__ = ["SharedQueue", "connect_shared_queue", "own_process"]
 
 SILENT_S: Final = 1.5
 TICK_S: Final = 0.125
+_STALLED_S: Final = 10.0
 _NUM_TICKS: Final = round(SILENT_S / TICK_S)
+_NUM_STALLED_TICKS: Final = round(_STALLED_S / TICK_S)
 _SETTINGS_S: Final = 10.0
 MAX_CALLS: Final = 10_000
 
@@ -91,6 +97,7 @@ class _Session:
     number: int
     lists: dict[str, frozenset[str]]
     tickets: set[int]
+    process: str
     num_ticks: int = 0  # since the last heartbeat
     events: list[Started | Refused] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -128,16 +135,16 @@ class SharedQueue:
             self._link.start()
 
     async def join(
-        self, ingress: str, number: int, held: Sequence[Held], lists: Mapping[str, frozenset[str]]
+        self, ingress: str, number: int, held: Sequence[Held], lists: Mapping[str, frozenset[str]], process: str
     ) -> News | None:
         """Begin the ingress's session of this number: it has these requests, and no others that were let in.
 
-        None: there is a later one.
+        `process` is its `own_process`. None: there is a later session.
         """
         before = self._sessions.get(ingress)
         if before and before.number > number:
             return None
-        session = _Session(number, dict(lists), {ticket for ticket, *_ in held})
+        session = _Session(number, dict(lists), {ticket for ticket, *_ in held}, process)
         self._sessions[ingress] = session
         gone = self._forget_tickets(before)
         self._owners |= dict.fromkeys(session.tickets, session)
@@ -247,11 +254,39 @@ class SharedQueue:
                 self._list_replicas()
             for ingress, session in list(self._sessions.items()):
                 session.num_ticks += 1
-                if session.num_ticks > _NUM_TICKS:
+                is_silent = session.num_ticks > _NUM_TICKS
+                if is_silent and (session.num_ticks > _NUM_STALLED_TICKS or not _is_running(session.process)):
                     logger.warning("an ingress is gone with %d requests", len(session.tickets))
                     del self._sessions[ingress]
                     self._queue.restore(self._forget_tickets(session), ())
                     self._list_replicas()
+
+
+def own_process() -> str:
+    """Return what tells this process from all others of this machine, and from those of other machines."""
+    own = os.getpid()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if sys.platform == "linux" else ""
+    return " ".join((boot, _process_names(), str(own), _start_of(own)))
+
+
+def _is_running(process: str) -> bool:
+    """Return whether a process, as `own_process` told of it, is seen to run on this machine."""
+    *machine, number, start = process.split(" ") if process else ("", "")
+    return bool(start) and own_process().split(" ")[:2] == machine and _start_of(int(number)) == start
+
+
+def _process_names() -> str:
+    """Return the name space of process ids, which containers of one machine have of their own."""
+    return os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
+
+
+def _start_of(process: int) -> str:
+    """Return when a process began, in the kernel's ticks; "" when it has ended, or none can be seen."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]  # proc_pid_stat(5): 3 is the state, 22 the start
 
 
 async def _settings_of_registry(config: ClusterConfig) -> AdmissionConfig | None:

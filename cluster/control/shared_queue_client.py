@@ -23,7 +23,18 @@ from cluster.control.admission_records import AdmissionSnapshot, Refused
 from cluster.control.dispatcher import settle_place
 from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
-from cluster.control.shared_queue import SILENT_S, Entered, Held, Left, Listed, Message, News, Returned, SharedQueue
+from cluster.control.shared_queue import (
+    SILENT_S,
+    Entered,
+    Held,
+    Left,
+    Listed,
+    Message,
+    News,
+    Returned,
+    SharedQueue,
+    own_process,
+)
 from cluster.errors import ClusterError
 from cluster.ray_calls import call_actor
 from configs.admission import AdmissionConfig
@@ -59,15 +70,20 @@ class _Request:
 class SharedQueueClient:
     """The queue of one event loop. `connect` returns a handle of the actor, and may block; `config` holds until then.
 
-    Times that callers give are seconds from now.
+    Times that callers give are seconds from now. `process` is what tells the actor that this one runs: `own_process`.
     """
 
     def __init__(
-        self, connect: Callable[[], Any], config: AdmissionConfig, clock: Callable[[], float] = time.monotonic
+        self,
+        connect: Callable[[], Any],
+        config: AdmissionConfig,
+        clock: Callable[[], float] = time.monotonic,
+        process: str | None = None,
     ) -> None:
         self._connect = connect
         self._config = config
         self._clock = clock
+        self._process = own_process() if process is None else process
         self._actor: Any = None
         self._name = uuid.uuid4().hex
         self._tickets = itertools.count(secrets.randbits(_TICKET_BITS) << _TICKET_BITS)  # none in two ingresses
@@ -178,7 +194,9 @@ class SharedQueueClient:
     async def _session(self) -> None:
         """Have one session; return when the actor says that it is over."""
         number = next(self._sessions)
-        news = await self._call(SharedQueue.join, self._name, number, self._begin_anew(), dict(self._lists))
+        news = await self._call(
+            SharedQueue.join, self._name, number, self._begin_anew(), dict(self._lists), self._process
+        )
         if news is None:
             return
         self._absorb(news)

@@ -60,6 +60,26 @@ class _Promise:
         return self.at_s + _GRACE_S + _GRACE_SHARE * (self.at_s - self.told_s)
 
 
+class ReturnRate:
+    """The part of those who were told to come back that does. Clients are alike, whichever replicas they need."""
+
+    def __init__(self) -> None:
+        self._num_back, self._num_gone = _BELIEVED, 0.0
+
+    @property
+    def share(self) -> float:
+        return self._num_back / (self._num_back + self._num_gone)
+
+    def note_end(self, is_back: bool) -> None:
+        """Count one who came, or whose time is over."""
+        self._num_back += is_back
+        self._num_gone += not is_back
+        total = self._num_back + self._num_gone
+        if total > _REMEMBERED:
+            self._num_back *= _REMEMBERED / total
+            self._num_gone *= _REMEMBERED / total
+
+
 class ToldTimes:
     """The times at which those who were refused by one pool of replicas were told to come back.
 
@@ -68,18 +88,12 @@ class ToldTimes:
     too early keeps the place.
     """
 
-    def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[float, float]] = (
-            OrderedDict()
-        )  # by tenant: until when, at which `_share_back`
+    def __init__(self, returns: ReturnRate) -> None:
+        self._returns = returns
+        # By tenant: until when, at which share of those who return.
+        self._kept: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._promises: dict[int, _Promise] = {}  # by mark
         self._ends: list[tuple[float, int]] = []  # a heap: when nobody comes back any more
-        self._num_back, self._num_gone = _BELIEVED, 0.0
-
-    @property
-    def _share_back(self) -> float:
-        """The part of those who were told to come back that does."""
-        return self._num_back / (self._num_back + self._num_gone)
 
     def note_arrival(self, mark: int, now_s: float) -> None:
         """Count a request that comes, if it was told to."""
@@ -89,19 +103,21 @@ class ToldTimes:
             if promise and promise.end_s <= now_s:
                 del self._promises[ended]
                 if not promise.is_kept:
-                    self._count(0.0, 1.0)
+                    self._returns.note_end(False)
         promise = self._promises.get(mark)
         if promise and not promise.is_kept and promise.has_come(now_s):
             promise.is_kept = True
-            self._count(1.0, 0.0)
+            self._returns.note_end(True)
 
-    def before_s(self, mark: int, tenant: str, now_s: float) -> float:
-        """Return how long the replicas will be busy with those who were told to come before a request that comes now.
-
-        Nobody is before one that comes when it was told to.
-        """
+    def is_due(self, mark: int, now_s: float) -> bool:
+        """Return whether a request that comes now was told to come by now. Nobody who was told is before it."""
         promise = self._promises.get(mark)
-        return 0.0 if promise and now_s >= promise.at_s else self._before_s(tenant, now_s)
+        return promise is not None and now_s >= promise.at_s
+
+    def before_s(self, tenant: str, now_s: float) -> float:
+        """Return how long the replicas will be busy with those who were told to come before a request that was not."""
+        until_s, share = self._kept.get(tenant, (now_s, 1.0))
+        return max(0.0, until_s - now_s) * min(1.0, self._returns.share / share)
 
     def tell(self, mark: int, tenant: str, soonest_s: float, cost_s: float, now_s: float) -> float:
         """Return in how many seconds a request is to come back that could be served in `soonest_s` if none came before.
@@ -111,10 +127,10 @@ class ToldTimes:
         """
         promise = self._promises.get(mark)
         if promise is None or not promise.has_come(now_s):
-            before_s = self._before_s(tenant, now_s)
+            before_s = self.before_s(tenant, now_s)
             at_s = now_s + max(0.0, soonest_s, min(soonest_s + before_s, MAX_TOLD_S))
             self._kept.pop(tenant, None)
-            share = self._share_back
+            share = self._returns.share
             self._kept[tenant] = now_s + min(before_s + cost_s * share, MAX_TOLD_S), share
             if len(self._kept) > _MAX_TENANTS:
                 self._kept.popitem(last=False)
@@ -129,15 +145,3 @@ class ToldTimes:
     def free_places(self) -> None:
         """Keep no more places: nobody comes."""
         self._kept.clear()
-
-    def _before_s(self, tenant: str, now_s: float) -> float:
-        until_s, share = self._kept.get(tenant, (now_s, 1.0))
-        return max(0.0, until_s - now_s) * min(1.0, self._share_back / share)
-
-    def _count(self, back: float, gone: float) -> None:
-        self._num_back += back
-        self._num_gone += gone
-        total = self._num_back + self._num_gone
-        if total > _REMEMBERED:
-            self._num_back *= _REMEMBERED / total
-            self._num_gone *= _REMEMBERED / total

@@ -6,6 +6,7 @@ and options, and roughly the length of its texts. What the last one of a form ne
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections import OrderedDict
@@ -31,9 +32,9 @@ def mark_of_text(model: str, text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of one request, and the `mark` of what it says."""
+    """The form of one request, as a hash: keys of clients are kept nowhere. `mark` is that of what it says."""
 
-    key: str
+    key: bytes
     mark: int
 
     @classmethod
@@ -52,7 +53,8 @@ class Form:
             return None
         sizes = len(texts), sum(map(len, texts)).bit_length()
         terms = [headers.get(name, b"").decode("latin-1") for name in _TERMS]
-        return cls(json.dumps([path, terms, sizes, options], sort_keys=True), mark)
+        form = json.dumps([path, terms, sizes, options], sort_keys=True)
+        return cls(hashlib.blake2b(form.encode(), digest_size=16).digest(), mark)
 
 
 class KnownForms:
@@ -60,7 +62,7 @@ class KnownForms:
 
     def __init__(self, why_refused: Callable[[Ask], ServiceError | None]) -> None:
         self._why_refused = why_refused
-        self._asks: OrderedDict[str, Ask] = OrderedDict()
+        self._asks: OrderedDict[bytes, Ask] = OrderedDict()
 
     def note_ask(self, form: Form, ask: Ask, waited_s: float) -> None:
         """Remember what a request needed that had waited so long."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import time
@@ -18,6 +19,8 @@ import ray
 from integration.harness import Cluster
 
 from cluster.actor_names import NAMESPACE, registry_name
+from deployments.bench.door_load import Ask, LoadGenerator
+from deployments.bench.figures import percentile
 from deployments.errors import InvalidRequest, UnknownModel
 from weights.store import WeightStore
 
@@ -284,3 +287,24 @@ async def test_probes_answer_beside_more_requests_than_are_taken(cluster: Cluste
             return await num_denoising() == 0
 
         await until(is_idle)
+
+
+@pytest.mark.long
+def test_probes_from_outside_answer_while_a_thousand_come_at_once(cluster: Cluster) -> None:
+    """Both from processes of their own, as a client and a prober are. Once, /healthz hung for as long as the burst."""
+    image = {"model": "digits-flux", "num_inference_steps": 8, "prompt": "a handwritten two"}
+    chat = {"model": "adder", "max_tokens": 8, "messages": [{"role": "user", "content": "What is 12 + 7?"}]}
+    asks = [
+        Ask("burst", path, body | {"seed": number}, timeout_s=8.0)
+        for number in range(500)
+        for path, body in (("/v1/images/generations", image), ("/v1/chat/completions", chat))
+    ]
+    with contextlib.closing(LoadGenerator()) as prober, contextlib.closing(LoadGenerator()) as burst:
+        prober.begin_order("watch", cluster.url, [Ask("health", "/healthz")], period_s=0.02)
+        outcomes = burst.run("open", cluster.url, asks, probe_every=0)
+        probes = prober.stop()
+    assert {one.status for one in outcomes} <= {200, 429, 504}
+    assert sum(one.is_good for one in outcomes) >= 10
+    assert {one.status for one in probes} == {200}
+    length_s = max(one.done_s for one in outcomes) - min(one.sent_s for one in outcomes)
+    assert percentile([one.latency_s for one in probes], 0.9) < length_s / 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,38 @@ def test_who_would_be_late_is_told_when_it_would_not() -> None:
     assert not late
 
 
+def test_who_comes_when_told_is_let_in_although_others_keep_the_queue_as_full_as_it_may_be() -> None:
+    """Ten times the capacity, of which nobody comes back but one in thirty, when it is told to and not before."""
+    sim, rng = simulation(), random.Random(3)
+    for n in range(40):
+        sim.at(n * 0.03, lambda now: ask())
+    sim.run_until()
+    marks, told = itertools.count(1), 0
+    came: dict[int, float] = {}  # by mark, those who were told to
+
+    def comes_back(again: Ask, refusal: Refusal) -> None:
+        nonlocal told
+        told += 1
+        if refusal.retry_after_s is not None and told % 30 == 0 and again.mark not in came:
+            at_s = sim.now_s + max(1.0, math.ceil(refusal.retry_after_s))
+            came[again.mark] = at_s
+            sim.at(at_s, lambda now: replace(again, deadline_s=now + 2.0))
+
+    sim.on_refused = comes_back
+    begin_s, end_s = sim.now_s, sim.now_s + 20.0
+    at_s = begin_s
+    while at_s < end_s:
+        at_s += rng.expovariate(400)
+        sim.at(at_s, lambda now: ask(deadline_s=now + 2.0, mark=next(marks)))
+    sim.run_until(end_s)
+    counted = {mark for mark, at_s in came.items() if begin_s + 5.0 < at_s < end_s - 2.0}
+    served = {one.ask.mark for one in sim.served} & counted
+    assert len(counted) > 100
+    assert len(served) >= 0.6 * len(counted)  # a tenth, if a promise counted for nothing
+    in_time = [one for one in sim.served if one.ended_s <= one.ask.deadline_s]
+    assert len(in_time) >= 0.95 * len(sim.served)
+
+
 def test_those_that_became_hopeless_leave_before_they_cost_work() -> None:
     """Nothing is known of the model when they come, so all are let in."""
     sim = simulation(1)
@@ -176,6 +209,27 @@ def test_those_that_became_hopeless_leave_before_they_cost_work() -> None:
     in_time = [one for one in sim.served if one.ended_s <= one.ask.deadline_s]
     assert len(in_time) >= 0.9 * 2.0 / SECONDS_PER_WORK  # in batches of 8
     assert len(in_time) >= 0.9 * len(sim.served)
+
+
+def test_what_takes_long_in_company_is_not_called_hopeless_alone() -> None:
+    """Full replicas are all that was seen of late; 504 would say that no other time is better."""
+    sim = simulation(1)
+    sim.at(0.0, lambda now: ask())
+    sim.run_until()
+    for n in range(400):
+        sim.at(1.0 + n * SECONDS_PER_WORK, lambda now: ask())
+        sim.at(1.0 + n * SECONDS_PER_WORK, lambda now: ask(deadline_s=now + 60.0))
+    sim.run_until(15.0)
+    sim.at(15.0, lambda now: ask(deadline_s=now + 4 * SECONDS_PER_WORK))
+    sim.run_until(15.01)
+    (_, _, refusal), *others = sim.refused
+    assert not others
+    assert refusal.reason == "late"
+    assert refusal.retry_after_s is not None
+    sim.run_until()
+    sim.at(sim.now_s, lambda now: ask(deadline_s=now + SECONDS_PER_WORK / 4))
+    sim.run_until()
+    assert [refusal.reason for _, _, refusal in sim.refused] == ["late", "hopeless"]
 
 
 def test_an_old_measurement_does_not_refuse_for_ever() -> None:

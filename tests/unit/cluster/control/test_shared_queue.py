@@ -11,12 +11,17 @@ import asyncio
 import copy
 import math
 import random
+import subprocess
+import sys
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +29,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.control.dispatcher import NotAdmitted
 from cluster.control.lanes import Ask
-from cluster.control.shared_queue import SILENT_S, SharedQueue
+from cluster.control.shared_queue import SILENT_S, SharedQueue, own_process
 from cluster.control.shared_queue_client import QueueAway, SharedQueueClient
 from configs.admission import AdmissionConfig
 
@@ -146,10 +151,12 @@ def ask(**fields: Any) -> Ask:
 class Ingress:
     """An ingress: its requests run in `running`, by replica, until they are answered or it dies."""
 
-    def __init__(self, actor: FakeActor, running: Counter[str], names: tuple[str, ...] = REPLICAS) -> None:
+    def __init__(
+        self, actor: FakeActor, running: Counter[str], names: tuple[str, ...] = REPLICAS, process: str = ""
+    ) -> None:
         self.is_alive = True
         self.queue = SharedQueueClient(
-            lambda: actor.handle_of(lambda: self.is_alive), actor._config, asyncio.get_running_loop().time
+            lambda: actor.handle_of(lambda: self.is_alive), actor._config, asyncio.get_running_loop().time, process
         )
         self.queue.set_replicas(POOL, names)
         self.queue.start()
@@ -323,6 +330,42 @@ def test_a_paused_ingress_is_forgotten_and_joins_anew_with_what_it_runs() -> Non
         assert await numbers(actor) == (0, 0)
 
     in_no_time(scenario())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at on Linux only")
+def test_an_ingress_that_stalls_keeps_its_places_for_as_long_as_its_process_is_seen_to_run() -> None:
+    """On one machine, that is: elsewhere nobody can tell a process that is busy from one that is gone."""
+
+    async def scenario(process: str) -> tuple[int, int]:
+        actor, running, _ = await started(num=1)
+        stalled = Ingress(actor, running, process=process)
+        await asyncio.sleep(2 * SILENT_S)
+        for _ in range(3):
+            stalled.begin(100.0)
+        await asyncio.sleep(0.5)
+        stalled.queue.close()
+        await asyncio.sleep(5.0)
+        _, kept = await numbers(actor)
+        stalled.queue.start()
+        await asyncio.sleep(0.5)
+        assert await numbers(actor) == (0, 3)
+        stalled.queue.close()
+        await asyncio.sleep(15.0)  # as good as gone
+        return kept, (await numbers(actor))[1]
+
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as other:
+        machine, process = own_process().rsplit(" ", 2)[0], psutil.Process(other.pid)
+        fields = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()
+        running = f"{machine} {process.pid} {fields[19]}"
+        assert in_no_time(scenario(running)) == (3, 0)
+        assert in_no_time(scenario(own_process())) == (3, 0)
+        assert in_no_time(scenario(f"{machine} {process.pid} 1")) == (0, 0)  # another one, which had the number before
+        assert in_no_time(scenario(f"another-{running}")) == (0, 0)
+        other.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert in_no_time(scenario(running)) == (0, 0)
+    assert in_no_time(scenario(running)) == (0, 0)
 
 
 def test_who_is_cancelled_while_waiting_leaves_the_actors_queue() -> None:

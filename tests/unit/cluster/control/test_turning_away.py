@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from cluster.control.turning_away import MAX_TOLD_S, FairWait, ToldTimes
+from cluster.control.turning_away import MAX_TOLD_S, FairWait, ReturnRate, ToldTimes
 
 
 def clients(told: ToldTimes, _share_back: float, number: int, rng: random.Random) -> None:
@@ -25,15 +25,15 @@ def clients(told: ToldTimes, _share_back: float, number: int, rng: random.Random
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_the_part_of_those_that_come_back_is_learned(share: float) -> None:
-    told = ToldTimes()
-    assert told._share_back == 1
-    clients(told, share, 600, random.Random(0))
-    assert told._share_back == pytest.approx(share, abs=0.06)
+    returns = ReturnRate()
+    assert returns.share == 1
+    clients(ToldTimes(returns), share, 600, random.Random(0))
+    assert returns.share == pytest.approx(share, abs=0.06)
 
 
 @pytest.mark.parametrize(("share", "places"), [(0.0, 0.02), (1.0, 1.0)])
 def test_a_place_is_kept_for_each_that_is_likely_to_come(share: float, places: float) -> None:
-    told = ToldTimes()
+    told = ToldTimes(ReturnRate())
     clients(told, share, 600, random.Random(0))
     after_s = [told.tell(10_000 + n, "other", 2.0, 0.5, 1000.0) for n in range(100)]
     assert after_s[0] == 2.0
@@ -42,7 +42,7 @@ def test_a_place_is_kept_for_each_that_is_likely_to_come(share: float, places: f
 
 
 def test_who_asks_too_early_keeps_the_place_and_another_one_with_the_same_words_has_its_own() -> None:
-    told = ToldTimes()
+    told = ToldTimes(ReturnRate())
     first_s = [told.tell(mark, "t", 1.0, 1.0, 0.0) for mark in (1, 2, 3)]
     assert first_s == [1.0, 2.0, 3.0]
     assert told.tell(3, "t", 1.0, 1.0, 0.0) == 4.0  # at the same moment: nobody's second try
@@ -53,7 +53,7 @@ def test_who_asks_too_early_keeps_the_place_and_another_one_with_the_same_words_
 
 
 def test_marks_that_nobody_knows_are_all_believed_and_nobody_is_told_to_wait_for_ever() -> None:
-    told = ToldTimes()
+    told = ToldTimes(ReturnRate())
     for n in range(20_000):
         after_s = told.tell(0, "t", 1.0, 1.0, 0.0)
         assert after_s <= MAX_TOLD_S
@@ -76,3 +76,11 @@ def test_nobody_waits_for_a_larger_part_of_its_time_than_the_slowest_may() -> No
     assert fair.bound_s(3.0, 2.95, 0.3) == pytest.approx(0.05)  # one that can hardly wait holds nobody back
     assert fair.bound_s(3.0, 0.3, 0.4) == pytest.approx(1.5, rel=0.1)
     assert fair.bound_s(3.0, 0.3, 100.0) == pytest.approx(2.7)  # it came long ago
+
+
+def test_what_is_learned_of_the_clients_of_some_replicas_holds_for_those_of_others() -> None:
+    returns = ReturnRate()
+    clients(ToldTimes(returns), 0.0, 600, random.Random(0))
+    others = ToldTimes(returns)
+    after_s = [others.tell(mark, "t", 1.0, 0.5, 0.0) for mark in range(1, 101)]
+    assert after_s[-1] < 3.0  # and not 50

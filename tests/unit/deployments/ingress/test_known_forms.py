@@ -36,7 +36,7 @@ def form(body: Any, path: str = "/v1/x", **headers: str) -> Form | None:
     return Form.of(path, given, json.dumps(body).encode())
 
 
-def key(body: Any, path: str = "/v1/x", **headers: str) -> str:
+def key(body: Any, path: str = "/v1/x", **headers: str) -> bytes:
     found = form(body, path, **headers)
     assert found is not None
     return found.key
@@ -99,6 +99,7 @@ def test_fields_of_any_kind_do_no_harm(texts: Any, model: Any, option: Any) -> N
         b"",
         b"[" * 10_000,
         b"[]",
+        rb'{"model": "m", "prompt": "\ud800"}',
         json.dumps({"model": "m"}).encode(),
         json.dumps(CHAT | {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}).encode(),
         json.dumps(IMAGE | {"prompt": "x" * 20_000}).encode(),
@@ -122,7 +123,7 @@ def test_the_queue_is_asked_with_the_time_that_is_left_and_forms_are_forgotten()
     (found,) = asked
     assert (found.deadline_s, found.mark, found.model) == (2.0, other.mark, "m")
     for number in range(_MAX_FORMS):
-        forms.note_ask(Form(str(number), 1), ASK, 0.0)
+        forms.note_ask(Form(number.to_bytes(4), 1), ASK, 0.0)
     forms.why_refused(one, 0.0)
     assert len(asked) == 1
 
