@@ -289,8 +289,8 @@ class _Planning:
                 value = sum(self._value(self._models[each], worker) for each in option.evict)
                 if value < best_value:
                     best, best_value = option, value
-            wanted_s = model.rate_long * model.slo.weight * max(best.switch_s, 1e-9) if best else 0.0
-            if best is not None and wanted_s > WANTED_TWICE * best_value:
+            # Both from the node's memory: if what comes counted with its reading too, two cold models would swing.
+            if best is not None and self._value(model, best.worker) > WANTED_TWICE * best_value:
                 reason = f"idle, and {model.rate_long:.3f} requests/s come for a model without a worker"
                 self._order(model, best, reason)
 

@@ -1,4 +1,5 @@
-"""Two workers that each fit one of four models: a Poisson mix with and without the controller, and then faults.
+"""Two workers that each fit one of four models: a Poisson mix with and without the controller, then faults, and another
+config.
 
 Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the store.
 """
@@ -22,10 +23,13 @@ import httpx
 import psutil
 from e2e.shared_queue_scenario import processes
 from integration.harness import ROOT, free_port, replica_processes, wait_for
+from ray import serve
 
 from configs.cluster import ClusterConfig
+from configs.http import HttpConfig
 from configs.loading import load_cluster_config
-from deployments.cli.running import cluster_up
+from deployments.app import AppArgs, build_app
+from deployments.cli.running import APP_NAME, cluster_up
 
 NUM_REQUESTS = 200
 RATE = 8.0  # per second
@@ -42,6 +46,7 @@ def main(folder: Path) -> None:
             observed[name] = poisson(url)
             if name == "on":
                 observed |= faults(url)
+                observed["config changed"] = under_load(url, lambda: change_config(url, folder / "store"))
     print(json.dumps(observed))
 
 
@@ -183,6 +188,17 @@ def kill_while_it_switches(url: str) -> str:
             wait_for(partial(is_replaced, url, name), "another worker in its place", 90)
             return switching[name]
     raise AssertionError("no worker was seen while it switched")
+
+
+def change_config(url: str, store: Path) -> str:
+    """Deploy the application with another config: Serve replaces one replica after the other. Return the new policy."""
+    before = {process.pid for process in replica_processes("worker")}
+    controller = {"enabled": True, "policy": "throughput-first"}
+    config = config_of(store, controller).model_copy(update={"http": HttpConfig(port=httpx.URL(url).port)})
+    serve.run(build_app(AppArgs(config=config.model_dump(mode="json"))), name=APP_NAME, route_prefix="/")
+    wait_for(lambda: before.isdisjoint(process.pid for process in replica_processes("worker")), "other workers", 90)
+    wait_for(lambda: len(decisions(url)["workers"]) == 2, "a controller that knows both")
+    return str(decisions(url)["policy"])
 
 
 def is_replaced(url: str, name: str) -> bool:

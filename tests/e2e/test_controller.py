@@ -32,6 +32,10 @@ def test_every_switch_has_its_reason(observed: dict[str, Any]) -> None:
     assert found["notes"] == []
 
 
-@pytest.mark.parametrize("what", ["drain", "controller killed", "worker killed"])
+@pytest.mark.parametrize("what", ["drain", "controller killed", "worker killed", "config changed"])
 def test_every_request_is_answered_while(observed: dict[str, Any], what: str) -> None:
     assert observed[what]["answers"].keys() == {"200"}, observed[what]
+
+
+def test_another_config_holds_after_it_was_deployed(observed: dict[str, Any]) -> None:
+    assert observed["config changed"]["seen"] == "throughput-first"

@@ -80,7 +80,14 @@ def test_nothing_moves_while_all_that_is_wanted_fits(policy, seed: int) -> None:
     ]
     workers = [
         WorkerState(
-            f"w{number}", "n", 10 * GB, model.components, (model.id,), {model.id: 1}, idle_s=chance.random() * 99
+            f"w{number}",
+            "n",
+            10 * GB,
+            model.components,
+            (model.id,),
+            {model.id: 1} if chance.random() < 0.5 else {},
+            slots=4,
+            idle_s=chance.random() * 99,
         )
         for number, model in enumerate(models)
     ]
@@ -113,4 +120,4 @@ def carried_out(state, worker, order):
     keep = {key for id_ in models for key in state.models[id_].components.sizes} | worker.leased
     sizes = {key: size for key, size in worker.resident.sizes.items() if key in keep}
     sizes |= state.models[order.model].components.sizes if order.action != "evict" else {}
-    return replace(worker, models=models, resident=Components(sizes), idle_s=0.0)
+    return replace(worker, models=models, resident=Components(sizes), idle_s=60.0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 from types import SimpleNamespace
 
+import pytest
+from ray.serve._private import constants
 from ray.serve._private.request_router import request_router as serve_router
 from unit.cluster.simulator.random_scenarios import GB
 
@@ -48,12 +51,38 @@ def test_candidates_are_those_of_serve(monkeypatch) -> None:
                 pending = multiplexed._Pending(SimRequest(now.s, name))
                 asked[name] = (pending, SimpleNamespace(routing_context=context, metadata=metadata))
             pending, request = asked[name]
-            drawn = chance.uniform(1, 2)
-            ours._chance = SimpleNamespace(uniform=lambda low, high, drawn=drawn: drawn)
-            monkeypatch.setattr(serve_router.random, "uniform", lambda low, high, drawn=drawn: drawn)
+            part = chance.random()
+            uniform = lambda low, high, part=part: low + part * (high - low)  # noqa: E731
+            ours._chance = SimpleNamespace(uniform=uniform)
+            monkeypatch.setattr(serve_router.random, "uniform", uniform)
             assert ours._candidates(pending) == theirs.apply_multiplex_routing(request), (seed, step)
             num_compared += 1
     assert num_compared == 9000
+
+
+def test_it_waits_and_tells_as_long_as_serve(monkeypatch) -> None:
+    """A full worker is asked again by Serve's own pauses, the first one none."""
+    asked_s: list[float] = []
+    choose = multiplexed.Multiplexed._choose
+
+    def chosen(self, pending):
+        if pending.request.at_s:
+            asked_s.append(self._world.now_s)
+        return choose(self, pending)
+
+    monkeypatch.setattr(multiplexed.Multiplexed, "_choose", chosen)
+    model = SimModel("a", Components({"a": GB}), 9.0)
+    worker = SimWorker("w", "n", GB, slots=1)
+    requests = (SimRequest(0.0, "a"), SimRequest(1.0, "a"))
+    World(Scenario((model,), (worker,), requests), lambda world: multiplexed.Multiplexed(world, 1)).run(6.0)
+    router = SimpleNamespace(
+        initial_backoff_s=constants.RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S,
+        backoff_multiplier=constants.RAY_SERVE_ROUTER_RETRY_BACKOFF_MULTIPLIER,
+        max_backoff_s=constants.RAY_SERVE_ROUTER_RETRY_MAX_BACKOFF_S,
+    )
+    pauses_s = [0.0, *(serve_router.RequestRouter._compute_backoff_s(router, attempt) for attempt in range(9))]
+    assert [later - earlier for earlier, later in pairwise(asked_s[:11])] == pytest.approx(pauses_s)
+    assert multiplexed.PUSH_S == constants.PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S
 
 
 def test_the_least_recently_used_goes_by_count_and_loads_are_serial() -> None:
