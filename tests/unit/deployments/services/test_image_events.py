@@ -25,7 +25,7 @@ from deployments.engines.diffusion.rows import Work
 from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
-from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, LoraUse
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.requests import Conditioning, pack
@@ -98,9 +98,11 @@ class Client:
     """One request, and how it ends by itself: `leave_after` so many pieces its client is gone."""
 
     def __init__(self, studio: Studio, chance: random.Random, number: int) -> None:
-        self.sickness = chance.choice(SICK) if chance.random() < 0.05 else ""
+        self.sickness = chance.choice(SICK) if chance.random() < 0.08 else ""
         self._leave_after = chance.randrange(3) if chance.random() < 0.2 else 100
-        self._slow_text = chance.random() < 0.3
+        # Some texts come only later, others never.
+        self._text_pauses = chance.choices((0, 1, 10**9), (0.7, 0.28, 0.02))[0]
+        self.is_encoding = False
         self._request = ImageRequest(
             model="flux",
             prompt="x",
@@ -114,8 +116,14 @@ class Client:
         self.task = asyncio.ensure_future(self._follow(studio.images))
 
     async def _encode(self, _: Any) -> Conditioning:
-        if self._slow_text:
-            await asyncio.sleep(0)
+        self.is_encoding = True
+        try:
+            if self._text_pauses > 1:
+                await asyncio.Event().wait()
+            for _ in range(self._text_pauses):
+                await asyncio.sleep(0)
+        finally:
+            self.is_encoding = False
         if self.sickness == "text":
             raise ComputationFailed("text")
         place = ("", *SICK).index(self.sickness)
@@ -171,15 +179,19 @@ def outcome_of(client: Client) -> str:
 
 
 async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: Studio) -> None:
-    chance, ends, running = random.Random(17), Counter[str](), list[Client]()
+    chance, ends, running, leaving = random.Random(17), Counter[str](), list[Client](), list[Client]()
     await asyncio.wait_for(Client(studio, random.Random(1), 0).task, 60)  # builds the model
     for number in range(NUM_EVENTS):
         dice = chance.random()
         if dice < 0.55 or not running:
             running.append(Client(studio, chance, number))
         elif dice < 0.99:
-            running.pop(chance.randrange(len(running))).task.cancel()
-            ends["told to end"] += 1
+            chosen = chance.choice(running)
+            if not chosen.sickness or chance.random() < 0.3:  # the others are to fail
+                running.remove(chosen)
+                leaving.append(chosen)
+                chosen.task.cancel()
+                ends["told to end"] += 1
         else:
             studio.images.hand_over(["flux"])
         if chance.random() < 0.3:
@@ -188,9 +200,14 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
             await asyncio.wait([one.task for one in running], return_when=asyncio.FIRST_COMPLETED)
         ends.update(outcome_of(client) for client in running if client.task.done())
         running = [client for client in running if not client.task.done()]
+        leaving = [client for client in leaving if not client.task.done() or client.is_encoding]
+        # Whoever has ended has no slot: not even until its own steps would be done.
+        assert len(studio.engine.engine._requests) <= len(running) + len(leaving)
+    for client in running:
+        client.task.cancel()
     async with asyncio.timeout(60):
-        await asyncio.gather(*(client.task for client in running), return_exceptions=True)
-        while studio.images.num_running or studio.images._moving or studio.engine.engine.has_work:
+        await asyncio.gather(*(client.task for client in (*running, *leaving)), return_exceptions=True)
+        while any(client.is_encoding for client in (*running, *leaving)):
             await asyncio.sleep(0.001)
     assert min(ends[how] for how in ("answered", "moved", "left", "told to end", *SICK)) > 5, ends
 
@@ -200,9 +217,20 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
     assert [slot.leases for slot in studio.slots] == [0] * len(studio.slots)
     assert [slot.num_running for slot in studio.slots] == [0] * len(studio.slots)
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
-    del running
+    del running, leaving, client, chosen
     gc.collect()
     # The engine tells the failures of its last step, whose errors know where they came from.
     assert sum(ref() is not None for ref in states) <= max(1, len(engine.failures))
     assert studio.cache.evict("flux") == []
     assert not +studio.cache._provider.leases  # type: ignore[attr-defined]
+
+
+async def test_a_text_that_is_encoded_for_nothing_is_cancelled(studio: Studio) -> None:
+    client = Client(studio, random.Random(1), 0)
+    client._text_pauses = 10**9
+    client._request = client._request.model_copy(update={"lora": (LoraUse(name="nothing"),)})  # no such adapter
+    with pytest.raises(KeyError, match="nothing"):
+        await asyncio.wait_for(client.task, 60)
+    async with asyncio.timeout(60):
+        while client.is_encoding:
+            await asyncio.sleep(0.001)

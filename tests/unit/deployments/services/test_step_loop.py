@@ -648,3 +648,14 @@ async def test_a_request_that_is_refused_leaves_nothing_behind() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         await texts(text, TextRequest("x", ()))
     assert await texts(text, text_request("x", 1)) == "x1 "
+
+
+def test_who_leaves_an_engine_has_no_share_of_it_any_more() -> None:
+    engine = DiffusionEngine(Pipeline(), costs_of_merging())  # type: ignore[arg-type]
+    for name, num_steps in (("left", 50), ("moved", 40), ("kept", 30)):
+        request = DiffusionRequest(name, 2, 2, num_steps, 1.0, 0)
+        engine.add_request(ConditionedRequest(request, State(name, num_steps)))  # type: ignore[arg-type]
+    assert len(engine._order._ends) == 3
+    engine.abort("left")
+    assert engine.hand_over("moved") is not None
+    assert engine._order._ends == [engine._requests["kept"].fair_end]
