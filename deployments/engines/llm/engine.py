@@ -87,18 +87,11 @@ class LLMEngine:
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
         """
-        if max_num_seqs < 1 or max_num_batched_tokens < 1:
-            raise EngineError(
-                f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens is {max_num_batched_tokens}; "
-                "expected at least 1"
-            )
+        _check_sizes(max_num_seqs, max_num_batched_tokens)
         config = load_config(folder)
         model = create_model(config, tensors, torch.device(device), arithmetic=arithmetic)
-        if is_deterministic and decode_threads != prefill_threads and model.pads_rows:
-            raise EngineError(
-                f"{decode_threads} threads decode and {prefill_threads} compute prompts; expected as many where "
-                "results are the same bit for bit: torch rounds products by the number of threads"
-            )
+        if is_deterministic and model.pads_rows:
+            _check_threads(decode_threads, prefill_threads)
         plan = plan_cache(
             model.spec,
             model.dtype,
@@ -107,16 +100,12 @@ class LLMEngine:
             max_model_len=max_model_len,
             kv_dtype=kv_dtype,
         )
-        self.tokenizer = load_tokenizer(folder)
-        self.max_model_len = plan.max_model_len
-        self.generation_defaults = load_generation_defaults(folder)
-        self.failures: dict[str, Exception] = {}
-        self.embedding_rules = load_embedding_rules(folder, config)
-        self._vocab_size = model.spec.vocab_size
-        self._eos_token_ids = load_eos_token_ids(folder, config)
+        self.max_model_len, self.embedding_rules = plan.max_model_len, load_embedding_rules(folder, config)
+        self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
+        self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
-        self._blocks = BlockPool(plan.num_blocks)
         self._pace, self._clock = PrefillPace(max_decode_delay, max_prefill_beside_decode), clock
+        self._blocks = BlockPool(plan.num_blocks)
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=max_num_seqs,
@@ -124,12 +113,12 @@ class LLMEngine:
             pace=self._pace,
             shares_completions=not is_deterministic,
         )
-        self._runner = ModelRunner(model, plan.num_blocks, kv_dtype)
-        self._loras = DecoderLoras(model)
-        self._requests: dict[str, list[Completion]] = {}
+        self._runner, self._loras = ModelRunner(model, plan.num_blocks, kv_dtype), DecoderLoras(model)
         self._memory = MemoryLimits()
-        self._forsaken: set[str] = set()
         self._decode_threads, self._prefill_threads = decode_threads, prefill_threads
+        self._requests: dict[str, list[Completion]] = {}
+        self._forsaken: set[str] = set()
+        self.failures: dict[str, Exception] = {}
 
     @property
     def has_work(self) -> bool:
@@ -344,6 +333,22 @@ class LLMEngine:
         reason = self.failures[request_id]
         self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+def _check_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    if max_num_seqs < 1 or max_num_batched_tokens < 1:
+        raise EngineError(
+            f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens is {max_num_batched_tokens}; "
+            "expected at least 1"
+        )
+
+
+def _check_threads(decode_threads: int | None, prefill_threads: int | None) -> None:
+    if decode_threads != prefill_threads:
+        raise EngineError(
+            f"{decode_threads} threads decode and {prefill_threads} compute prompts; expected as many where "
+            "results are the same bit for bit: torch rounds products by the number of threads"
+        )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "blocks.h"
 
@@ -90,20 +91,23 @@ inline void prepare_group(const void* x, int element, int64_t i, int64_t end, in
     int8_t* q = to.q + row * to.stride + 32 * group;
     const int64_t at = row * to.stride / 32 + group;
     const __m512 low = load_sixteen(x, element, i, end), high = load_sixteen(x, element, i + 16, end);
-    const __m512 zero = _mm512_setzero_ps();
-    const float most = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(low), _mm512_abs_ps(high)));
-    // Infinities and NaNs stay visible: the scale becomes NaN.
-    const float poison = _mm512_reduce_add_ps(_mm512_fmadd_ps(low, zero, _mm512_mul_ps(high, zero)));
-    const __m512 inverse = _mm512_set1_ps(most > 0 ? 127 / most : 0);
-    const auto steps = [&](__m512 part) {
-        return poison == 0 ? _mm512_cvtps_epi32(_mm512_mul_ps(part, inverse)) : _mm512_setzero_si512();
-    };
-    const __m512i wide[2] = {steps(low), steps(high)};
+    // Sizes are compared as integers: infinities and NaNs are the largest. They stay visible, since the scale becomes NaN.
+    const __m512i sizes[2] = {_mm512_castps_si512(_mm512_abs_ps(low)), _mm512_castps_si512(_mm512_abs_ps(high))};
+    const uint32_t most_bits = _mm512_reduce_max_epu32(_mm512_max_epu32(sizes[0], sizes[1]));
+    const bool is_finite = most_bits < 0x7f800000u;
+    float most;
+    std::memcpy(&most, &most_bits, 4);
+    const __m512 inverse = _mm512_set1_ps(most > 0 && is_finite ? 127 / most : 0);
+    const __m512 parts[2] = {low, high};
     for (int j = 0; j < 2; ++j) {
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), _mm512_cvtsepi32_epi8(wide[j]));
-        to.half_starts[2 * at + j] = -_mm512_reduce_add_epi32(wide[j]);
+        const __m512i wide = is_finite ? _mm512_cvtps_epi32(_mm512_mul_ps(parts[j], inverse)) : _mm512_setzero_si512();
+        const __m128i steps = _mm512_cvtsepi32_epi8(wide);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), steps);
+        // The sum of eight bytes in each half, as if they had no sign: 128 more each.
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(steps, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        to.half_starts[2 * at + j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
     }
-    to.scale[at] = most / 127 + poison;
+    to.scale[at] = is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
     to.starts[at] = to.half_starts[2 * at] + to.half_starts[2 * at + 1];
     to.sum[at] = to.scale[at] * static_cast<float>(-to.starts[at]);
 }

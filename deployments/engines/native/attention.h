@@ -189,21 +189,36 @@ inline void load_keys(const CacheShape& cache, const Slots& slots, const Span& s
     }
 }
 
+// One number of 16 lanes, halves first: the order that a sum has on every processor.
+template <class Operation>
+inline float fold(float (&lanes)[16], const Operation& operation) {
+    for (int half = 8; half; half /= 2)
+        for (int j = 0; j < half; ++j) lanes[j] = operation(lanes[j], lanes[j + half]);
+    return lanes[0];
+}
+
 // One query's scores of kKeys keys, of which it sees `count`, become shares beside the greatest score so far.
 inline void soften(float* scores, int64_t count, float& most, float& total, float* sums, int64_t size) {
     for (int64_t t = count; t < kKeys; ++t) scores[t] = -std::numeric_limits<float>::infinity();
-    float top = most, sum = 0;
-#pragma omp simd reduction(max : top)
-    for (int64_t t = 0; t < kKeys; ++t) top = std::max(top, scores[t]);
+    const auto greater = [](float a, float b) { return a > b ? a : b; };
+    float lanes[16];
+    std::memcpy(lanes, scores, sizeof lanes);
+    for (int64_t t = 16; t < kKeys; t += 16)
+        for (int j = 0; j < 16; ++j) lanes[j] = greater(lanes[j], scores[t + j]);
+    const float top = greater(fold(lanes, greater), most);
     if (top > most) {
         const float factor = exponential(most - top);
         total *= factor;
         for (int64_t i = 0; i < size; ++i) sums[i] *= factor;
         most = top;
     }
-#pragma omp simd reduction(+ : sum)
-    for (int64_t t = 0; t < kKeys; ++t) sum += scores[t] = exponential(scores[t] - top);
-    total += sum;
+    std::memset(lanes, 0, sizeof lanes);
+    for (int64_t t = 0; t < kKeys; t += 16)
+        for (int j = 0; j < 16; ++j) {
+            scores[t + j] = exponential(scores[t + j] - top);
+            lanes[j] += scores[t + j];
+        }
+    total += fold(lanes, [](float a, float b) { return a + b; });
 }
 
 // The sums of shares and values of all queries of a tile, `group` for each of its tokens: own.queries, which have the

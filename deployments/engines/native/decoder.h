@@ -124,9 +124,10 @@ void apply(const Linear& linear, int64_t first, int64_t last, const Activations&
         for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
 }
 
-// Calls `work` with a linear layer's place in `linears`, a piece of its rows, and where the thread's next piece lies.
+// Calls `work` with a linear layer's place in `linears`, a piece of its rows, and where the thread's next piece lies. After
+// the last pieces come the first ones of `after`, the next product: it would begin with memory that nobody fetched.
 template <int N, class Work>
-void share_products(Team& team, const Linear* const (&linears)[N], const Work& work) {
+void share_products(Team& team, const Linear* const (&linears)[N], const Linear& after, const Work& work) {
     int64_t ends[N], count = 0;
     for (int i = 0; i < N; ++i) ends[i] = count += (linears[i]->weight.rows + kPiece - 1) / kPiece;
     const auto place = [&](int64_t piece, int& i) {
@@ -135,9 +136,10 @@ void share_products(Team& team, const Linear* const (&linears)[N], const Work& w
     };
     team.share(count, [&](int64_t piece, int64_t next) {
         int i = 0, j = 0;
-        const int64_t first = place(piece, i), then = place(std::min(next, count - 1), j);
-        const Matrix &weight = linears[i]->weight, &after = linears[j]->weight;
-        work(i, first, std::min(first + kPiece, weight.rows), after.data + then * after.row_bytes);
+        const int64_t first = place(piece, i);
+        const int64_t then = next < count ? place(next, j) : std::min((next - count) * kPiece, after.weight.rows);
+        const Matrix &weight = linears[i]->weight, &ahead = next < count ? linears[j]->weight : after.weight;
+        work(i, first, std::min(first + kPiece, weight.rows), ahead.data + then * ahead.row_bytes);
     });
 }
 
@@ -161,7 +163,7 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
     normalize_rows(team, d, layer.attention_norm, step, b.of_hidden, own);
     const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
     float* const outputs[] = {b.q, b.k, b.v};
-    share_products(team, inputs, [&](int i, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, inputs, layer.output, [&](int i, int64_t first, int64_t last, const uint8_t* next) {
         apply(*inputs[i], first, last, b.of_hidden, step.num_rows, own.columns[0], own, next);
         const int64_t stride = inputs[i]->weight.rows;
         for (int64_t row = 0; row < step.num_rows; ++row)
@@ -201,9 +203,10 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
 }
 
 // x += W input, by pieces.
-void add_product(Team& team, const Linear& linear, const Activations& input, const Step& step, const Own& own) {
+void add_product(Team& team, const Linear& linear, const Linear& after, const Activations& input, const Step& step,
+                 const Own& own) {
     const Linear* const one[] = {&linear};
-    share_products(team, one, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, one, after, [&](int, int64_t first, int64_t last, const uint8_t* next) {
         apply(linear, first, last, input, step.num_rows, own.columns[0], own, next);
         for (int64_t row = 0; row < step.num_rows; ++row)
             for (int64_t i = first; i < last; ++i)
@@ -215,7 +218,7 @@ void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step,
     static_assert(kPiece == 32, "a piece of columns is a group of activations");
     normalize_rows(team, d, layer.mlp_norm, step, b.of_hidden, own);
     const Linear* const gate[] = {&layer.gate};
-    share_products(team, gate, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, gate, layer.down, [&](int, int64_t first, int64_t last, const uint8_t* next) {
         const Matrix& up = layer.up.weight;
         float *gates = own.columns[0], *ups = own.columns[1];
         apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, up.data + first * up.row_bytes);
@@ -265,9 +268,10 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
         for (int64_t i = step.first_layer; !failed && i < step.last_layer; ++i) {
             const Layer& layer = d.layers[i];
             run_attention(*team, d, layer, step, tiles, buffers, own);
-            add_product(*team, layer.output, buffers.of_attended, step, own);
+            add_product(*team, layer.output, layer.gate, buffers.of_attended, step, own);
             run_mlp(*team, d, layer, step, buffers, own);
-            add_product(*team, layer.down, buffers.of_intermediate, step, own);
+            const Linear& after = i + 1 < step.last_layer ? d.layers[i + 1].q : layer.down;
+            add_product(*team, layer.down, after, buffers.of_intermediate, step, own);
         }
     }
     return failed;
