@@ -304,8 +304,8 @@ def formatted(rows: Sequence[dict[str, Any]], output: Output) -> str:
         return "\n".join(json.dumps(row) for row in rows)
     if output == "csv":
         text = io.StringIO()
-        writer = csv.DictWriter(text, _FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore")
-        writer.writeheader()
+        writer = csv.DictWriter(text, _FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore", lineterminator="\n")
+        text.write(",".join(_FIELDS) + "\n")  # llama-bench quotes values alone
         writer.writerows(rows)
         return text.getvalue().rstrip()
     lines = [

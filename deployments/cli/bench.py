@@ -203,6 +203,9 @@ def bench_llm(
     decodes: Annotated[
         bool, typer.Option("--decode", help="Ours without scheduler and sampler too, as llama-bench runs llama.cpp.")
     ] = False,
+    opening: Annotated[
+        bool, typer.Option("--opening", help="Seconds from opening to the first token, and memory, of ours alone.")
+    ] = False,
     rate: Annotated[float | None, typer.Option(min=0.01, help="Requests per second: the serving mode.")] = None,
     requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
     max_ttft_ms: Annotated[float, typer.Option(help="To the first token of a request that is served well.")] = 2000.0,
@@ -210,9 +213,11 @@ def bench_llm(
 ) -> None:
     """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`).
 
-    With --rate, the serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream.
+    With --rate, the serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With
+    --opening, processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
     """
     from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm, measure_serving
+    from deployments.bench.llm_opening import measure_opening
     from deployments.bench.llm_serving import Serving, formatted_figures
 
     if output not in ("md", "csv", "json", "jsonl"):
@@ -244,12 +249,15 @@ def bench_llm(
         kv_dtype,  # type: ignore[arg-type]
         decodes,
     )
-    if rate is not None:
+    if rate is not None or opening:
         if output not in ("md", "json"):
-            raise typer.BadParameter(f"{output!r}; expected md or json with --rate", param_hint="-o")
-        serving = Serving(rate, requests, n_prompt[0], n_gen[0], max_ttft_ms, max_tpot_ms)
-        with _err.status("serving"):
-            figures = measure_serving(model, settings, serving)
+            raise typer.BadParameter(f"{output!r}; expected md or json with --rate and --opening", param_hint="-o")
+        with _err.status("opening" if rate is None else "serving"):
+            if rate is None:
+                figures = [measure_opening(model, n_prompt[0], n_gen[0], threads, repetitions)]
+            else:
+                serving = Serving(rate, requests, n_prompt[0], n_gen[0], max_ttft_ms, max_tpot_ms)
+                figures = measure_serving(model, settings, serving)
         typer.echo(json.dumps(figures, indent=2) if output == "json" else formatted_figures(figures))
         return
     with _err.status("measuring"):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from pydantic import with_config
+from pydantic import BaseModel, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from deployments.ingress.catalog import ModelCard
@@ -24,6 +24,17 @@ def warnings_of_ignored(names: Iterable[str]) -> tuple[str, ...]:
     """Return the warning of unknown fields in a body: OpenAI adds some now and then, and its clients send them."""
     shown = ", ".join(repr(name[:64]) for name in sorted(set(names))[:8])
     return (f"unknown fields were ignored: {shown}",) if shown else ()
+
+
+def ignored_fields(part: BaseModel, place: str = "") -> list[str]:
+    """Return the unknown fields of a body and of all parts of it, with the names that lead to them."""
+    found = [f"{place}{name}" for name in part.model_extra or ()]
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, BaseModel):
+                found += ignored_fields(one, f"{place}{name}.")
+    return found
 
 
 def warning_header(warnings: Sequence[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import warning_header, warnings_of_ignored
+from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
 from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
 from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
@@ -37,11 +37,15 @@ from deployments.records import (
 class StreamOptions(RequestModel):
     """Options of a stream. `include_usage`: a last piece has the token counts."""
 
+    model_config = ConfigDict(extra="allow")
+
     include_usage: bool = False
 
 
 class TextPart(RequestModel):
     """A part of a message."""
+
+    model_config = ConfigDict(extra="allow")
 
     type: Literal["text"]
     text: str
@@ -108,10 +112,7 @@ class TextBody(RequestModel):
 
     def warnings(self) -> tuple[str, ...]:
         """Return what was asked for and has no effect."""
-        ignored = list(self.model_extra or ())
-        for message in getattr(self, "messages", ()):
-            ignored += [f"messages.{name}" for name in message.model_extra or ()]
-        return warnings_of_ignored(ignored)
+        return warnings_of_ignored(ignored_fields(self))
 
     @field_validator("stop")
     @classmethod
@@ -133,7 +134,7 @@ class ChatBody(TextBody):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
-    store: Literal[False] | None = None
+    store: bool | None = Field(None, description="nothing is stored")
 
     def to_record(self) -> ChatRequest:
         """Return the request as the service takes it. Raises: InvalidRequest."""

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from deployments.engines.llm.chat import FunctionName
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import warning_header, warnings_of_ignored
+from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm
 from deployments.ingress.responses import EventStream, json_response, server_timing
 from deployments.ingress.service import Service
@@ -63,11 +63,16 @@ class InputCallOutput(RequestModel):
 class FunctionTool(RequestModel):
     """A function that the model may call."""
 
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["function"]
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+_FUNCTION_FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
 
 
 class NamedFunction(RequestModel):
@@ -80,6 +85,8 @@ class NamedFunction(RequestModel):
 class TextFormat(RequestModel):
     """The form of the answer."""
 
+    model_config = ConfigDict(extra="allow")
+
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[str, Field(max_length=64)] | None = None
     description: str | None = None
@@ -89,6 +96,8 @@ class TextFormat(RequestModel):
 
 class TextSettings(RequestModel):
     """Settings of the answer's text."""
+
+    model_config = ConfigDict(extra="allow")
 
     format: TextFormat | None = None
 
@@ -131,7 +140,7 @@ class ResponsesBody(RequestModel):
                 schema = {"name": form.name or "answer", "schema": form.schema_ or {"type": "object"}}
             given["response_format"] = {"type": form.type, "json_schema": schema}
         given["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+            {"type": "function", "function": tool.model_dump(include=_FUNCTION_FIELDS, exclude_none=True)}
             for tool in self.tools or ()
         ]
         if isinstance(self.tool_choice, NamedFunction):
@@ -148,14 +157,14 @@ class ResponsesBody(RequestModel):
             asked
             | {
                 "metadata": self.metadata or {},
-                "tools": [tool.model_dump() for tool in self.tools or ()],
+                "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.tools or ()],
                 "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
             }
         )
 
     def warnings(self) -> tuple[str, ...]:
         """Return what was asked for and has no effect."""
-        return warnings_of_ignored(self.model_extra or ())
+        return warnings_of_ignored(ignored_fields(self))
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []

@@ -81,6 +81,25 @@ async def test_unknown_fields_are_ignored_with_a_warning(http: httpx.AsyncClient
         assert any("reasoning_effort" in warning for warning in answer.json()["warnings"])
 
 
+async def test_unknown_members_of_parts_are_ignored_with_a_warning(http: httpx.AsyncClient) -> None:
+    """OpenAI's clients send some of these on their own."""
+    part = {"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}
+    chat = {"messages": [{"role": "user", "content": [part]}], "store": True, "stream": True}
+    chat |= {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    streamed = await http.post(f"/v1/{CHATS}", json={**CHAT, **chat})
+    names = "'messages.content.cache_control', 'stream_options.include_obfuscation'"
+    assert (streamed.status_code, streamed.headers["X-Atelier-Warning"]) == (
+        200,
+        f"unknown fields were ignored: {names}",
+    )
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}, "defer_loading": True}
+    response = {"model": "chatty", "input": "x", "text": {"verbosity": "low"}, "tools": [tool], "tool_choice": "none"}
+    answer = await http.post("/v1/responses", json=response)
+    assert answer.status_code == 200
+    assert answer.headers["X-Atelier-Warning"].endswith("ignored: 'text.verbosity', 'tools.defer_loading'")
+    assert "defer_loading" not in str(answer.json()["tools"])
+
+
 async def test_json_schemas(client: openai.AsyncOpenAI, http: httpx.AsyncClient, replicas: Replicas) -> None:
     class Sum(BaseModel):
         total: int
