@@ -46,8 +46,9 @@ from deployments.services.text_prompts import embedding_requests, is_echoed, tex
 from deployments.tasks import outcome_of
 
 INLINE_CHARACTERS: Final = 2000  # of the texts of a request: tokenized on the event loop, within about a millisecond
-RequestT = TypeVar("RequestT", bound=TextRequestRecord | EmbeddingRequest)
-ReadT = TypeVar("ReadT")
+_TEXT_CHARACTERS: Final = 100  # what a text or a turn of a chat takes beside its characters, in characters
+_RequestT = TypeVar("_RequestT", bound=TextRequestRecord | EmbeddingRequest)
+_ReadT = TypeVar("_ReadT")
 
 
 class TextService:
@@ -137,7 +138,9 @@ class TextService:
             warnings=warnings,
         )
 
-    async def _read(self, read: Callable[[LLMEngine, RequestT], ReadT], engine: LLMEngine, request: RequestT) -> ReadT:
+    async def _read(
+        self, read: Callable[[LLMEngine, _RequestT], _ReadT], engine: LLMEngine, request: _RequestT
+    ) -> _ReadT:
         """Return what `read` makes of a request. Short texts are not worth the way to a thread and back."""
         if not self._num_reading and _is_short(request):
             return read(engine, request)
@@ -266,14 +269,15 @@ def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
 
 
 def _is_short(request: TextRequestRecord | EmbeddingRequest) -> bool:
-    """Return whether the event loop can read a request: nothing is compiled for it, and its texts are short."""
+    """Return whether the event loop can read a request: nothing is compiled for it, and its texts are few and short."""
     if isinstance(request, ChatRequest):
-        if request.tools or request.response_format is not None:
+        calls = [call for message in request.messages for call in message.tool_calls]
+        if calls or request.tools or request.response_format is not None:
             return False
         sizes = [len(message.content or "") for message in request.messages]
     else:
         sizes = [len(text) for text in (request.prompts if isinstance(request, CompletionRequest) else request.input)]
-    return sum(sizes) <= INLINE_CHARACTERS
+    return sum(sizes) + _TEXT_CHARACTERS * len(sizes) <= INLINE_CHARACTERS
 
 
 def _loras(lease: Lease, request: TextRequestRecord) -> tuple[TextLora, ...]:

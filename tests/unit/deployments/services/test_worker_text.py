@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from deployments.engines.protocol import TextDelta, TextRequest
-from deployments.records import CompletionRequest, SwitchReport
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport
 from deployments.services.step_loop import DeviceThread
-from deployments.services.text_service import INLINE_CHARACTERS, TextService
+from deployments.services.text_service import INLINE_CHARACTERS, TextService, _is_short
 from deployments.services.worker import Worker
 
 
@@ -93,3 +95,33 @@ async def test_a_prompt_that_takes_long_to_tokenize_holds_no_step_up() -> None:
     assert (await long).text == "done"
     assert (await behind).text == "done"
     assert engine.threads["encode"].rpartition("_")[0] == "tokenize"
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+def chat(*contents: str, **options: Any) -> ChatRequest:
+    messages = [{"role": "user", "content": content} for content in contents]
+    return ChatRequest.model_validate({"model": "m", "messages": messages} | options)
+
+
+@pytest.mark.parametrize(
+    ("request_", "is_short"),
+    [
+        (chat("What is 12 + 7?"), True),
+        (chat("x" * INLINE_CHARACTERS), False),
+        (chat(*["x"] * INLINE_CHARACTERS), False),  # each turn takes its time
+        (chat("x", response_format=SCHEMA), False),  # a grammar is compiled
+        (chat("x", tools=[TOOL]), False),
+        (chat("x", messages=[{"role": "assistant", "content": "", "tool_calls": [CALL]}]), False),
+        (CompletionRequest(model="m", prompt="x"), True),
+        (CompletionRequest(model="m", prompt=["x"] * INLINE_CHARACTERS), False),
+        (CompletionRequest(model="m", prompt=[[1, 2, 3]]), True),
+        (EmbeddingRequest(model="m", input=((1, 2), (3,))), True),
+        (EmbeddingRequest(model="m", input=("",) * INLINE_CHARACTERS), False),
+    ],
+)
+def test_the_event_loop_reads_what_takes_no_time(request_: Any, is_short: bool) -> None:
+    assert _is_short(request_) is is_short
