@@ -44,7 +44,7 @@ from deployments.text.requests import Conditioning, ConditioningRequest, pack, u
 from weights.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
-WithText = Callable[[], Awaitable[ConditionedRequest]]
+_WithText = Callable[[], Awaitable[ConditionedRequest]]
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
@@ -186,7 +186,7 @@ class ImageService:
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
     async def _run_whole(
-        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+        self, request: ImageRequest, manifest: Manifest, with_text: _WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request whose whole model is leased, and the switch to that."""
         async with self._lease(request, manifest)(is_denoise_component, _adapter_names(request)) as lease:
@@ -196,7 +196,7 @@ class ImageService:
                     yield output, lease.report
 
     async def _run_apart(
-        self, request: ImageRequest, manifest: Manifest, with_text: WithText
+        self, request: ImageRequest, manifest: Manifest, with_text: _WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
         lease = self._lease(request, manifest)
