@@ -46,8 +46,8 @@ from deployments.text.requests import Conditioning, ConditioningRequest, pack, u
 from weights.manifest import Manifest
 
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
-WithText = Callable[[], Awaitable[ConditionedRequest]]
-LeaseParts = Callable[..., AbstractAsyncContextManager[Lease]]  # `ModuleCache.lease` of one model
+_WithText = Callable[[], Awaitable[ConditionedRequest]]
+_LeaseParts = Callable[..., AbstractAsyncContextManager[Lease]]  # `ModuleCache.lease` of one model
 OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
@@ -203,7 +203,7 @@ class ImageService:
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
     async def _run_whole(
-        self, request: ImageRequest, lease_parts: LeaseParts, with_text: WithText
+        self, request: ImageRequest, lease_parts: _LeaseParts, with_text: _WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request whose whole model is leased, and the switch to that."""
         async with lease_parts(is_denoise_component, _adapter_names(request)) as lease:
@@ -213,7 +213,7 @@ class ImageService:
                     yield output, lease.report
 
     async def _run_apart(
-        self, request: ImageRequest, manifest: Manifest, lease_parts: LeaseParts, with_text: WithText
+        self, request: ImageRequest, manifest: Manifest, lease_parts: _LeaseParts, with_text: _WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
         stages = self._apart.stream_stages(

@@ -40,6 +40,9 @@ class ImageCodec:
         self.scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)  # pixels per latent
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
+        # Asked once: diffusers goes through all modules for either.
+        self._dtype: torch.dtype = vae.dtype
+        self._device: torch.device = vae.device
 
     @property
     def is_blank(self) -> bool:
@@ -66,7 +69,7 @@ class ImageCodec:
         memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
-        images_BCHW = images_BCHW.to(vae.device, vae.dtype)
+        images_BCHW = images_BCHW.to(self._device, self._dtype_of(vae))
         with torch.no_grad():
             found = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:], may_change)
         posterior: DiagonalGaussianDistribution = found.latent_dist
@@ -80,7 +83,7 @@ class ImageCodec:
         `may_change` is as for `encode`.
         """
         vae = self._safe_vae()
-        latents_BCHW = latents_BCHW.to(vae.device, vae.dtype)
+        latents_BCHW = latents_BCHW.to(self._device, self._dtype_of(vae))
         height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
         with torch.no_grad():
             decode = partial(vae.decode, return_dict=False)
@@ -94,7 +97,7 @@ class ImageCodec:
         self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int], may_change: bool
     ) -> Any:
         """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
-        is_large = size[0] * size[1] * _bytes_per_pixel(vae) > self._max_bytes
+        is_large = size[0] * size[1] * self._bytes_per_pixel(vae) > self._max_bytes
         try:
             with _tiling(vae, is_large):
                 return run(batch)
@@ -107,15 +110,26 @@ class ImageCodec:
             return run(batch)
 
     def _safe_vae(self) -> Any:
-        is_safe = self.vae.dtype != torch.float16 or not self.vae.config.get("force_upcast")
+        is_safe = self._dtype != torch.float16 or not self.vae.config.get("force_upcast")
         return self.vae if is_safe else self._vae_for_float32()
 
     def _vae_for_float32(self) -> Any:
-        if self.vae.dtype == torch.float32:
+        if self._dtype == torch.float32:
             return self.vae
         if self._upcast_vae is None:
             self._upcast_vae = copy.deepcopy(self.vae).to(torch.float32)
         return self._upcast_vae
+
+    def _dtype_of(self, vae: Any) -> torch.dtype:
+        return self._dtype if vae is self.vae else torch.float32
+
+    def _bytes_per_pixel(self, vae: Any) -> int:
+        """Return what the activations of a decode take at most, measured on the architecture of SDXL's VAE: 4,041 bytes
+        of 4,096 in float32 at 512x512 pixels. Its widest layers at full resolution have the second number of channels.
+        An encode takes less.
+        """
+        channels = max(vae.config.block_out_channels[:2])
+        return int(LIVE_ACTIVATIONS * channels * self._dtype_of(vae).itemsize)
 
 
 class NotingCodec(ImageCodec):
@@ -155,15 +169,6 @@ def _tiling(vae: Any, is_on: bool) -> Iterator[None]:
         yield
     finally:
         vae.use_tiling = before
-
-
-def _bytes_per_pixel(vae: Any) -> int:
-    """Return what the activations of a decode take at most, measured on the architecture of SDXL's VAE: 4,041 bytes of
-    4,096 in float32 at 512x512 pixels. Its widest layers at full resolution have the second number of channels. An
-    encode takes less.
-    """
-    channels = max(vae.config.block_out_channels[:2])
-    return int(LIVE_ACTIVATIONS * channels * vae.dtype.itemsize)
 
 
 def unit_pixels(image: npt.NDArray[np.uint8], device: torch.device) -> torch.Tensor:

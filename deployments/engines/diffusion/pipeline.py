@@ -88,6 +88,7 @@ class DenoisePipeline:
         self.model_index = read_config(folder / "model_index.json")
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
+        self._dtype: Any = self.denoiser.dtype  # asked once: diffusers goes through all modules for it
         self._codec = ImageCodec(modules["vae"], bounds.max_vae_bytes)
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
@@ -159,9 +160,7 @@ class DenoisePipeline:
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
         masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
-        branches = take_branches(
-            conditioning, widths, is_guided, self.device, self.denoiser.dtype, masks_text=masks_text
-        )
+        branches = take_branches(conditioning, widths, is_guided, self.device, self._dtype, masks_text=masks_text)
         schedule = family.schedule(request, self._solvers.config, size)
         solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
         generator = host_generator(request.seed)
@@ -171,7 +170,7 @@ class DenoisePipeline:
         runs_alone = request.deterministic and not computes_on_host(self.device)
         with _kernels(runs_alone):
             first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
-        latents = first.latents.to(self.device, self.denoiser.dtype)
+        latents = first.latents.to(self.device, self._dtype)
         cfg_scale = family.cfg_scale(request)
         return DenoiseState(
             request,

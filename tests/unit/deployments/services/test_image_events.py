@@ -132,7 +132,7 @@ class Client:
     async def _follow(self, images: ImageService) -> str:
         """Return how it ended."""
         count = 0
-        async with aclosing(images.stream(self._request, self._encode)) as pieces:
+        async with aclosing(images.stream_images(self._request, self._encode)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ImageResult):
                     return "answered"

@@ -170,7 +170,7 @@ async def test_merging_holds_up_neither_steps_nor_a_move_and_ends_before_the_lea
 
 
 async def collect(studio: Studio, request: ImageRequest) -> list[Any]:
-    async with asyncio.timeout(60), aclosing(studio.images.stream(request, studio.encode)) as pieces:
+    async with asyncio.timeout(60), aclosing(studio.images.stream_images(request, studio.encode)) as pieces:
         return [piece async for piece in pieces]
 
 

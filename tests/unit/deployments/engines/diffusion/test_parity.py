@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
+from deployments.engines.diffusion.pipeline import DenoisePipeline
 
 SOLVERS = [
     "DDIMScheduler",
@@ -84,8 +85,9 @@ def test_stable_diffusion_solvers(make_stable_diffusion_pair, make_request, solv
 
 
 def test_a_float16_vae_that_overflows_decodes_in_float32(sdxl, load_pipeline, make_request):
-    half = load_pipeline(sdxl.folder, "StableDiffusionXLPipeline", "unet", torch.float16)
-    half.denoiser = sdxl.ours.denoiser  # the UNet in float32, so that only the VAE differs
+    vae = load_pipeline(sdxl.folder, "StableDiffusionXLPipeline", "unet", torch.float16)._codec.vae
+    # The UNet in float32, so that only the VAE differs.
+    half = DenoisePipeline(sdxl.ours.family, sdxl.folder, {"unet": sdxl.ours.denoiser, "vae": vae})
     assert half._codec.vae.config.force_upcast
     request, conditioning = make_request(), sdxl.conditioning()
     ours, full = half.generate(request, conditioning), sdxl.ours.generate(request, conditioning)
