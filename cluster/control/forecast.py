@@ -41,7 +41,7 @@ class Pool:
 
 
 class Forecast:
-    """What the measured `times` of models say of the requests of a pool."""
+    """Predictions for the requests of a pool, by the measured `times` of models."""
 
     def __init__(self, times: ServiceTimes) -> None:
         self._times = times

@@ -58,7 +58,7 @@ class Form:
 
 
 class KnownForms:
-    """What requests need, by their form. `why_refused` is the queue's answer to a need, with the seconds left."""
+    """The needs of requests, by their form. `why_refused` is the queue's answer to a need, with the seconds left."""
 
     def __init__(self, why_refused: Callable[[Ask], ServiceError | None]) -> None:
         self._why_refused = why_refused
