@@ -119,6 +119,27 @@ def test_the_patience_of_a_class_is_shorter_and_its_weight_counts() -> None:
     assert only(plan_of([*asked, busy], [home])).model == "interactive"
 
 
+def test_of_those_that_are_not_due_the_weightier_class_goes_first() -> None:
+    asked = [model("batch", 1, 1.0, slo=BATCH), model("interactive", 1, 0.9, slo=INTERACTIVE)]
+    assert only(plan_of(asked, [worker("w0")])).model == "interactive"
+
+
+def test_patience_grows_with_all_that_waits_without_a_worker() -> None:
+    """Where every model is due, going by age alone takes workers from long batches until all requests are late."""
+    busy = [model(f"busy{number}", 9, 20.0) for number in range(2)]
+    homes = [worker(f"w{number}", each, running={each.id: 4}) for number, each in enumerate(busy)]
+    few, many = ([model(f"cold{number}", count, 20.0) for number in range(6)] for count in (1, 4))
+    assert plan_of([*busy, *few], homes).decisions != ()  # 6 s of work for two: 4.5 times 3 s are past
+    assert plan_of([*busy, *many], homes).decisions == ()  # 4.5 times 12 s are not
+
+
+def test_a_worker_that_drained_for_a_model_switches_although_it_is_not_due_any_more() -> None:
+    busy, other = model("busy", 10, 30.0), model("other", 1, 1.0)  # those that had waited so long have left
+    assert plan_of([busy, other], [worker("w0", busy, running={"busy": 1})]).decisions == ()
+    order = only(plan_of([busy, other], [worker("w0", busy, reserved_for="other")]))
+    assert (order.action, order.model, order.evict) == ("switch", "other", ("busy",))
+
+
 def test_a_near_deadline_makes_due() -> None:
     busy = model("busy", 2, 30.0)
     home = worker("w0", busy, running={"busy": 1})
