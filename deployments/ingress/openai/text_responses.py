@@ -72,7 +72,7 @@ class FunctionTool(RequestModel):
     strict: bool | None = None
 
 
-_FUNCTION_FIELDS: Final = frozenset({"name", "description", "parameters", "strict"})
+_FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 
 
 class NamedFunction(RequestModel):
