@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from integration.harness import Cluster
 from integration.judging import Observed, demo_module, digit_judge, judge, node_judge
+from integration.text_bodies import BODIES, essence
 from PIL import Image
 
 pytestmark = pytest.mark.long
@@ -30,7 +32,7 @@ def questions(asked: dict[str, Any]) -> dict[str, Any]:
     ink = demo.first_of_each(demo.load_split()[1], 1).ink
     digit, outline = demo.to_picture(ink[EDITED]), demo.to_picture(demo.outline(ink)[OUTLINED])
     image = asked["image"] | {"seed": 11}
-    return asked | {"image": image, "digit": file_of(digit), "outline": file_of(outline)}
+    return asked | {"image": image, "digit": file_of(digit), "outline": file_of(outline), "bodies": BODIES}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,30 @@ def test_node_chats(node: Observed) -> None:
     assert text == "19."
     assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
     assert [choice["text"][:1] for choice in node["completion"]["choices"]] != ["", ""]
+
+
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the answers that OpenAI's client for Python gets, whose options `test_openai_options.py` judges."""
+    calls = {
+        "chats": cluster.openai.chat.completions.create,
+        "completions": cluster.openai.completions.create,
+        "embeddings": partial(cluster.openai.embeddings.create, encoding_format="float"),
+    }
+    return {
+        kind: {name: essence(calls[kind](**body).to_dict()) for name, body in bodies.items()}  # type: ignore[operator]
+        for kind, bodies in BODIES.items()
+    }
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_node_passes_every_option(node: Observed, expected: dict[str, dict[str, Any]], kind: str) -> None:
+    assert {name: essence(answer) for name, answer in node[f"options.{kind}"].items()} == expected[kind]
+
+
+@pytest.mark.parametrize("kind", BODIES)
+def test_litellm_passes_every_option(litellm: Observed, expected: dict[str, dict[str, Any]], kind: str) -> None:
+    assert {name: essence(answer) for name, answer in litellm[f"options_{kind}"].items()} == expected[kind]
 
 
 def test_node_calls_tools(node: Observed) -> None:

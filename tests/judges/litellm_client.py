@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1"}  # it would ask the internet for prices
@@ -25,6 +26,8 @@ CHAT: dict[str, Any] = SERVER | {
     "messages": [{"role": "user", "content": ASKED["sum"]}],
     "temperature": 0,
 }
+# litellm knows by a model's name whether it has dimensions.
+VECTORS: dict[str, Any] = {"encoding_format": "float", "allowed_openai_params": ["dimensions"]}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 198}
 ADD = {
     "name": "add",
@@ -65,6 +68,15 @@ def tools_stream() -> dict[str, Any]:
     return {"name": call.function.name, "arguments": call.function.arguments}
 
 
+def each(kind: str, call: Callable[..., Any], provider: str = "openai") -> dict[str, Any]:
+    """Return the answers to all of the bodies of a kind, by their names."""
+    bodies: dict[str, dict[str, Any]] = ASKED["bodies"][kind]
+    answers = {}
+    for name, body in bodies.items():
+        answers[name] = call(**SERVER | body | {"model": f"{provider}/{body['model']}"}).model_dump()
+    return answers
+
+
 def embeddings() -> list[int]:
     answer = litellm.embedding(model="openai/minilm", input=ASKED["texts"], encoding_format="float", **SERVER)
     return WHERE.keep("litellm", np.array([item["embedding"] for item in answer.data], np.float32))
@@ -94,6 +106,9 @@ def observations() -> Iterator[tuple[str, Callable[[], Any]]]:
         "schema",
         lambda: litellm.completion(**CHAT, max_tokens=200, response_format=SCHEMA).choices[0].message.content,
     )
+    yield "options_chats", lambda: each("chats", litellm.completion)
+    yield "options_completions", lambda: each("completions", litellm.text_completion, "text-completion-openai")
+    yield "options_embeddings", lambda: each("embeddings", partial(litellm.embedding, **VECTORS))
     yield "embeddings", embeddings
     yield "image", image
     yield (

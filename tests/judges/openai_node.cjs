@@ -52,6 +52,13 @@ async function read(stream, atEach = async () => null) {
   return events;
 }
 
+// The answers to all of the bodies, by their names.
+async function each(bodies, send) {
+  const answers = {};
+  for (const [name, body] of Object.entries(bodies)) answers[name] = await send(body);
+  return answers;
+}
+
 async function refusal(call) {
   try {
     return { answered: await call() };
@@ -130,6 +137,10 @@ const observations = {
   completion: async () =>
     await client.completions.create({ model: "adder", prompt: ["3 + 4", "5 + 1"], max_tokens: 4, temperature: 0 }),
   embeddings: async () => (await client.embeddings.create({ model: "minilm", input: asked.texts })).data,
+  "options.chats": () => each(asked.bodies.chats, (body) => client.chat.completions.create(body)),
+  "options.completions": () => each(asked.bodies.completions, (body) => client.completions.create(body)),
+  "options.embeddings": () =>
+    each(asked.bodies.embeddings, (body) => client.embeddings.create({ ...body, encoding_format: "float" })),
   response: async () => await client.responses.create({ model: "adder", input: asked.sum, temperature: 0 }),
   "response.stream": async () =>
     await read(await client.responses.create({ model: "adder", input: asked.sum, temperature: 0, stream: true })),
