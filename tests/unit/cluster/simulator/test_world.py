@@ -120,6 +120,28 @@ def test_all_workers_gone_and_back() -> None:
     assert 60 < figures.ended_s < 75
 
 
+@pytest.mark.parametrize("policy", ["latency-first", "no-controller"])
+def test_a_worker_that_is_gone_for_good_is_asked_no_more(policy) -> None:
+    workers = tuple(SimWorker(f"w{n}", "n", GB) for n in range(2))
+    requests = tuple(SimRequest(float(n), "m") for n in range(30))
+    scenario = Scenario((SimModel("m", Components({"c": GB})),), workers, requests, (Fault(5.5, "worker_lost", "w0"),))
+    figures, world = simulate(scenario, policy)
+    assert figures.served == 30
+    assert {each.worker for each in world.served if each.started_s > 5.5} == {"w1"}
+
+
+def test_two_workers_of_a_node_read_a_cold_model_once() -> None:
+    workers = tuple(SimWorker(f"w{n}", "n", 10 * GB, load_bytes_per_s=1e9, attach_bytes_per_s=10e9) for n in range(2))
+    model, request = SimModel("m", Components({"c": 10 * GB})), SimRequest(20.0, "m")
+    scenario = Scenario((model,), workers, (request,), nodes_hold_all=False)
+    world = World(scenario, Controlled)
+    world.call_at(1.0, lambda: world.switch(world.workers["w0"], "m", ()))
+    world.call_at(5.0, lambda: world.switch(world.workers["w1"], "m", ()))
+    world.run(40.0)
+    ends_s = {span.worker: span.end_s for span in world.spans if span.is_switch}
+    assert (world.read_bytes, ends_s) == (10 * GB, {"w0": pytest.approx(12.0), "w1": pytest.approx(12.0)})
+
+
 def test_a_herd_on_a_cold_model_is_one_load_and_one_read() -> None:
     models = tuple(SimModel(f"m{n}", Components({f"c{n}": 10 * GB}), 0.001, 0.0) for n in range(4))
     workers = tuple(SimWorker(f"w{n}", "n", 10 * GB, 64, attach_bytes_per_s=5e9) for n in range(4))
