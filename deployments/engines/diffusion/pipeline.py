@@ -180,6 +180,8 @@ class DenoisePipeline:
             branches,
             cfg_scale,
             generator,
+            size,
+            family.batch_shape(size),
             adapters=pairs,
             merged=merged,
             first_step=first.first_step,

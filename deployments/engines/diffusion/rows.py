@@ -1,8 +1,8 @@
 """States -> rows of one forward -> guided predictions per state.
 
-Each image of each request is one row, two under classifier-free guidance. Rows of one image size and padded text
-length go through the denoiser together, whatever their step, schedule, guidance, seed or LoRAs. Those of a merged LoRA
-have forwards of their own.
+Each image of each request is one row, two under classifier-free guidance. Rows of one shape (an image's size; of Flux,
+its number of patches) and padded text length go through the denoiser together, whatever their step, schedule, guidance,
+seed or LoRAs. Those of a merged LoRA have forwards of their own.
 
 On the CPU a row's prediction is that of the row alone, bit for bit, in any company and any split
 (`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
@@ -86,17 +86,18 @@ def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
 def batch_key(part: Part) -> Hashable:
     """Return the key of a part: those with equal keys share a forward.
 
-    The size and not the latents' shape, which is the same for packed latents of 64x32 and 32x64 pixels.
+    ControlNets read images, which have one size.
     """
+    shape = image_size(part.state) if part.state.acting_controls else part.state.shape
     is_padded = part.branch.mask is not None
     length = part.branch.prompt.shape[1]
-    return image_size(part.state), length, is_padded, _control_key(part), _solitude(part.state), id(part.state.merged)
+    return shape, length, is_padded, _control_key(part), _solitude(part.state), id(part.state.merged)
 
 
 def memory_kind(part: Part) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
     lengths = part.branch.prompt.shape[1], len(part.state.acting_controls)
-    return "denoise", image_size(part.state), *lengths, *(["alone"] if part.state.runs_alone else [])
+    return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
 
 
 def _solitude(state: DenoiseState) -> Hashable:
@@ -152,6 +153,7 @@ def build_rows(group: Sequence[Part], modulation: tuple[torch.Tensor, ...]) -> R
         torch.cat(masks) if masks else None,
         tuple(_adapted_spans(group)),
         modulation,
+        tuple(state.size for state, _ in group for _ in range(len(state.latents))),
     )
 
 

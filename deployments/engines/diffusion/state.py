@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from deployments.engines.diffusion.families.base import Branch
+from deployments.engines.diffusion.families.base import Branch, ImageSize
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
@@ -35,6 +35,8 @@ class DenoiseState:
     device: reading one would make the device wait, so that is left until the images are wanted. A state with a
     `failure` takes no more steps.
 
+    `shape` is the `Family.batch_shape` of its `size`.
+
     With an image it begins at `first_step` of the solver's schedule. `kept` and `extra_channels` are those of
     `FirstLatents`.
 
@@ -53,6 +55,8 @@ class DenoiseState:
     branches: tuple[Branch, ...]
     cfg_scale: float
     generator: torch.Generator
+    size: ImageSize
+    shape: Hashable
     step_index: int = 0
     adapters: tuple[tuple[FittedPairs, float], ...] = ()
     merged: MergedLayers | None = None

@@ -7,7 +7,7 @@ noise scaled by the solver, text that is truncated at the tokenizer's own length
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -122,7 +122,8 @@ class Rows:
 
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
     False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
-    are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`).
+    are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has each row's,
+    which have one `Family.batch_shape`.
     """
 
     latents: torch.Tensor
@@ -134,6 +135,7 @@ class Rows:
     mask: torch.Tensor | None = None
     adapters: tuple[AdaptedSpan, ...] = ()
     modulation: tuple[torch.Tensor, ...] = ()
+    sizes: tuple[ImageSize, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -155,6 +157,7 @@ class Rows:
             mask,
             adapters,
             tuple(output[here] for output in self.modulation),
+            self.sizes[here],
         )
 
 
@@ -307,6 +310,10 @@ class Family(ABC):
     def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
         """Return latent images at the scale of the VAE."""
         return latents_BCHW / vae_config["scaling_factor"]
+
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
+        return size.height, size.width
 
     # The denoiser
 

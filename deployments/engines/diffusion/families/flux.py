@@ -5,7 +5,7 @@ Source: diffusers 0.42, `pipelines/flux/pipeline_flux.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
@@ -127,6 +127,10 @@ class Flux(FlowMatching):
         patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
         return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
 
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        """Return the number of patches: attention sees them as one sequence, each with its own position."""
+        return (size.latent_height // PATCH) * (size.latent_width // PATCH)
+
     def control_image(
         self,
         net: Any,
@@ -154,9 +158,12 @@ class Flux(FlowMatching):
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         import torch
 
+        from deployments.engines.nn.forwards import replaced_forwards
+
         latents = rows.latents
         timesteps = rows.timesteps.to(latents.dtype) / 1000
-        patch_ids = _patch_ids(size).to(latents.device, latents.dtype)
+        sizes = rows.sizes or (size,)
+        patch_ids = _patch_ids(sizes[0]).to(latents.device, latents.dtype)
 
         def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor] | None]:
             residuals: Sequence[Sequence[torch.Tensor] | None] = control.net(
@@ -177,26 +184,56 @@ class Flux(FlowMatching):
         if rows.mask is not None:  # of keys: text, then patches, which are all there
             patches = rows.mask.new_ones(latents.shape[:2])
             attention["attention_mask"] = torch.cat([rows.mask, patches], dim=1)[:, None, None, :]
-        noise: torch.Tensor = denoiser(
-            hidden_states=latents,
-            timestep=timesteps,
-            guidance=rows.guidance if denoiser.config.guidance_embeds else None,
-            pooled_projections=rows.pooled,
-            encoder_hidden_states=rows.prompts,
-            txt_ids=latents.new_zeros(rows.prompts.shape[1], 3),
-            img_ids=patch_ids,
-            controlnet_block_samples=blocks or None,
-            controlnet_single_block_samples=single_blocks or None,
-            controlnet_blocks_repeat=any(_reads_pixels(control.net) for control in rows.controls[:1]),
-            joint_attention_kwargs=attention or None,
-            return_dict=False,
-        )[0]
+        positions = denoiser.pos_embed
+        own = {positions: _angles_by_row(positions, sizes)} if len(set(sizes)) > 1 else {}
+        with replaced_forwards(own):
+            noise: torch.Tensor = denoiser(
+                hidden_states=latents,
+                timestep=timesteps,
+                guidance=rows.guidance if denoiser.config.guidance_embeds else None,
+                pooled_projections=rows.pooled,
+                encoder_hidden_states=rows.prompts,
+                txt_ids=latents.new_zeros(rows.prompts.shape[1], 3),
+                img_ids=patch_ids,
+                controlnet_block_samples=blocks or None,
+                controlnet_single_block_samples=single_blocks or None,
+                controlnet_blocks_repeat=any(_reads_pixels(control.net) for control in rows.controls[:1]),
+                joint_attention_kwargs=attention or None,
+                return_dict=False,
+            )[0]
         return noise
 
 
 def _reads_pixels(net: Any) -> bool:
     """Return whether a ControlNet is of XLabs' kind, which reads the image itself; InstantX's reads latents."""
     return net.input_hint_block is not None
+
+
+class _AnglesByRow:
+    """Rotary angles (B, S, D), for stock's attention, which indexes (S, D) to broadcast them over rows and heads."""
+
+    def __init__(self, angles_BSD: torch.Tensor) -> None:
+        self._angles_BSD = angles_BSD
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return self._angles_BSD[:, :, None, :]
+
+
+def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torch.Tensor], Any]:
+    """Return a forward of the denoiser's `positions` for rows of as many patches in several shapes."""
+
+    def forward(ids: torch.Tensor) -> tuple[_AnglesByRow, ...]:
+        import torch
+
+        num_patches = (sizes[0].latent_height // PATCH) * (sizes[0].latent_width // PATCH)
+        text_ids = ids[: len(ids) - num_patches]
+        found = {
+            size: type(positions).forward(positions, torch.cat([text_ids, _patch_ids(size).to(ids)]))
+            for size in dict.fromkeys(sizes)
+        }
+        return tuple(_AnglesByRow(torch.stack([found[size][part] for size in sizes])) for part in range(2))
+
+    return forward
 
 
 def _patch_ids(size: ImageSize) -> torch.Tensor:

@@ -43,6 +43,7 @@ def random_job(pair, chance, number, adapters, is_text_free):
         request_id=str(number),
         seed=chance.randrange(2**32),
         width=chance.choice([32, 32, 32, 64]),
+        height=chance.choice([32, 32, 32, 64]),
         num_images=chance.choice([1, 1, 2, 3]),
         num_inference_steps=chance.randrange(1, 6),
         guidance_scale=chance.uniform(1.5, 6.0) if is_guided else 1.0,
@@ -117,6 +118,25 @@ def test_six_lengths_of_text_share_their_forwards(flux, make_request, monkeypatc
     ]
     flux.ours.step(states)
     assert sizes == [(6, 32)]
+
+
+def test_images_of_as_many_patches_share_their_forwards(flux, make_request, monkeypatch):
+    """Upright and lying ones of Flux, each with positions of its own, two to a forward; those of stock at the end."""
+    sizes, forward = [], flux.ours._forward
+    monkeypatch.setattr(
+        flux.ours, "_forward", lambda rows, *size: sizes.append([one[:2] for one in rows.sizes]) or forward(rows, *size)
+    )
+    monkeypatch.setattr(flux.ours, "_bounds", BatchBounds(max_rows=2))
+    shapes = [(32, 64), (64, 32), (32, 64), (32, 32), (16, 128)]
+    requests = [make_request(seed=seed, height=h, width=w) for seed, (h, w) in enumerate(shapes)]
+    texts = [flux.conditioning(seed) for seed in range(len(shapes))]
+    states = [flux.ours.start(*job) for job in zip(requests, texts, strict=True)]
+    while not states[0].done:
+        flux.ours.step(states)
+    assert sizes == [[(32, 64), (64, 32)], [(32, 64), (16, 128)], [(32, 32)]] * 3
+    for state, request, text in zip(states, requests, texts, strict=True):
+        latents, _ = flux.stock_outputs(request, text)
+        assert (state.latents - latents).abs().max() <= 1e-5 * max(1.0, float(latents.abs().max()))
 
 
 def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
