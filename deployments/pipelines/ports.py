@@ -71,8 +71,12 @@ _DIFFUSION: Final = Ports(
         "width": _optional(INT),
         "height": _optional(INT),
         "max_sequence_length": _optional(INT),
+        "init_image": _optional(IMAGE),
+        "mask_image": _optional(EdgeType("UINT8", (-1, -1, -1))),
+        "strength": _optional(FLOAT, INT),
     },
     {"image": IMAGE},
+    goes_with={"mask_image": "init_image", "strength": "init_image"},
 )
 _LLM: Final = Ports(
     {

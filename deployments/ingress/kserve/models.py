@@ -38,6 +38,9 @@ _DIFFUSION: Final = Signature(
         _option("width", "INT32"),
         _option("height", "INT32"),
         _option("lora", "BYTES"),
+        TensorSpec("init_image", "UINT8", (-1, -1, -1, 3), optional=True),
+        TensorSpec("mask_image", "UINT8", (-1, -1, -1), optional=True),
+        _option("strength", "FP32"),
     ),
     outputs=(TensorSpec("images", "UINT8", (-1, -1, -1, 3)), TensorSpec("seed", "INT64", (-1,))),
 )

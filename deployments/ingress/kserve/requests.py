@@ -96,11 +96,13 @@ def _elements(value: TensorValue) -> list[Any]:
     if value.datatype == "FP32":
         # The shortest decimal that is this number, as a client of JSON would have written it: 0.7, not 0.69999998.
         return [float(str(number)) for number in value.data]
-    elements: list[Any] = value.data.tolist()
+    elements: list[Any] = value.data.tolist() if value.data.ndim == 1 else list(value.data)
     return elements
 
 
 def _parameter(spec: TensorSpec, given: TensorValue | None, parameter: Any) -> Any:
+    if spec.datatype not in _PARAMETER_TYPES:
+        raise InvalidRequest(f"{spec.name}: an input of {spec.datatype}, which no parameter can be", spec.name)
     types, wanted = _PARAMETER_TYPES[spec.datatype]
     if given is not None:
         raise InvalidRequest(f"{spec.name}: given as an input and as a parameter", spec.name)

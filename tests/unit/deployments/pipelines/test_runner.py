@@ -262,6 +262,33 @@ async def test_images_take_seeds_by_item_and_only_where_given() -> None:
         await run(pipelines, texts("text", ""))
 
 
+async def test_an_image_of_one_model_begins_another_s() -> None:
+    ask = Models()
+    pipelines = served(
+        ask,
+        stage("sketch", {"prompt": "$text", "seed": "$seed"}, model="flux"),
+        stage("painting", {"prompt": "$text", "init_image": "$sketch", "strength": 0.6}, model="flux"),
+        stage("repaired", {"prompt": "$text", "init_image": "$photo", "mask_image": "$mask"}, model="flux"),
+        inputs={"text": "text", "seed": "int", "photo": "image", "mask": "UINT8[-1,-1,-1]"},
+        image="$painting",
+        other="$repaired",
+    )
+    photos, masks = np.arange(96, dtype=np.uint8).reshape(2, 4, 4, 3), np.full((2, 4, 4), 200, np.uint8)
+    given = {
+        "seed": TensorValue("seed", "INT64", np.array([3, 5])),
+        "photo": TensorValue("photo", "UINT8", photos),
+        "mask": TensorValue("mask", "UINT8", masks),
+    }
+    await run(pipelines, texts("text", "a", "b") | given)
+    begun = [request for request in ask.asked if request.strength == 0.6]
+    assert [request.init_image.tolist() for request in begun] == [np.full((4, 4, 3), seed).tolist() for seed in (3, 5)]
+    repaired = [request for request in ask.asked if request.mask_image is not None]
+    assert [(one.prompt, one.init_image.tolist()) for one in repaired] == [
+        (text, photo.tolist()) for text, photo in zip("ab", photos, strict=True)
+    ]
+    assert all(np.array_equal(request.mask_image, masks[0]) for request in repaired)
+
+
 MIXED = [
     stage("vector", {"text": "$text"}, model="bert"),
     stage("word", {"message": "$text"}, model="adder"),

@@ -58,6 +58,27 @@ class Book:
         self.lines.append((model, total_ms))
 
 
+async def test_images_begin_at_images(inference: Inference, service: Any) -> None:
+    """One for all prompts or one for each; without a size asked for, theirs."""
+    chance = np.random.default_rng(0)
+    image = TensorValue("init_image", "UINT8", chance.integers(0, 256, (3, 8, 16, 3), np.uint8))
+    mask = TensorValue("mask_image", "UINT8", chance.integers(0, 256, (1, 8, 16), np.uint8))
+    await inference.infer(image_request(image, mask, tensor("strength", "FP32", [0.7])))
+    for asked, pixels in zip(service.requests, image.data, strict=True):
+        assert np.array_equal(asked.init_image, pixels)
+        assert np.array_equal(asked.mask_image, mask.data[0])
+        assert (asked.strength, asked.width, asked.height) == (0.7, None, None)
+    two = TensorValue("init_image", "UINT8", image.data[:2])
+    grey = TensorValue("init_image", "UINT8", image.data[..., :1])
+    for wrong, message in [
+        (image_request(two), "init_image: 2 elements for 3 prompts"),
+        (image_request(grey), r"'init_image' is UINT8 \[3, 8, 16, 1\], expected"),
+        (image_request(parameters={"init_image": "x"}), "init_image: an input of UINT8"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            await inference.infer(wrong)
+
+
 async def test_images_come_in_the_order_of_their_prompts(inference: Inference, service: Any) -> None:
     names = ["num_inference_steps", "width", "height"]
     more = [tensor("num_inference_steps", "INT32", [2, 3, 4])]
