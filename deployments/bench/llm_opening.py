@@ -51,7 +51,7 @@ def measure_opening(model: Path, n_prompt: int, n_gen: int, threads: int, repeti
     )
 
 
-def open_model(model: Path, n_prompt: int, n_gen: int) -> dict[str, float]:
+def _open_model(model: Path, n_prompt: int, n_gen: int) -> dict[str, float]:
     """Open a model in this process and answer one prompt."""
     AutoConfig.for_model("llama")  # transformers imports the half of itself at the first config
     before = _resident_bytes()
@@ -106,4 +106,4 @@ if __name__ == "__main__":
     path, *numbers = sys.argv[1:]
     prompt_tokens, generated, num_threads = map(int, numbers)
     torch.set_num_threads(num_threads)
-    sys.stdout.write(json.dumps(open_model(Path(path), prompt_tokens, generated)))
+    sys.stdout.write(json.dumps(_open_model(Path(path), prompt_tokens, generated)))

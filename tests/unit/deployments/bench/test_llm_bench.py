@@ -12,7 +12,7 @@ from fuzz.model_parsers import bpe_metadata, valid_gguf_model
 
 from deployments.bench import llm_peer
 from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
-from deployments.bench.llm_opening import open_model
+from deployments.bench.llm_opening import _open_model
 
 # `test::get_fields` of llama-bench.cpp, those that only a GPU or llama.cpp's own switches have left out.
 LLAMA_BENCH = [
@@ -86,7 +86,7 @@ def test_speeds_follow_from_the_samples(rows: list[dict[str, Any]]) -> None:
 
 
 def test_opening_counts_the_file_and_a_cache_of_one_answer(model: Path) -> None:
-    figures = open_model(model, 10, 4)
+    figures = _open_model(model, 10, 4)
     assert figures["file_mb"] == pytest.approx(model.stat().st_size / 1e6, rel=0.7)
     slots = 16 + 1  # one block of 16 tokens holds all 15, and there is a slot for padding
     assert figures["kv_mb"] == pytest.approx(2 * slots * 16 * 2 / 1e6)
