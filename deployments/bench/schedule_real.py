@@ -233,11 +233,11 @@ def _multiplexed_app(config: ClusterConfig) -> Any:
             ray_actor_options={"num_cpus": 0.5},
         )(path)
 
-    module = "deployments.bench.multiplexed_worker"
     encoder = deployment(TEXT_ENCODER, "text_encoder", 256).bind(config)
     slots, num_replicas = config.worker.max_running_images, config.worker.num_replicas
-    worker = deployment(f"{module}.MultiplexedWorker", "worker", slots, num_replicas).bind(config, encoder)
-    return deployment(f"{module}.MultiplexedIngress", "ingress", 256).bind(worker)
+    worker = deployment("deployments.bench.multiplexed_worker.MultiplexedWorker", "worker", slots, num_replicas)
+    ingress = deployment("deployments.bench.multiplexed_worker.MultiplexedIngress", "ingress", 256)
+    return ingress.bind(worker.bind(config, encoder))
 
 
 def _request(config: ClusterConfig, model: str, number: int) -> ImageRequest:
