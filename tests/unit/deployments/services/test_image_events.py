@@ -115,6 +115,10 @@ class Client:
         )
         self.task = asyncio.ensure_future(self._follow(studio.images))
 
+    @property
+    def ends_by_itself(self) -> bool:
+        return self._text_pauses <= 1
+
     async def _encode(self, _: Any) -> Conditioning:
         self.is_encoding = True
         try:
@@ -196,8 +200,9 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
             studio.images.hand_over(["flux"])
         if chance.random() < 0.3:
             await asyncio.sleep(0)
-        if running and chance.random() < 0.02:  # else all come before the first step, on some machines
-            await asyncio.wait([one.task for one in running], return_when=asyncio.FIRST_COMPLETED)
+        ending = [client.task for client in running if client.ends_by_itself]
+        if ending and chance.random() < 0.02:  # else all come before the first step, on some machines
+            await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
         ends.update(outcome_of(client) for client in running if client.task.done())
         running = [client for client in running if not client.task.done()]
         leaving = [client for client in leaving if not client.task.done() or client.is_encoding]
@@ -212,15 +217,22 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
     assert min(ends[how] for how in ("answered", "moved", "left", "told to end", *SICK)) > 5, ends
 
     loop, engine = studio.engine.loop, studio.engine.engine
-    assert (len(engine._requests), len(loop._queues), loop._num_joining) == (0, 0, 0)
+    assert (len(engine._requests), len(loop._callers), len(loop._joining)) == (0, 0, 0)
     assert not studio.images._hand_overs
     assert [slot.leases for slot in studio.slots] == [0] * len(studio.slots)
     assert [slot.num_running for slot in studio.slots] == [0] * len(studio.slots)
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
-    del running, leaving, client, chosen
-    gc.collect()
-    # The engine tells the failures of its last step, whose errors know where they came from.
-    assert sum(ref() is not None for ref in states) <= max(1, len(engine.failures))
+    del running, leaving, client, chosen, ending
+
+    def num_left() -> int:
+        gc.collect()
+        return sum(ref() is not None for ref in states)
+
+    # The engine tells the failures of its last step, whose errors know where they came from. Its thread may still be
+    # on the way out of that.
+    async with asyncio.timeout(60):
+        while num_left() > max(1, len(engine.failures)):
+            await asyncio.sleep(0.001)
     assert studio.cache.evict("flux") == []
     assert not +studio.cache._provider.leases  # type: ignore[attr-defined]
 
