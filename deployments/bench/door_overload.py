@@ -245,9 +245,17 @@ def _wait_until_quiet(url: str) -> dict[str, Any]:
 
 
 def _busy(client: httpx.Client) -> dict[str, int]:
-    """Return sums over the workers: requests that denoise, that wait for room, and bytes that requests lease."""
-    workers = client.get("/admin/cluster").raise_for_status().json()["workers"]
-    return {name: sum(worker[name] for worker in workers) for name in ("denoising", "num_waiting", "leased_bytes")}
+    """Return sums over the workers: requests that denoise, that wait for room, and bytes that requests lease.
+
+    A cluster that does not tell is busy: it counts as one of each.
+    """
+    figures = "denoising", "num_waiting", "leased_bytes"
+    answer = client.get("/admin/cluster")
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        say(f"no answer yet: {answer.text}")
+        return dict.fromkeys(figures, 1)
+    workers = answer.raise_for_status().json()["workers"]
+    return {name: sum(worker[name] for worker in workers) for name in figures}
 
 
 def _ingress_processes() -> list[psutil.Process]:
