@@ -12,14 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from cluster.actor_names import admission_name
@@ -29,12 +26,13 @@ from cluster.control.ended_requests import EndedRequests
 from cluster.control.lanes import Ask
 from cluster.controller.actor import connect_controller
 from cluster.controller.link import ControllerLink, link_queue
+from cluster.processes import ProcessMark, is_alive
 from cluster.ray_calls import call_actor, connect_actor
 from cluster.registry.actor import WeightRegistry, connect_registry
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
 
-__all__ = ["SharedQueue", "connect_shared_queue", "own_process"]
+__all__ = ["SharedQueue", "connect_shared_queue"]
 
 SILENT_S: Final = 1.5
 TICK_S: Final = 0.125
@@ -97,7 +95,7 @@ class _Session:
     number: int
     lists: dict[str, frozenset[str]]
     tickets: set[int]
-    process: str
+    process: ProcessMark
     num_ticks: int = 0  # since the last heartbeat
     events: list[Started | Refused] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,11 +133,11 @@ class SharedQueue:
             self._link.start()
 
     async def join(
-        self, ingress: str, number: int, held: Sequence[Held], lists: Mapping[str, frozenset[str]], process: str
+        self, ingress: str, number: int, held: Sequence[Held], lists: Mapping[str, frozenset[str]], process: ProcessMark
     ) -> News | None:
         """Begin the ingress's session of this number: it has these requests, and no others that were let in.
 
-        `process` is its `own_process`. None: there is a later session.
+        `process` is the ingress's. None: there is a later session.
         """
         before = self._sessions.get(ingress)
         if before and before.number > number:
@@ -262,31 +260,9 @@ class SharedQueue:
                     self._list_replicas()
 
 
-def own_process() -> str:
-    """Return what tells this process from all others of this machine, and from those of other machines."""
-    own = os.getpid()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if sys.platform == "linux" else ""
-    return " ".join((boot, _process_names(), str(own), _start_of(own)))
-
-
-def _is_running(process: str) -> bool:
-    """Return whether a process, as `own_process` told of it, is seen to run on this machine."""
-    *machine, number, start = process.split(" ") if process else ("", "")
-    return bool(start) and own_process().split(" ")[:2] == machine and _start_of(int(number)) == start
-
-
-def _process_names() -> str:
-    """Return the name space of process ids, which containers of one machine have of their own."""
-    return os.readlink("/proc/self/ns/pid") if sys.platform == "linux" else ""
-
-
-def _start_of(process: int) -> str:
-    """Return when a process began, in the kernel's ticks; "" when it has ended, or none can be seen."""
-    try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else fields[19]  # proc_pid_stat(5): 3 is the state, 22 the start
+def _is_running(mark: ProcessMark) -> bool:
+    process = mark.seen()
+    return process is not None and is_alive(process)
 
 
 async def _settings_of_registry(config: ClusterConfig) -> AdmissionConfig | None:

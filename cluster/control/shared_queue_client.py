@@ -33,9 +33,9 @@ from cluster.control.shared_queue import (
     News,
     Returned,
     SharedQueue,
-    own_process,
 )
 from cluster.errors import ClusterError
+from cluster.processes import ProcessMark
 from cluster.ray_calls import call_actor
 from configs.admission import AdmissionConfig
 
@@ -70,7 +70,7 @@ class _Request:
 class SharedQueueClient:
     """The queue of one event loop. `connect` returns a handle of the actor, and may block; `config` holds until then.
 
-    Times that callers give are seconds from now. `process` is what tells the actor that this one runs: `own_process`.
+    Times that callers give are seconds from now. `process` tells the actor that this one runs.
     """
 
     def __init__(
@@ -78,12 +78,12 @@ class SharedQueueClient:
         connect: Callable[[], Any],
         config: AdmissionConfig,
         clock: Callable[[], float] = time.monotonic,
-        process: str | None = None,
+        process: ProcessMark | None = None,
     ) -> None:
         self._connect = connect
         self._config = config
         self._clock = clock
-        self._process = own_process() if process is None else process
+        self._process = process or ProcessMark.this()
         self._actor: Any = None
         self._name = uuid.uuid4().hex
         self._tickets = itertools.count(secrets.randbits(_TICKET_BITS) << _TICKET_BITS)  # none in two ingresses

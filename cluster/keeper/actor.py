@@ -22,7 +22,7 @@ from cluster.keeper.adoption import ADOPTION_S, Adoption
 from cluster.keeper.audit import AUDIT_BYTES_PER_S, Audit, DamageLog
 from cluster.keeper.extent_loading import ExtentLoader, LoadClock
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
-from cluster.keeper.holder_watch import HolderProcess, HolderWatch
+from cluster.keeper.holder_watch import HolderWatch
 from cluster.keeper.object_store import (
     MAX_SHARE,
     ObjectStore,
@@ -43,6 +43,7 @@ from cluster.keeper.records import (
 )
 from cluster.keeper.store_writing import Store, StoreWriter
 from cluster.peers.link import PeerLink, RegistryClient
+from cluster.processes import ProcessMark
 from cluster.telemetry import LoadMetrics
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -219,7 +220,7 @@ class NodeKeeper:
 
     @ray.method(concurrency_group="control")
     def hello(
-        self, holder: str, process: HolderProcess | None = None, uses: Mapping[str, int] = MappingProxyType({})
+        self, holder: str, process: ProcessMark | None = None, uses: Mapping[str, int] = MappingProxyType({})
     ) -> Greeting:
         """Note a replica's heartbeat; by the answer it knows a keeper that has forgotten it, and damaged copies.
 

@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import psutil
+
+from cluster.processes import ProcessMark, is_alive
 
 INTERVAL_S: Final = 1.0
 # Of one whose process cannot be seen, in a container of its own for example. All of them beat every second.
 SILENCE_S: Final = 60.0
-# Start times are computed from the time of boot, which moves a little when the clock is set.
-CLOCK_STEP_S: Final = 2.0
-
 # A round that comes later than so many intervals after the one before: this process stood still.
 MAX_PAUSE: Final = 5
 
 MAX_ENDED: Final = 10_000  # holders that are known to be dead
 
 logger = logging.getLogger("atelier.keeper")
-
-
-class HolderProcess(NamedTuple):
-    """A process id, and when that process started: ids are given again, and mean another process in a container."""
-
-    pid: int
-    started_s: float
-
-    @classmethod
-    def this(cls) -> HolderProcess:
-        return cls(os.getpid(), psutil.Process().create_time())
-
-    def seen(self) -> psutil.Process | None:
-        """Return the process; None where it cannot be seen, or is gone."""
-        try:
-            found = psutil.Process(self.pid)
-            return found if abs(found.create_time() - self.started_s) < CLOCK_STEP_S else None
-        except psutil.Error:
-            return None
 
 
 @dataclass(slots=True)
@@ -59,10 +38,7 @@ class _Heard:
     def lives(self, silent_since_s: float) -> bool:
         if self.process is None:
             return self.at_s >= silent_since_s
-        try:  # one that is not reaped yet is still there, and gives nothing back
-            return self.process.is_running() and self.process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return is_alive(self.process)  # one that is not reaped yet gives nothing back
 
 
 class HolderWatch:
@@ -90,7 +66,7 @@ class HolderWatch:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def heard(self, holder: str, process: HolderProcess | None = None) -> None:
+    def heard(self, holder: str, process: ProcessMark | None = None) -> None:
         """Note a heartbeat, of `process` if that is known. The watch's thread starts with the first."""
         with self._lock:
             known = self._heard.get(holder)

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import ray
 
-from cluster.keeper.holder_watch import HolderProcess
 from cluster.keeper.records import Acquired, Greeting, HeldOffer, Recall, RecallAnswer, copy_name
+from cluster.processes import ProcessMark
 from cluster.ray_calls import get
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -84,7 +84,7 @@ class RayExtents:
         self._answering = threading.local()
         self._given: OrderedDict[str, str] = OrderedDict()  # extent ids by copy
         self._generation = ""
-        self._process = HolderProcess.this()
+        self._process = ProcessMark.this()
         self._heart: threading.Thread | None = None
         self._ear: threading.Thread | None = None
         self._closed = threading.Event()

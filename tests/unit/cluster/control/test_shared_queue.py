@@ -12,11 +12,9 @@ import copy
 import math
 import random
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -29,8 +27,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.control.dispatcher import NotAdmitted
 from cluster.control.lanes import Ask
-from cluster.control.shared_queue import SILENT_S, SharedQueue, own_process
+from cluster.control.shared_queue import SILENT_S, SharedQueue
 from cluster.control.shared_queue_client import QueueAway, SharedQueueClient
+from cluster.processes import ProcessMark
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -38,6 +37,7 @@ REPLICAS = ("a", "b")
 SHARE = 0.25
 CAPACITY = round(len(REPLICAS) / SHARE)
 RESTART_S = 1.0
+NO_PROCESS = ProcessMark(0, 0.0)  # which nobody sees
 
 
 class TimelessLoop(asyncio.SelectorEventLoop):
@@ -152,7 +152,11 @@ class Ingress:
     """An ingress: its requests run in `running`, by replica, until they are answered or it dies."""
 
     def __init__(
-        self, actor: FakeActor, running: Counter[str], names: tuple[str, ...] = REPLICAS, process: str = ""
+        self,
+        actor: FakeActor,
+        running: Counter[str],
+        names: tuple[str, ...] = REPLICAS,
+        process: ProcessMark = NO_PROCESS,
     ) -> None:
         self.is_alive = True
         self.queue = SharedQueueClient(
@@ -332,11 +336,10 @@ def test_a_paused_ingress_is_forgotten_and_joins_anew_with_what_it_runs() -> Non
     in_no_time(scenario())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are looked at on Linux only")
 def test_an_ingress_that_stalls_keeps_its_places_for_as_long_as_its_process_is_seen_to_run() -> None:
     """On one machine, that is: elsewhere nobody can tell a process that is busy from one that is gone."""
 
-    async def scenario(process: str) -> tuple[int, int]:
+    async def scenario(process: ProcessMark) -> tuple[int, int]:
         actor, running, _ = await started(num=1)
         stalled = Ingress(actor, running, process=process)
         await asyncio.sleep(2 * SILENT_S)
@@ -354,13 +357,12 @@ def test_an_ingress_that_stalls_keeps_its_places_for_as_long_as_its_process_is_s
         return kept, (await numbers(actor))[1]
 
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as other:
-        machine, process = own_process().rsplit(" ", 2)[0], psutil.Process(other.pid)
-        fields = Path(f"/proc/{other.pid}/stat").read_text().rpartition(")")[2].split()
-        running = f"{machine} {process.pid} {fields[19]}"
+        process = psutil.Process(other.pid)
+        running = ProcessMark(process.pid, process.create_time())
         assert in_no_time(scenario(running)) == (3, 0)
-        assert in_no_time(scenario(own_process())) == (3, 0)
-        assert in_no_time(scenario(f"{machine} {process.pid} 1")) == (0, 0)  # another one, which had the number before
-        assert in_no_time(scenario(f"another-{running}")) == (0, 0)
+        assert in_no_time(scenario(ProcessMark.this())) == (3, 0)
+        earlier = running._replace(started_s=running.started_s - 100)  # had the number before
+        assert in_no_time(scenario(earlier)) == (0, 0)
         other.kill()
         while process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)

@@ -125,7 +125,7 @@ def test_of_those_that_are_not_due_the_weightier_class_goes_first() -> None:
 
 
 def test_patience_grows_with_all_that_waits_without_a_worker() -> None:
-    """Where every model is due, going by age alone takes workers from long batches until all requests are late."""
+    """Going by age alone, while every model is due, takes workers from long batches until all requests are late."""
     busy = [model(f"busy{number}", 9, 20.0) for number in range(2)]
     homes = [worker(f"w{number}", each, running={each.id: 4}) for number, each in enumerate(busy)]
     few, many = ([model(f"cold{number}", count, 20.0) for number in range(6)] for count in (1, 4))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import psutil
 import pytest
 
-from cluster.keeper.holder_watch import HolderProcess, HolderWatch
+from cluster.keeper.holder_watch import HolderWatch
+from cluster.processes import ProcessMark
 
 NEVER_S = 3600.0
 
@@ -53,8 +54,8 @@ def start() -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
         process.communicate()
 
 
-def told(process: subprocess.Popen[bytes]) -> HolderProcess:
-    return HolderProcess(process.pid, psutil.Process(process.pid).create_time())
+def told(process: subprocess.Popen[bytes]) -> ProcessMark:
+    return ProcessMark(process.pid, psutil.Process(process.pid).create_time())
 
 
 def test_who_was_killed_is_told_once_and_who_is_only_silent_is_not(
@@ -84,7 +85,7 @@ def test_the_dead_are_dead_before_their_parent_looks(
 
 
 def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: Watched) -> None:
-    mine = HolderProcess.this()
+    mine = ProcessMark.this()
     elsewhere = mine._replace(started_s=mine.started_s - 100)  # the id means another process here
     watched.watch.heard("gone", elsewhere)
     watched.watch.heard("elsewhere", elsewhere)
@@ -110,14 +111,14 @@ def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
 
 
 def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
-    mine = HolderProcess.this()
+    mine = ProcessMark.this()
     watched.watch.heard("a", mine._replace(started_s=mine.started_s + 1.0))
     assert watched.found_dead(1000.0) == []
 
 
 def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None:
     watched.watch.heard("a")
-    watched.watch.heard("a", HolderProcess.this())
+    watched.watch.heard("a", ProcessMark.this())
     watched.watch.heard("a")
     assert watched.found_dead(1000.0) == []
 

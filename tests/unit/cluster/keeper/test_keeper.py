@@ -24,11 +24,11 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_ge
 
 from cluster.keeper import holder_watch
 from cluster.keeper.actor import NodeKeeper
-from cluster.keeper.holder_watch import HolderProcess
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
 from cluster.peers.link import RegistryClient
 from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.processes import ProcessMark
 from cluster.registry.residency import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
@@ -380,8 +380,8 @@ def test_an_acquire_tells_what_it_had_loaded(keeper, extents) -> None:
 def test_leases_end_with_the_process_that_has_them(keeper, extents) -> None:
     node = keeper()
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    node.hello("dies", HolderProcess(holder.pid, psutil.Process(holder.pid).create_time()))
-    node.hello("lives", HolderProcess.this())
+    node.hello("dies", ProcessMark(holder.pid, psutil.Process(holder.pid).create_time()))
+    node.hello("lives", ProcessMark.this())
     for name in ("dies", "lives"):
         node.acquire([extents["a"]], name)
     holder.kill()
@@ -393,9 +393,9 @@ def test_replicas_count_with_their_first_sign_of_life_and_until_their_end(keeper
     node = keeper()
     assert node.stats().num_holders == 0
     holder = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    node.hello("dies", HolderProcess(holder.pid, psutil.Process(holder.pid).create_time()))
+    node.hello("dies", ProcessMark(holder.pid, psutil.Process(holder.pid).create_time()))
     for _ in range(3):
-        node.hello("lives", HolderProcess.this())
+        node.hello("lives", ProcessMark.this())
     assert node.stats().num_holders == 2
     holder.kill()
     until(lambda: node.stats().num_holders == 1)
@@ -642,7 +642,7 @@ def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, r
     node._watch.close()
     node._watch = watch
     # In a container of its own: its process cannot be seen.
-    monkeypatch.setattr(HolderProcess, "seen", lambda _: None)
+    monkeypatch.setattr(ProcessMark, "seen", lambda _: None)
     paused, other = replica(node, "paused"), replica(node, "other")
     paused.fetch([extents["a"], extents["b"]])
     paused.fetch([extents["a"]])

@@ -13,9 +13,9 @@ import ray
 from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
 
 from cluster.errors import KeeperFailed
-from cluster.keeper.holder_watch import HolderProcess
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import Acquired, Greeting, HeldOffer
+from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 
@@ -72,8 +72,8 @@ class FakeKeeper:
         self.leases.update(self.adopted[-1])
         return str(self.life)
 
-    def on_hello(self, holder: str, process: HolderProcess, uses: Mapping[str, int]) -> Greeting:
-        assert process == HolderProcess.this()
+    def on_hello(self, holder: str, process: ProcessMark, uses: Mapping[str, int]) -> Greeting:
+        assert process == ProcessMark.this()
         return Greeting(str(self.life), self.wanted_bytes)
 
 
@@ -214,7 +214,7 @@ def test_the_heart_stops_with_its_replica(keeper: FakeKeeper, monkeypatch: pytes
     beating = threading.Event()
     hello = keeper.on_hello
 
-    def heard(holder: str, process: HolderProcess, uses: Mapping[str, int]) -> Greeting:
+    def heard(holder: str, process: ProcessMark, uses: Mapping[str, int]) -> Greeting:
         beating.set()
         return hello(holder, process, uses)
 

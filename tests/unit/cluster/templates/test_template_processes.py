@@ -244,7 +244,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_copies_of_killed_templates_are_not_counted_when_they_have_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who would strike them off may be killed as well."""
+    """A template that would strike them off may be killed as well."""
     (tmp_path / "worker").touch()
     (tmp_path / "problems").touch()
     with subprocess.Popen(["/bin/true"]) as ended:

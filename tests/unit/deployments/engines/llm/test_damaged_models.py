@@ -14,7 +14,7 @@ from deployments.engines.protocol import EngineError
 from weights.errors import WeightsError
 
 pytestmark = pytest.mark.slow
-NUM_FILES = 60  # `make fuzz` tries millions
+NUM_FILES = 60  # `make fuzz` tries some hundred a second
 
 
 @pytest.fixture(scope="module")
