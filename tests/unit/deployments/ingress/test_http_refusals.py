@@ -123,7 +123,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHATS, {**CHAT, "max_completion_tokens": 0}, 400, "max_completion_tokens"),
     (CHATS, {**CHAT, "stop": ["a"] * 5}, 400, "stop"),
     (CHATS, {**CHAT, "stop": ""}, 400, "stop"),
-    (CHATS, {**CHAT, "stop": [1]}, 400, "stop"),
+    (CHATS, {**CHAT, "stop": [1]}, 400, "stop.0"),
     (CHATS, {**CHAT, "stream": "maybe"}, 400, "stream"),
     (CHATS, {**CHAT, "messages": []}, 400, "messages"),
     (CHATS, {**CHAT, "messages": "x"}, 400, "messages"),

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.prefill_pace import PrefillPace
-from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, _even_shares
+from deployments.engines.llm.scheduler import (
+    MAX_PREFILLING,
+    MIN_SHARE,
+    Scheduler,
+    Sequence,
+    SequenceStatus,
+    _even_shares,
+)
 
 
 def sequence(name: str, num_tokens: int, token: int | None = None, **options) -> Sequence:
@@ -160,6 +168,65 @@ def test_completions_share_the_prompt_and_copy_what_they_write():
     for one in (parent, *children):
         subject.finish(one)
     assert blocks.num_free == 64
+
+
+def test_the_completion_that_was_forked_is_preempted_before_the_one_it_came_from():
+    subject, _ = scheduler(num_blocks=2)
+    parent, child = sequence("p", 16, num_siblings=1), sequence("p", 16)
+    subject.add_sequence(parent)
+    (chunk,) = subject.schedule().chunks
+    subject.complete(chunk, 7)
+    subject.fork(parent, child, 8)
+    assert [chunk.sequence for chunk in subject.schedule().chunks] == [parent]  # each needs a second block
+    assert (parent.status, child.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+
+
+def test_every_seat_is_taken():
+    subject, _ = scheduler(max_num_seqs=3)
+    for name in ("a", "b", "c", "d"):
+        subject.add_sequence(sequence(name, 5))
+        step(subject)
+    assert (subject.num_running, subject.num_waiting) == (3, 1)
+
+
+def test_long_prompts_are_seated_by_a_few():
+    subject, _ = scheduler(num_blocks=1000, budget=64, max_num_seqs=20)
+    prompts = [sequence(str(number), 200) for number in range(2 * MAX_PREFILLING)]
+    for made in prompts:
+        subject.add_sequence(made)
+    step(subject)
+    assert [made.status is SequenceStatus.RUNNING for made in prompts].count(True) == MAX_PREFILLING
+
+
+def test_a_preempted_sequence_that_finds_its_blocks_again_was_not_cached_when_it_came():
+    subject, _ = scheduler(num_blocks=4)
+    old, new = sequence("old", 31), sequence("new", 32)
+    subject.add_sequence(old)
+    subject.add_sequence(new)
+    while new.status is not SequenceStatus.WAITING or not subject.num_preemptions:
+        step(subject)
+    subject.finish(old)
+    assert step(subject)[0][:2] == ("new", 32)  # behind the blocks that were still there
+    assert new.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("shares", "num_cached"), [(True, 32), (False, 16)])
+def test_a_next_turn_finds_the_completion_before_it_where_those_are_shared(shares, num_cached):
+    subject, _ = scheduler(shares_completions=shares)
+    first = sequence("first", 20)
+    subject.add_sequence(first)
+    while first.num_computed_tokens < 40:
+        step(subject)
+    subject.finish(first)
+    second = Sequence("second", [*first.token_ids, 1, 2, 3], 44)
+    subject.add_sequence(second)
+    step(subject)
+    assert second.num_cached_tokens == num_cached
+
+
+def test_a_budget_too_small_to_share_goes_to_the_first():
+    assert _even_shares([100, 100], MIN_SHARE - 1) == [MIN_SHARE - 1, 0]
+    assert _even_shares([100, 100, 100], 2 * MIN_SHARE + 1) == [MIN_SHARE + 1, MIN_SHARE, 0]
 
 
 def test_a_request_waits_until_there_are_seats_for_all_its_completions():
