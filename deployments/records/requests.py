@@ -55,12 +55,15 @@ def most_telling(errors: Sequence[Any], start: int = 0) -> Any:
         if error["type"] == "extra_forbidden":
             return error
 
-    def is_other_form(error: Any) -> bool:
-        return str(error["type"]).endswith(("_type", "_parsing", "missing"))
-
     field = errors[0]["loc"][: start + 1]
     same = [error for error in errors if error["loc"][: start + 1] == field]
-    return min(same, key=lambda error: (is_other_form(error), -len(error["loc"])))
+
+    def misfit(error: Any) -> tuple[bool, int, int]:
+        is_other_form = str(error["type"]).endswith(("_type", "_parsing", "missing"))
+        depth, around = len(error["loc"]), error["loc"][:-1]
+        return is_other_form, -depth, sum(other["loc"][:-1] == around for other in same)
+
+    return min(same, key=misfit)
 
 
 def field_path(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
