@@ -65,6 +65,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_before_it():
     subject, _ = scheduler(num_blocks=1000, budget=64)
     subject.add_sequence(sequence("long", 10_000))
     step(subject)
+    assert (subject.num_waiting, subject.num_running) == (1, 0)  # it does not decode yet
     subject.add_sequence(sequence("short", 60))
     assert step(subject) == [("long", 64, 96), ("short", 0, 32)]
     assert step(subject) == [("long", 96, 132), ("short", 32, 60)]
@@ -179,6 +180,53 @@ def test_the_completion_that_was_forked_is_preempted_before_the_one_it_came_from
     subject.fork(parent, child, 8)
     assert [chunk.sequence for chunk in subject.schedule().chunks] == [parent]  # each needs a second block
     assert (parent.status, child.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+
+
+def test_a_completion_that_was_forked_is_as_old_as_its_request():
+    subject, _ = scheduler(num_blocks=3)
+    parent, child, young = sequence("p", 16, num_siblings=1), sequence("p", 16), sequence("young", 5)
+    subject.add_sequence(parent)
+    subject.add_sequence(young)
+    for chunk in subject.schedule().chunks:
+        subject.complete(chunk, 7)
+    subject.fork(parent, child, 8)
+    assert [chunk.sequence for chunk in subject.schedule().chunks] == [parent, child]
+    assert young.status is SequenceStatus.WAITING
+
+
+def test_blocks_follow_those_that_a_sequence_has_already():
+    subject, _ = scheduler(num_blocks=12)
+    made = {name: sequence(name, tokens) for name, tokens in (("grows", 16), ("ends", 10), ("stays", 10))}
+    for one in made.values():
+        subject.add_sequence(one)
+    step(subject)
+    subject.finish(made["ends"])
+    step(subject)
+    assert made["grows"].block_table == [0, 1]  # though more are free behind those of "stays"
+
+    subject, _ = scheduler(num_blocks=12)
+    first = sequence("first", 20, 5)
+    subject.add_sequence(first)
+    subject.add_sequence(sequence("stays", 10))
+    step(subject)
+    subject.finish(first)
+    again = sequence("again", 20, 5)
+    subject.add_sequence(again)
+    step(subject)
+    assert (again.num_cached_tokens, again.block_table) == (16, [0, 1])
+
+
+def test_what_waits_or_has_ended_can_be_taken_out():
+    subject, blocks = scheduler(max_num_seqs=1)
+    first, second = sequence("first", 5), sequence("second", 5)
+    subject.add_sequence(first)
+    subject.add_sequence(second)
+    step(subject)
+    for _ in range(2):
+        subject.finish(second)
+        subject.finish(first)
+    assert step(subject) == []
+    assert (subject.num_waiting, subject.num_running, blocks.num_free) == (0, 0, 64)
 
 
 def test_every_seat_is_taken():
