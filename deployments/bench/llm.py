@@ -316,7 +316,9 @@ def formatted(rows: Sequence[dict[str, Any]], output: Output) -> str:
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
-        size, params = f"{row['model_size'] / 2**30:.2f} GiB", f"{row['model_n_params'] / 1e9:.2f} B"
+        nbytes, num_weights = row["model_size"], row["model_n_params"]
+        size = f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+        params = f"{num_weights / 1e9:.2f} B" if num_weights >= 1e9 else f"{num_weights / 1e6:.2f} M"
         speed = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
         name = Case(row["n_prompt"], row["n_gen"], row["n_depth"], row["n_parallel"]).name
         cells = (Path(row["model_filename"]).stem, size, params, row["build_commit"], row["n_threads"], name, speed)

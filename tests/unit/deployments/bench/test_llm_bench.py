@@ -95,6 +95,10 @@ def test_rows_have_llama_benchs_names_in_its_forms(rows: list[dict[str, Any]], m
             assert found[name] == str(int(row[name]) if isinstance(row[name], bool) else row[name])
     table = formatted(rows, "md").splitlines()
     assert table[0] == "| model | size | params | backend | threads | test | t/s |"
+    size, params = rows[0]["model_size"] / 2**20, rows[0]["model_n_params"] / 1e6
+    assert table[2].split(" | ")[1:4] == [f"{size:.2f} MiB", f"{params:.2f} M", "atelier"]
+    large = formatted([rows[0] | {"model_size": 3 * 2**29, "model_n_params": 1_100_000_000}], "md").splitlines()[2]
+    assert large.split(" | ")[1:3] == ["1.50 GiB", "1.10 B"]
     assert [line.split(" | ")[5] for line in table[2:]] == ["pp8", "tg4", "pp6+tg3", "tg2 @ d5 x 3"]
 
 
