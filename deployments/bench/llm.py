@@ -35,31 +35,28 @@ from weights.loading.mapped_checkpoint import mapped_tensors
 Output = Literal["md", "csv", "json", "jsonl"]
 _KV_BYTES: Final = 1 << 30
 _DECODES: Final = "atelier decode"
+_NOT_IN_CSV: Final = ("n_parallel", "n_threads_batch", "samples_ns", "samples_ts")
 _MAX_SERVED: Final = 64  # sequences at once, as in a replica
-_FIELDS: Final = (
-    "build_commit",
-    "build_number",
-    "cpu_info",
-    "gpu_info",
-    "backends",
-    "model_filename",
-    "model_type",
-    "model_size",
-    "model_n_params",
-    "n_batch",
-    "n_ubatch",
-    "n_threads",
-    "type_k",
-    "type_v",
-    "n_prompt",
-    "n_gen",
-    "n_depth",
-    "test_time",
-    "avg_ns",
-    "stddev_ns",
-    "avg_ts",
-    "stddev_ts",
-)
+# What llama-bench's switches are where there is no card. Its compare-llama-bench.py wants them all: those of today, and
+# `use_mmap`, which was `load_mode` before it had more values.
+_SWITCHES: Final = {
+    "n_gpu_layers": 0,
+    "n_cpu_moe": 0,
+    "split_mode": "none",
+    "main_gpu": 0,
+    "no_kv_offload": False,
+    "flash_attn": False,
+    "devices": "none",
+    "tensor_split": "0.00",
+    "tensor_buft_overrides": "none",
+    "load_mode": "mmap",
+    "use_mmap": True,
+    "embeddings": False,
+    "no_op_offload": 0,
+    "no_host": False,
+    "fit_target": 0,
+    "fit_min_ctx": 0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +258,7 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "build_number": 0,
         "cpu_info": _processor(),
         "gpu_info": "",
-        "backends": row.backend,
+        "backends": "CPU",
         "model_filename": str(ours.model),
         "model_type": "/".join(ours.kinds),
         "model_size": ours.nbytes,
@@ -269,8 +266,12 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "n_batch": settings.n_batch,
         "n_ubatch": settings.n_ubatch,
         "n_threads": settings.threads,
+        "cpu_mask": "0x0",
+        "cpu_strict": False,
+        "poll": 0,
         "type_k": kv_type,
         "type_v": kv_type,
+        **_SWITCHES,
         "n_prompt": row.case.n_prompt,
         "n_gen": row.case.n_gen,
         "n_depth": row.case.depth,
@@ -280,7 +281,6 @@ def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:
         "avg_ts": statistics.fmean(speeds),
         "stddev_ts": _deviation(speeds),
     }
-    assert tuple(values) == _FIELDS
     more = {"n_parallel": row.case.num_parallel, "n_threads_batch": settings.threads_batch}
     return values | more | {"samples_ns": row.samples_ns, "samples_ts": speeds}
 
@@ -304,18 +304,23 @@ def formatted(rows: Sequence[dict[str, Any]], output: Output) -> str:
         return "\n".join(json.dumps(row) for row in rows)
     if output == "csv":
         text = io.StringIO()
-        writer = csv.DictWriter(text, _FIELDS, quoting=csv.QUOTE_ALL, extrasaction="ignore", lineterminator="\n")
-        text.write(",".join(_FIELDS) + "\n")  # llama-bench quotes values alone
-        writer.writerows(rows)
+        names = [name for name in rows[0] if name not in _NOT_IN_CSV]
+        text.write(",".join(names) + "\n")  # llama-bench quotes values alone, and writes 0 and 1 for no and yes
+        writer = csv.writer(text, quoting=csv.QUOTE_ALL, lineterminator="\n")
+        for row in rows:
+            values = [row[name] for name in names]
+            writer.writerow([int(value) if isinstance(value, bool) else value for value in values])
         return text.getvalue().rstrip()
     lines = [
         "| model | size | params | backend | threads | test | t/s |",
         "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for row in rows:
-        size, params = f"{row['model_size'] / 2**30:.2f} GiB", f"{row['model_n_params'] / 1e9:.2f} B"
+        nbytes, num_weights = row["model_size"], row["model_n_params"]
+        size = f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+        params = f"{num_weights / 1e9:.2f} B" if num_weights >= 1e9 else f"{num_weights / 1e6:.2f} M"
         speed = f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"
         name = Case(row["n_prompt"], row["n_gen"], row["n_depth"], row["n_parallel"]).name
-        cells = (Path(row["model_filename"]).stem, size, params, row["backends"], row["n_threads"], name, speed)
+        cells = (Path(row["model_filename"]).stem, size, params, row["build_commit"], row["n_threads"], name, speed)
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)

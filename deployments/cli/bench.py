@@ -181,10 +181,10 @@ def bench_schedule(
 @app.command("llm")
 def bench_llm(
     model: Annotated[Path, typer.Option("-m", "--model", help="A GGUF file, or a model folder.")],
-    n_prompt: Annotated[list[int], typer.Option("-p", "--n-prompt", help="Tokens of a prompt; repeatable.")] = [512],  # noqa: B006
-    n_gen: Annotated[list[int], typer.Option("-n", "--n-gen", help="Generated tokens; repeatable.")] = [128],  # noqa: B006
+    n_prompt: Annotated[list[str], typer.Option("-p", "--n-prompt", help="Tokens of a prompt.")] = ["512"],  # noqa: B006
+    n_gen: Annotated[list[str], typer.Option("-n", "--n-gen", help="Generated tokens.")] = ["128"],  # noqa: B006
     prompt_gen: Annotated[list[str], typer.Option("-pg", help="PROMPT,GENERATED as one test; repeatable.")] = [],  # noqa: B006
-    depth: Annotated[int, typer.Option("-d", "--n-depth", min=0, help="Tokens that are in the cache before.")] = 0,
+    depth: Annotated[list[str], typer.Option("-d", "--n-depth", help="Tokens in the cache before.")] = ["0"],  # noqa: B006
     parallel: Annotated[str, typer.Option("-npl", help="Numbers of streams at once, such as 1,4,8.")] = "1",
     threads: Annotated[int, typer.Option("-t", "--threads", min=1)] = 2,
     threads_batch: Annotated[
@@ -213,8 +213,9 @@ def bench_llm(
 ) -> None:
     """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`).
 
-    With --rate, the serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With
-    --opening, processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
+    -p, -n and -d take several numbers, as 512,2048 or by being repeated: each is a test of its own. With --rate, the
+    serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With --opening,
+    processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
     """
     from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm, measure_serving
     from deployments.bench.llm_opening import measure_opening
@@ -222,17 +223,18 @@ def bench_llm(
 
     if output not in ("md", "csv", "json", "jsonl"):
         raise typer.BadParameter(f"{output!r}; expected md, csv, json or jsonl", param_hint="-o")
+    prompts, answers, depths = _sizes(n_prompt, "-p"), _sizes(n_gen, "-n"), _sizes(depth, "-d")
     pairs = []
     for text in prompt_gen:
-        first, _, second = text.partition(",")
-        if not (first.isdecimal() and second.isdecimal()):
+        pair = _sizes([text], "-pg")
+        if len(pair) != 2:
             raise typer.BadParameter(f"{text!r}; expected two numbers such as 512,128", param_hint="-pg")
-        pairs.append((int(first), int(second)))
-    streams = parallel.split(",")
-    if not all(number.isdecimal() and 1 <= int(number) <= 256 for number in streams):
+        pairs.append((pair[0], pair[1]))
+    streams = _sizes([parallel], "-npl")
+    if not all(1 <= number <= 256 for number in streams):
         raise typer.BadParameter(f"{parallel!r}; expected numbers from 1 to 256 such as 1,4,8", param_hint="-npl")
-    sizes = [*((n, 0) for n in n_prompt if n), *((0, n) for n in n_gen if n), *pairs]
-    cases = [Case(*size, depth, int(number)) for number in streams for size in sizes]
+    sizes = [*((n, 0) for n in prompts if n), *((0, n) for n in answers if n), *pairs]
+    cases = [Case(*size, before, number) for number in streams for before in depths for size in sizes]
     if not cases:
         raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
     if kv_dtype not in ("auto", "int8"):
@@ -254,12 +256,20 @@ def bench_llm(
             raise typer.BadParameter(f"{output!r}; expected md or json with --rate and --opening", param_hint="-o")
         with _err.status("opening" if rate is None else "serving"):
             if rate is None:
-                figures = [measure_opening(model, n_prompt[0], n_gen[0], threads, repetitions)]
+                figures = [measure_opening(model, prompts[0], answers[0], threads, repetitions)]
             else:
-                serving = Serving(rate, requests, n_prompt[0], n_gen[0], max_ttft_ms, max_tpot_ms)
+                serving = Serving(rate, requests, prompts[0], answers[0], max_ttft_ms, max_tpot_ms)
                 figures = measure_serving(model, settings, serving)
         typer.echo(json.dumps(figures, indent=2) if output == "json" else formatted_figures(figures))
         return
     with _err.status("measuring"):
         rows = measure_llm(model, settings, peer=peer)
     typer.echo(formatted(rows, output))  # type: ignore[arg-type]
+
+
+def _sizes(texts: list[str], option: str) -> list[int]:
+    """Return the numbers of an option, which may be repeated and may have several each time. Raises BadParameter."""
+    numbers = ",".join(texts).split(",")
+    if not all(number.isdecimal() for number in numbers):
+        raise typer.BadParameter(f"{','.join(texts)!r}; expected numbers such as 512 or 512,2048", param_hint=option)
+    return [int(number) for number in numbers]

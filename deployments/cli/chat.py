@@ -109,7 +109,8 @@ class _Conversation:
             elif command == "/system":
                 self._system = _instructions(rest)
             elif command.startswith("/"):
-                self._out.print(_HELP, markup=False, highlight=False)
+                unknown = "" if command == "/help" else f"no command {command}\n"
+                self._out.print(unknown + _HELP, markup=False, highlight=False)
             elif command:
                 self.ask(text, shows_speed=shows_speed)
         except ClientError as error:  # one bad answer does not end a conversation
@@ -162,7 +163,8 @@ class _Conversation:
             self.model = name
             self._options.pop("lora", None)  # LoRAs are for the model that they came with
         else:
-            self._out.print(f"models: {', '.join(known)}", markup=False, highlight=False)
+            unknown = f"no language model {name!r}; " if name else ""
+            self._out.print(f"{unknown}models: {', '.join(known)}", markup=False, highlight=False)
 
 
 def _instructions(text: str) -> list[dict[str, str]]:

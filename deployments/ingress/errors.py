@@ -40,6 +40,7 @@ from deployments.errors import (
     Unprocessable,
 )
 from deployments.ingress.responses import Answer, json_response
+from deployments.records.requests import field_path, most_telling
 
 _logger = logging.getLogger("atelier.ingress")
 
@@ -153,13 +154,13 @@ def error_response(error: Exception) -> Response:
 
 def _malformed(error: RequestValidationError) -> Failure:
     """Return the failure of a request that is not JSON, or not of the documented form."""
-    first = error.errors()[0]
+    first = most_telling(error.errors(), start=1)
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', first['msg'])}"
         return Failure(400, message, "invalid_request_error", "invalid_json")
     place, *path = first["loc"]
     if place == "body":
-        param = _dotted_path(error.body, tuple(path), missing=first["type"] == "missing") or None
+        param = field_path(error.body, tuple(path), missing=first["type"] == "missing") or None
     else:  # of the path, the query or a header
         param = str(path[0]) if path else None
     text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"].removeprefix("Value error, ")
@@ -167,20 +168,6 @@ def _malformed(error: RequestValidationError) -> Failure:
     shown = f", got {got!r}" if isinstance(got, str | int | float | bool) and len(repr(got)) < 80 else ""
     message = f"{param}: {text}{shown}" if param else f"{text}{shown}"
     return Failure(400, message, "invalid_request_error", "invalid_value", param)
-
-
-def _dotted_path(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
-    """Return the path of a field without the members of unions, which pydantic names by type in the location."""
-    path = []
-    for part in location:
-        if isinstance(body, dict) and (part in body or (missing and part == location[-1])):
-            body = body.get(part)
-        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
-            body = body[part]
-        else:
-            continue
-        path.append(str(part))
-    return ".".join(path)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -27,7 +27,7 @@ _NO_OPTIONS: Final = {*_TEXTS, "seed"}
 
 def mark_of_text(model: str, text: str) -> int:
     """Return a number that says what is asked, but for the seed, which may be drawn: who asks again has the same."""
-    return zlib.crc32(f"{model} {text[:_MARKED]}".encode()) or 1
+    return zlib.crc32(f"{model} {text[:_MARKED]}".encode("utf-8", "surrogatepass")) or 1
 
 
 @dataclass(frozen=True, slots=True)

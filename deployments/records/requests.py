@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,12 +36,48 @@ def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> 
     try:
         return class_.model_validate(request)
     except ValidationError as error:
-        # A misspelt field shows as unknown, and often as a missing one too: the first says more.
-        first = min(error.errors(), key=lambda detail: detail["type"] != "extra_forbidden")
-        where = ".".join(str(part) for part in first["loc"])
-        text = "unknown field" if first["type"] == "extra_forbidden" else first["msg"]
-        known = ", ".join(class_.model_fields)
-        raise InvalidRequest(f"{where or class_.__name__}: {text} (fields: {known})", where or None) from None
+        worst = most_telling(error.errors())
+        where = field_path(request, worst["loc"], missing=worst["type"] == "missing")
+        if worst["type"] == "extra_forbidden":
+            text = f"unknown field (fields: {', '.join(class_.model_fields)})"
+        else:
+            text = worst["msg"].removeprefix("Value error, ")
+        raise InvalidRequest(f"{where or class_.__name__}: {text}", where or None) from None
+
+
+def most_telling(errors: Sequence[Any], start: int = 0) -> Any:
+    """Return the one of pydantic's errors that helps most. Field names are at place `start` of its locations.
+
+    A misspelt field shows as unknown, and often as a missing one too: the first says more. A value that may have
+    several forms is wrong in each: what says more is the error in the form that fits it best.
+    """
+    for error in errors:
+        if error["type"] == "extra_forbidden":
+            return error
+
+    field = errors[0]["loc"][: start + 1]
+    same = [error for error in errors if error["loc"][: start + 1] == field]
+
+    def misfit(error: Any) -> tuple[bool, int, int]:
+        is_other_form = str(error["type"]).endswith(("_type", "_parsing", "missing"))
+        depth, around = len(error["loc"]), error["loc"][:-1]
+        return is_other_form, -depth, sum(other["loc"][:-1] == around for other in same)
+
+    return min(same, key=misfit)
+
+
+def field_path(body: Any, location: tuple[str | int, ...], *, missing: bool) -> str:
+    """Return the path of a field without the members of unions, which pydantic names by type in the location."""
+    path = []
+    for part in location:
+        if isinstance(body, Mapping) and (part in body or (missing and part == location[-1])):
+            body = body.get(part)
+        elif isinstance(body, list | tuple) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        path.append(str(part))
+    return ".".join(path)
 
 
 class ServedRequest(RequestModel):

@@ -53,9 +53,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def asked() -> dict[str, Any]:
     """Return the questions of all judges, so that answers can be compared. Only what is measured has fixed seeds."""
     rng = np.random.default_rng()
-    # The adder says 11 for these two, which its training never saw; `make quality` counts them.
-    wrong = {(0, 1), (1, 0)}
-    sums = [(first, second) for first in range(10) for second in range(10 - first) if (first, second) not in wrong]
+    sums = [(first, second) for first in range(10) for second in range(10 - first)]
     digits = [sums[index] for index in np.random.default_rng(0).choice(len(sums), 20, replace=False)]
     return {
         "sum": "What is 12 + 7?",

@@ -44,7 +44,7 @@ class GrammarCompiler:
         except RecursionError:
             raise EngineError("the schema is nested too deeply") from None
         except ValueError as error:
-            raise EngineError(f"the schema cannot be compiled: {_first_line(str(error))}") from None
+            raise EngineError(f"the schema cannot be compiled: {_reason(str(error))}") from None
         return self._compile(grammar)
 
     def compile_lark(self, grammar: str) -> Grammar:
@@ -56,7 +56,10 @@ class GrammarCompiler:
     def _compile(self, grammar: str) -> Grammar:
         matcher = LLMatcher(self._known_tokens(), grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
         if matcher.is_error():
-            raise EngineError(f"the schema cannot be compiled: {_first_line(matcher.get_error())}")
+            raise EngineError(f"the schema cannot be compiled: {_reason(matcher.get_error())}")
+        matcher.compute_bitmask()
+        if matcher.is_error():  # as of a schema that refers to nothing but itself: it compiles, and nothing can begin
+            raise EngineError(f"no document fits the schema ({_reason(matcher.get_error())})")
         return Grammar(matcher)
 
     def _known_tokens(self) -> LLTokenizer:
@@ -98,8 +101,11 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ComputationFailed(f"the grammar ends: {_first_line(self._matcher.get_error())}")
+            raise ComputationFailed(f"the grammar ends: {_reason(self._matcher.get_error())}")
 
 
-def _first_line(text: str) -> str:
-    return text.strip().split("\n", 1)[0][:400]
+def _reason(text: str) -> str:
+    """Return the first line, with the line of a regular expression's error, which follows the expression itself."""
+    first, *others = text.strip().splitlines() or [""]
+    found = [line for line in others if line.startswith("error: ")] if first.endswith(":") else []
+    return " ".join([first, *(line.removeprefix("error: ") for line in found[:1])])[:400]

@@ -38,8 +38,11 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
-    """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself."""
-    return tuple(tokenizer(text)["input_ids"])
+    """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself.
+
+    Raises EngineError for a text that is no Unicode.
+    """
+    return tuple(tokenizer(_characters(text))["input_ids"])
 
 
 def encode_chat(
@@ -51,7 +54,8 @@ def encode_chat(
     """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
 
     Raises:
-        EngineError: the tokenizer has no chat template, or the template refuses the messages or knows no tool messages.
+        EngineError: the tokenizer has no chat template, the template refuses the messages or knows no tool messages, or
+        the text is no Unicode.
     """
     template = chat_template(tokenizer, has_tools=bool(tools))
     uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
@@ -64,7 +68,18 @@ def encode_chat(
     except Exception as error:  # templates are programs of the model's author and may raise anything
         raise EngineError(f"the model's chat template refuses the messages: {error}") from error
     # The template has written the special tokens already.
-    return tuple(tokenizer(text + begun, add_special_tokens=False)["input_ids"])
+    return tuple(tokenizer(_characters(text + begun), add_special_tokens=False)["input_ids"])
+
+
+def _characters(text: str) -> str:
+    """Return the text. Raises EngineError for half of a surrogate pair, which JSON can say and no tokenizer knows."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            near = text[max(0, error.start - 20) : error.end]
+            raise EngineError(f"the text has half of a surrogate pair, which is no character, at {near!r}") from None
+    return text
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str:

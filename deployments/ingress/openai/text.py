@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, StrictInt, field_validator
 from starlette.responses import Response
 
 from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
@@ -157,7 +157,7 @@ class ChatBody(TextBody):
 class CompletionBody(TextBody):
     """OpenAI's completion request."""
 
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]] = Field(min_length=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     best_of: Count | None = None

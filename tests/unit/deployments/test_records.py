@@ -231,3 +231,14 @@ def test_images_that_are_refused(fields, where):
     with pytest.raises(InvalidRequest) as caught:
         as_record(ImageRequest, {**IMAGE, **fields})
     assert caught.value.param == where
+
+
+def test_only_an_unknown_field_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidRequest, match=r"^temprature: unknown field \(fields: n, max_tokens, temperature,"):
+        as_record(ChatRequest, {**CHAT, "temprature": 1})
+    with pytest.raises(InvalidRequest, match=r"^stop\.0: String should have at least 1 character$"):
+        as_record(ChatRequest, {**CHAT, "stop": ("",)})
+    with pytest.raises(InvalidRequest, match=r"^prompt\.1: String should have at least 1 character$"):
+        as_record(CompletionRequest, {"model": "m", "prompt": ("a", "")})
+    with pytest.raises(InvalidRequest, match=r"^messages: Field required$"):
+        as_record(ChatRequest, {"model": "m"})

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 from fuzz.model_parsers import bpe_metadata, valid_gguf_model
+from typer.testing import CliRunner
 
 from deployments.bench import llm_peer
 from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
 from deployments.bench.llm_opening import _open_model
+from deployments.cli.bench import app
 
-# `test::get_fields` of llama-bench.cpp, those that only a GPU or llama.cpp's own switches have left out.
+# `test::get_fields` of llama-bench.cpp, and `use_mmap`, which compare-llama-bench.py asks for.
 LLAMA_BENCH = [
     "build_commit",
     "build_number",
@@ -28,8 +30,27 @@ LLAMA_BENCH = [
     "n_batch",
     "n_ubatch",
     "n_threads",
+    "cpu_mask",
+    "cpu_strict",
+    "poll",
     "type_k",
     "type_v",
+    "n_gpu_layers",
+    "n_cpu_moe",
+    "split_mode",
+    "main_gpu",
+    "no_kv_offload",
+    "flash_attn",
+    "devices",
+    "tensor_split",
+    "tensor_buft_overrides",
+    "load_mode",
+    "use_mmap",
+    "embeddings",
+    "no_op_offload",
+    "no_host",
+    "fit_target",
+    "fit_min_ctx",
     "n_prompt",
     "n_gen",
     "n_depth",
@@ -70,9 +91,14 @@ def test_rows_have_llama_benchs_names_in_its_forms(rows: list[dict[str, Any]], m
     lines = formatted(rows, "csv").splitlines()
     assert lines[0] == ",".join(LLAMA_BENCH)
     for row, found in zip(rows, csv.DictReader(lines), strict=True):
-        assert found == {name: str(row[name]) for name in LLAMA_BENCH}
+        for name in LLAMA_BENCH:
+            assert found[name] == str(int(row[name]) if isinstance(row[name], bool) else row[name])
     table = formatted(rows, "md").splitlines()
     assert table[0] == "| model | size | params | backend | threads | test | t/s |"
+    size, params = rows[0]["model_size"] / 2**20, rows[0]["model_n_params"] / 1e6
+    assert table[2].split(" | ")[1:4] == [f"{size:.2f} MiB", f"{params:.2f} M", "atelier"]
+    large = formatted([rows[0] | {"model_size": 3 * 2**29, "model_n_params": 1_100_000_000}], "md").splitlines()[2]
+    assert large.split(" | ")[1:3] == ["1.50 GiB", "1.10 B"]
     assert [line.split(" | ")[5] for line in table[2:]] == ["pp8", "tg4", "pp6+tg3", "tg2 @ d5 x 3"]
 
 
@@ -98,3 +124,21 @@ def test_the_peer_of_a_file_is_llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert llm_peer.llama_cpp_python() is None
     (tmp_path / "python").touch()
     assert llm_peer.llama_cpp_python() == tmp_path / "python"
+
+
+def test_the_command_takes_numbers_as_llama_bench_does(model: Path) -> None:
+    options = ["-m", str(model), "-p", "4,6", "-n", "0", "-pg", "4,2", "-d", "0,3", "-r", "1", "-t", "1", "--no-peer"]
+    done = CliRunner().invoke(app, ["llm", *options, "-o", "jsonl"])
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    sizes = [(row["n_prompt"], row["n_gen"], row["n_depth"]) for row in rows]
+    assert sizes == [(4, 0, 0), (6, 0, 0), (4, 2, 0), (4, 0, 3), (6, 0, 3), (4, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [["-p", "many"], ["-p", "512,"], ["-d", "-1"], ["-pg", "512"], ["-npl", "0"], ["-p", "0", "-n", "0"]]
+)
+def test_the_command_refuses_what_is_no_number(model: Path, wrong: list[str]) -> None:
+    done = CliRunner().invoke(app, ["llm", "-m", str(model), *wrong])
+    assert done.exit_code == 2
+    assert wrong[0] in done.output

@@ -80,7 +80,9 @@ def test_the_model_changes_to_one_that_is_there(talk: _Conversation, server: Ser
     assert talk.take_text("one")
     assert server.bodies[0]["model"] == "larger"
     assert talk.take_text("/model flux")
-    assert "models: adder, larger" in out.getvalue()
+    assert "no language model 'flux'; models: adder, larger" in out.getvalue()
+    assert talk.take_text("/model")
+    assert out.getvalue().endswith("\nmodels: adder, larger\n")
     assert talk.model == "larger"
 
 
@@ -91,7 +93,9 @@ def test_an_error_does_not_end_a_conversation_and_is_not_remembered(
     assert "no replica" in out.getvalue()
     assert talk.history == []
     assert talk.take_text("/nonsense")
-    assert "/model NAME" in out.getvalue()
+    assert "no command /nonsense\n/model NAME" in out.getvalue()
+    assert talk.take_text("/help")
+    assert "no command /help" not in out.getvalue()
     assert talk.take_text("")  # the return key alone ends nothing, and asks nothing
     assert len(server.bodies) == 1
     assert not talk.take_text("/quit")

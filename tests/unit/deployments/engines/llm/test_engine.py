@@ -230,6 +230,15 @@ def test_chat_and_text_are_encoded_as_the_tokenizer_does(model):
         engine.encode_chat([{"role": "robot", "content": "beep"}])
 
 
+def test_half_a_surrogate_pair_is_refused_wherever_it_comes_from(model):
+    engine = model.engine()
+    message = [{"role": "user", "content": "Hi \ud83d"}]
+    for encode in (lambda: engine.encode_text("a \udc00 b"), lambda: engine.encode_chat(message)):
+        with pytest.raises(EngineError, match="half of a surrogate pair"):
+            encode()
+    assert engine.encode_text("\U0001f44d")  # a whole pair in JSON is one character here
+
+
 def test_a_tokenizer_without_template_refuses_chat(model, make_byte_tokenizer, tmp_path):
     folder = shutil.copytree(model.folder, tmp_path / "plain")
     (folder / "chat_template.jinja").unlink()

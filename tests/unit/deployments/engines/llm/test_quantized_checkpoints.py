@@ -209,6 +209,9 @@ def test_gguf_files_as_gguf_py_and_our_engine_read_them(model: Any, kind: str, t
     assert row.rms_error == pytest.approx(np.sqrt(np.mean(errors**2)) / size, rel=1e-4)
     assert row.max_error == pytest.approx(np.abs(errors).max() / size, rel=1e-4)
     assert row.bits_per_weight == {"Q8_0": 8.5, "Q4_0": 4.5}[kind]
+    written = [(int(tensor.n_bytes), int(tensor.n_elements)) for tensor in reader.tensors if "rope" not in tensor.name]
+    num_elements = sum(elements for _, elements in written)
+    assert report.bits_per_weight == pytest.approx(8 * sum(nbytes for nbytes, _ in written) / num_elements, rel=1e-3)
     stock_ids = load_tokenizer(model.folder)(TEXT)["input_ids"]
     assert load_tokenizer(tmp_path)(TEXT)["input_ids"] == stock_ids
     assert load_tokenizer(tmp_path).chat_template == load_tokenizer(model.folder).chat_template

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.prefill_pace import PrefillPace
-from deployments.engines.llm.scheduler import MIN_SHARE, Scheduler, Sequence, SequenceStatus, _even_shares
+from deployments.engines.llm.scheduler import (
+    MAX_PREFILLING,
+    MIN_SHARE,
+    Scheduler,
+    Sequence,
+    SequenceStatus,
+    _even_shares,
+)
 
 
 def sequence(name: str, num_tokens: int, token: int | None = None, **options) -> Sequence:
@@ -57,6 +65,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_before_it():
     subject, _ = scheduler(num_blocks=1000, budget=64)
     subject.add_sequence(sequence("long", 10_000))
     step(subject)
+    assert (subject.num_waiting, subject.num_running) == (1, 0)  # it does not decode yet
     subject.add_sequence(sequence("short", 60))
     assert step(subject) == [("long", 64, 96), ("short", 0, 32)]
     assert step(subject) == [("long", 96, 132), ("short", 32, 60)]
@@ -160,6 +169,112 @@ def test_completions_share_the_prompt_and_copy_what_they_write():
     for one in (parent, *children):
         subject.finish(one)
     assert blocks.num_free == 64
+
+
+def test_the_completion_that_was_forked_is_preempted_before_the_one_it_came_from():
+    subject, _ = scheduler(num_blocks=2)
+    parent, child = sequence("p", 16, num_siblings=1), sequence("p", 16)
+    subject.add_sequence(parent)
+    (chunk,) = subject.schedule().chunks
+    subject.complete(chunk, 7)
+    subject.fork(parent, child, 8)
+    assert [chunk.sequence for chunk in subject.schedule().chunks] == [parent]  # each needs a second block
+    assert (parent.status, child.status) == (SequenceStatus.RUNNING, SequenceStatus.WAITING)
+
+
+def test_a_completion_that_was_forked_is_as_old_as_its_request():
+    subject, _ = scheduler(num_blocks=3)
+    parent, child, young = sequence("p", 16, num_siblings=1), sequence("p", 16), sequence("young", 5)
+    subject.add_sequence(parent)
+    subject.add_sequence(young)
+    for chunk in subject.schedule().chunks:
+        subject.complete(chunk, 7)
+    subject.fork(parent, child, 8)
+    assert [chunk.sequence for chunk in subject.schedule().chunks] == [parent, child]
+    assert young.status is SequenceStatus.WAITING
+
+
+def test_blocks_follow_those_that_a_sequence_has_already():
+    subject, _ = scheduler(num_blocks=12)
+    made = {name: sequence(name, tokens) for name, tokens in (("grows", 16), ("ends", 10), ("stays", 10))}
+    for one in made.values():
+        subject.add_sequence(one)
+    step(subject)
+    subject.finish(made["ends"])
+    step(subject)
+    assert made["grows"].block_table == [0, 1]  # though more are free behind those of "stays"
+
+    subject, _ = scheduler(num_blocks=12)
+    first = sequence("first", 20, 5)
+    subject.add_sequence(first)
+    subject.add_sequence(sequence("stays", 10))
+    step(subject)
+    subject.finish(first)
+    again = sequence("again", 20, 5)
+    subject.add_sequence(again)
+    step(subject)
+    assert (again.num_cached_tokens, again.block_table) == (16, [0, 1])
+
+
+def test_what_waits_or_has_ended_can_be_taken_out():
+    subject, blocks = scheduler(max_num_seqs=1)
+    first, second = sequence("first", 5), sequence("second", 5)
+    subject.add_sequence(first)
+    subject.add_sequence(second)
+    step(subject)
+    for _ in range(2):
+        subject.finish(second)
+        subject.finish(first)
+    assert step(subject) == []
+    assert (subject.num_waiting, subject.num_running, blocks.num_free) == (0, 0, 64)
+
+
+def test_every_seat_is_taken():
+    subject, _ = scheduler(max_num_seqs=3)
+    for name in ("a", "b", "c", "d"):
+        subject.add_sequence(sequence(name, 5))
+        step(subject)
+    assert (subject.num_running, subject.num_waiting) == (3, 1)
+
+
+def test_long_prompts_are_seated_by_a_few():
+    subject, _ = scheduler(num_blocks=1000, budget=64, max_num_seqs=20)
+    prompts = [sequence(str(number), 200) for number in range(2 * MAX_PREFILLING)]
+    for made in prompts:
+        subject.add_sequence(made)
+    step(subject)
+    assert [made.status is SequenceStatus.RUNNING for made in prompts].count(True) == MAX_PREFILLING
+
+
+def test_a_preempted_sequence_that_finds_its_blocks_again_was_not_cached_when_it_came():
+    subject, _ = scheduler(num_blocks=4)
+    old, new = sequence("old", 31), sequence("new", 32)
+    subject.add_sequence(old)
+    subject.add_sequence(new)
+    while new.status is not SequenceStatus.WAITING or not subject.num_preemptions:
+        step(subject)
+    subject.finish(old)
+    assert step(subject)[0][:2] == ("new", 32)  # behind the blocks that were still there
+    assert new.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize(("shares", "num_cached"), [(True, 32), (False, 16)])
+def test_a_next_turn_finds_the_completion_before_it_where_those_are_shared(shares, num_cached):
+    subject, _ = scheduler(shares_completions=shares)
+    first = sequence("first", 20)
+    subject.add_sequence(first)
+    while first.num_computed_tokens < 40:
+        step(subject)
+    subject.finish(first)
+    second = Sequence("second", [*first.token_ids, 1, 2, 3], 44)
+    subject.add_sequence(second)
+    step(subject)
+    assert second.num_cached_tokens == num_cached
+
+
+def test_a_budget_too_small_to_share_goes_to_the_first():
+    assert _even_shares([100, 100], MIN_SHARE - 1) == [MIN_SHARE - 1, 0]
+    assert _even_shares([100, 100, 100], 2 * MIN_SHARE + 1) == [MIN_SHARE + 1, MIN_SHARE, 0]
 
 
 def test_a_request_waits_until_there_are_seats_for_all_its_completions():

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
-from deployments.engines.llm.chat import CalledTool, whole_calls
-from deployments.engines.llm.tool_calls import ToolCallReader, tool_form
-from deployments.engines.protocol import EngineError
+from deployments.engines.llm.chat import CalledTool, Function, whole_calls
+from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
+from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
 
 HERMES = tool_form("{{ tools }} <tool_call>\n{...}\n</tool_call>")
 LLAMA3 = tool_form('{{ tools }} {"name": function name, "parameters": dictionary} {% if message.tool_calls %}')
@@ -87,6 +89,36 @@ def test_other_orders_of_members_and_ends_within_a_call() -> None:
     shown, calls = reader.feed('<tool_call>\n{"name": "f", "arguments": {"a": "be')
     assert (shown, [(call.name, call.arguments) for call in calls]) == ("", [("f", ""), ("f", '{"a": "be')])
     assert reader.flush() == ""
+    reader = ToolCallReader(HERMES)
+    assert reader.feed('<tool_call>\n{"name": "f", "arguments": {}}\n</tool')[0] == ""
+    assert reader.flush() == ""  # an answer that ends within what closes a call
+    assert read(LLAMA3, '{"name": "f", "parameters": {}} that is all', rng) == ("that is all", [("f", {})])
+
+
+@pytest.mark.parametrize(("form", "seed"), [(HERMES, 0), (HERMES, 1), (LLAMA3, 2), (LLAMA3, 3)])
+def test_an_answer_that_must_call_calls_one_of_the_functions_by_its_schema(
+    form: ToolForm, seed: int, tiny: Callable[..., Any], run_all: Callable[..., Any]
+) -> None:
+    schemas: dict[str, Any] = {
+        "add": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}, "b": {"enum": ["x", "y"]}}},
+        "look-up": {"properties": {"deep": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}}},
+    }
+    for schema in schemas.values():
+        schema |= {"required": list(schema["properties"]), "additionalProperties": False}
+    functions = [Function(name=name, parameters=schema) for name, schema in schemas.items()]
+    engine = tiny(seed=seed, max_position_embeddings=512).engine()
+    grammar = engine.grammars.compile_lark(form.grammar(functions))
+    requests = [
+        TextRequest(
+            str(n), engine.encode_text("x"), SamplingParams(max_tokens=200, temperature=1.5, seed=n), 1, grammar
+        )
+        for n in range(4)
+    ]
+    for outcome in run_all(engine, requests).values():
+        shown, calls = read(form, outcome.text, random.Random(seed), is_begun=True)
+        ((name, arguments),) = calls
+        assert shown == ""
+        Draft202012Validator({"type": "object", **schemas[name]}).validate(arguments)
 
 
 def test_a_template_of_another_kind_is_refused_with_the_known_ones() -> None:
