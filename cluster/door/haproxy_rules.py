@@ -72,10 +72,13 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
 '{{"error":"{_CROWDED}"}}' if crowded {{ path_beg /v2 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
 '{{"error":{{"message":"{_CROWDED}","type":"rate_limit_error","param":null,"code":"queue_full"}}}}' if crowded
-    http-response set-var(txn.told) res.hdr(retry-after) if {{ status 429 }} {{ res.hdr({CROWDED}) -m found }}
-    http-response set-var(proc.retry_at) date,add(txn.told) if {{ var(txn.told) -m found }}
-    http-response track-sc0 var(txn.model) table {_RETRY_TABLE} if {{ var(txn.told) -m found }} {{ var(txn.model) -m found }}
-    http-response sc-set-gpt0(0) date,add(txn.told) if {{ var(txn.told) -m found }} {{ var(txn.model) -m found }}
+    acl refused status 429
+    acl tells_all res.hdr({CROWDED}) -m found
+    acl names_model var(txn.model) -m found
+    http-response set-var(txn.told) res.hdr(retry-after) if refused tells_all
+    http-response set-var(proc.retry_at) date,add(txn.told) if refused tells_all
+    http-response track-sc0 var(txn.model) table {_RETRY_TABLE} if refused tells_all names_model
+    http-response sc-set-gpt0(0) date,add(txn.told) if refused tells_all names_model
     http-response del-header {CROWDED}
 """
 _RETRY_TABLE_SECTION: Final = f"""backend {_RETRY_TABLE}

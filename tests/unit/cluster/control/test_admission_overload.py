@@ -226,7 +226,9 @@ def test_those_that_are_given_up_at_their_deadlines_are_heard_of() -> None:
         return has_started
 
     assert all(runs_for(ticket, 0.5, is_answered=True) for ticket in range(1, 10))
-    assert all(runs_for(ticket, 0.1, is_answered=False) for ticket in range(10, 20))  # a client that leaves says nothing
+    assert all(
+        runs_for(ticket, 0.1, is_answered=False) for ticket in range(10, 20)
+    )  # a client that leaves says nothing
     started = [runs_for(ticket, 2.0, is_answered=False) for ticket in range(20, 40)]
     assert started[0]
     assert not all(started)
