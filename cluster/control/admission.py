@@ -149,8 +149,12 @@ class AdmissionQueue:
         pool.lanes.settle(ended.waiting, ended.busy_s)
         if switch_s > SWITCHED_S:
             self._times.note_switch(ask.model, switch_s)
-        is_first = self._times.times(ask.model) is None
-        if is_answered and (is_first or switch_s < _MOSTLY * ended.latency_s):
+        times = self._times.times(ask.model)
+        is_first = times is None
+        # One that was given up says how long it takes at the least: in an overload, those that take the longest are
+        # given up at their deadlines, and would never be heard of.
+        is_telling = is_answered or (times is not None and times.is_longer(ask.work, ended.busy_s, ended.latency_s))
+        if is_telling and (is_first or switch_s < _MOSTLY * ended.latency_s):
             served_s = max(ended.latency_s - switch_s, 0.0) if is_first else ended.latency_s
             busy_s = ended.busy_s * served_s / ended.latency_s if ended.latency_s else ended.busy_s
             num_left = pool.places.num_of(ask.model)

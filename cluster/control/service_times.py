@@ -198,6 +198,10 @@ class ModelTimes:
         """Return the seconds of a full replica that such a request is a part of: what waits will run on full ones."""
         return share * self._expected_s(work, 1 / share)
 
+    def is_longer(self, work: float, busy_s: float, latency_s: float) -> bool:
+        """Return whether a request has taken longer than was to be expected in the company that it had."""
+        return latency_s > self._expected_s(work, max(1.0, latency_s / busy_s) if busy_s else 1.0)
+
     def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
         """Learn from a request that was answered. `num_left`: those for the model that still run.
 

@@ -54,19 +54,35 @@ _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     option http-buffer-request
 """
 # The body is waited for first: slow clients take no slot. The slots of a backup count when no other server is up.
+# The times to come back are remembered by model: a chat has room again long before an image. Only models that a replica
+# has refused requests for have one, so that clients cannot fill the table; `proc.retry_at` is for those without.
+_RETRY_TABLE: Final = "retry_times"
 _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOUT_S}s
+    http-request set-var(txn.model) req.body,json_query('$.model') if !{{ path_beg /v2 }}
+    http-request set-var(txn.model) path,field(4,/),url_dec if {{ path_beg /v2 }}
     http-request set-var(txn.retry_after) int(1) if {{ be_conn_free le 0 }} {{ nbsrv gt 0 }}
     acl crowded var(txn.retry_after) -m found
+    http-request set-var(txn.retry_at) var(proc.retry_at) if crowded
+    http-request set-var(txn.retry_at) var(txn.model),table_gpt0({_RETRY_TABLE}) if crowded \
+{{ var(txn.model),in_table({_RETRY_TABLE}) }}
     http-request set-var(txn.now) date if crowded
-    http-request set-var(txn.told) var(proc.retry_at),sub(txn.now) if crowded
+    http-request set-var(txn.told) var(txn.retry_at),sub(txn.now) if crowded
     http-request set-var(txn.retry_after) var(txn.told) if crowded {{ var(txn.told) -m int gt 1 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
 '{{"error":"{_CROWDED}"}}' if crowded {{ path_beg /v2 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
 '{{"error":{{"message":"{_CROWDED}","type":"rate_limit_error","param":null,"code":"queue_full"}}}}' if crowded
-    http-response set-var(txn.told) res.hdr(retry-after) if {{ status 429 }} {{ res.hdr({CROWDED}) -m found }}
-    http-response set-var(proc.retry_at) date,add(txn.told) if {{ var(txn.told) -m found }}
+    acl refused status 429
+    acl tells_all res.hdr({CROWDED}) -m found
+    acl names_model var(txn.model) -m found
+    http-response set-var(txn.told) res.hdr(retry-after) if refused tells_all
+    http-response set-var(proc.retry_at) date,add(txn.told) if refused tells_all
+    http-response track-sc0 var(txn.model) table {_RETRY_TABLE} if refused tells_all names_model
+    http-response sc-set-gpt0(0) date,add(txn.told) if refused tells_all names_model
     http-response del-header {CROWDED}
+"""
+_RETRY_TABLE_SECTION: Final = f"""backend {_RETRY_TABLE}
+    stick-table type string len 128 size 4k expire 10m store gpt0
 """
 _ERRORS: Final = {
     502: "the replica that had this request ended, and the request cannot be sent to another one",
@@ -107,7 +123,7 @@ def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
     text = re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
     text = re.sub(_CHOICE, r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>", text, flags=re.MULTILINE)
     sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
-    return "".join(_bounded(section, max_requests) for section in sections)
+    return "".join(_bounded(section, max_requests) for section in sections) + _RETRY_TABLE_SECTION
 
 
 def _bounded(section: str, max_requests: int) -> str:

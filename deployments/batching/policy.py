@@ -2,9 +2,10 @@
 
 A batch has one group and starts when a slot is free; later arrivals join the next one. It takes the request in front
 and then, in the order of service, those of its group that fit whole. Where one does not fit, the batch ends: no
-smaller one slips past. A request that is larger than a batch is served in several, in order, as if its items had come
-one by one (TEI's way; Triton refuses it); one item above the cost budget is a batch by itself. What once found no
-memory lowers the cost budget of its group (`engines/memory_limits.py`).
+smaller one slips past. Groups with work take turns, the one whose last batch began first before the others: a text
+that a worker waits for is not behind the whole backlog of embeddings. A request that is larger than a batch is served
+in several, in order, as if its items had come one by one (TEI's way; Triton refuses it); one item above the cost budget
+is a batch by itself. What once found no memory lowers the cost budget of its group (`engines/memory_limits.py`).
 
 How long a batch that could start waits for batch-mates, and how much it takes:
 
@@ -93,6 +94,8 @@ class BatchPolicy(Generic[RequestT]):
         self.queue = queue
         self._delays: OrderedDict[Hashable, BatchingDelay] = OrderedDict()
         self._memory = MemoryLimits()
+        self._turns: OrderedDict[Hashable, int] = OrderedDict()  # the number of the last batch of each group
+        self._num_batches = 0
 
     def add_request(self, request: RequestT, *, is_busy: bool = True) -> None:
         """Queue a request, as `RequestQueue.add_request` does, and learn from when it came.
@@ -116,7 +119,7 @@ class BatchPolicy(Generic[RequestT]):
         """Return a batch, whose items have left the queue, or when to ask again if the queue stays as it is."""
         look_again_s = math.inf
         seen: set[Hashable] = set()
-        for lead in self.queue.leads() if num_free else ():
+        for lead in sorted(self.queue.leads(), key=self._turn) if num_free else ():
             if not self.queue.may_start(lead):
                 lead = self.queue.oldest() or lead
             if lead.group in seen:
@@ -129,9 +132,21 @@ class BatchPolicy(Generic[RequestT]):
             if isinstance(decided, Batch):
                 for part in decided.parts:
                     self.queue.take_items(part.request, len(part))
+                self._note_turn(decided.group)
                 return decided
             look_again_s = min(look_again_s, decided)
         return look_again_s
+
+    def _turn(self, lead: RequestT) -> tuple[bool, int, int]:
+        """Return what orders the leads of groups; those that are equal stay in the order of coming."""
+        return lead.is_deferred, lead.priority, self._turns.get(lead.group, 0)
+
+    def _note_turn(self, group: Hashable) -> None:
+        self._num_batches += 1
+        self._turns[group] = self._num_batches
+        self._turns.move_to_end(group)
+        if len(self._turns) > MAX_GROUPS:
+            self._turns.popitem(last=False)
 
     def _form_batch(self, lead: RequestT) -> Batch[RequestT]:
         """Return all that fits, without regard to what pays."""

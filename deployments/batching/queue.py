@@ -1,7 +1,7 @@
 """The admission queue of a batcher: order, limits and deadlines. Pure; `now_s` is the caller's clock.
 
-Requests of one priority and group are served FIFO. The more urgent priority goes first, and within one priority the
-group whose first request is the oldest. A request whose time in the queue is over is refused or, if its priority
+Requests of one priority and group are served FIFO. The more urgent priority goes first; whose turn it is among groups
+says the policy. A request whose time in the queue is over is refused or, if its priority
 defers, goes behind all whose time is not over. Whatever the order, at most `max_overtakes` requests that came later
 start before one that waits; then it is next.
 """
@@ -169,7 +169,7 @@ class RequestQueue(Generic[RequestT]):
         return self._deadlines[0][0] if self._deadlines else math.inf
 
     def leads(self) -> Iterator[RequestT]:
-        """Yield the first request of every line, in the order of service."""
+        """Yield the first request of every line: the more urgent first, then the older one."""
         for rank in sorted(self._lines):
             yield from sorted((next(iter(line.values())) for line in self._lines[rank].values()), key=_number)
 

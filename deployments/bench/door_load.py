@@ -12,15 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
-import aiohttp
+from deployments.bench.door_client import Answer, Client
 
 REFUSED: Final = 429
 GONE: Final = 0  # the status of a request whose connection broke
 CANCELLED: Final = -1  # the status of a request that its caller gave up
-TIMEOUT_S: Final = 300.0
 PROBE_SHARE: Final = 0.1  # of the time in Retry-After, between two questions of a prober
 MAX_PROBE_SHARE: Final = 2.0  # of that time; who is refused even then is counted as admitted at that moment
 MAX_PROBLEM: Final = 120  # characters of an error that are kept
@@ -69,11 +69,11 @@ class Outcome:
 
 
 class _Sender:
-    """Sends requests to one server. Lives on one event loop, within a session."""
+    """Sends requests by a client. `counts_connecting`: as a part of the time that a request takes."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
-        self._session = session
-        self._url = url
+    def __init__(self, client: Client, counts_connecting: bool) -> None:
+        self._client = client
+        self._counts_connecting = counts_connecting
         self._start_s = time.perf_counter()
 
     async def run_closed(self, asks: Iterable[Ask], num_callers: int, max_s: float | None = None) -> list[Outcome]:
@@ -125,49 +125,34 @@ class _Sender:
         return replace(outcome, admitted_after_s=MAX_PROBE_SHARE * told_s)
 
     async def _send(self, ask: Ask) -> Outcome:
-        sent_s = self._now_s()
-        trace: dict[str, float] = {}
-        first_s, status, gaps_s, retry_after_s, problem = 0.0, GONE, list[float](), None, ""
+        asked_s = self._now_s()
+        answer, problem, status = Answer(), "", GONE
         headers = {} if ask.timeout_s is None else {TIMEOUT_HEADER: f"{ask.timeout_s:g}"}
         try:
             async with asyncio.timeout(ask.cancel_s):
-                request = self._session.request(
-                    "GET" if ask.body is None else "POST",
-                    self._url + ask.path,
-                    json=ask.body,
-                    headers=headers,
-                    trace_request_ctx=trace,
-                )
-                async with request as response:
-                    last_s = 0.0
-                    async for piece in response.content.iter_any():
-                        now_s = self._now_s()
-                        if response.status not in (200, REFUSED):
-                            problem = problem or piece.decode(errors="replace")[:MAX_PROBLEM]
-                        first_s = first_s or now_s
-                        gaps_s += [now_s - last_s] if last_s else []
-                        last_s = now_s
-                    status = response.status
-                    told = response.headers.get("retry-after", "")
-                    retry_after_s = float(told) if told.replace(".", "", 1).isdecimal() else None
+                answer = await self._client.ask(ask.path, ask.body, headers)
+            status = answer.status
+            if status not in (200, REFUSED):
+                problem = answer.text.decode(errors="replace")
         except TimeoutError:
             status, problem = (CANCELLED, "") if ask.cancel_s is not None else (GONE, "no answer in time")
-        except (aiohttp.ClientError, OSError) as error:
-            problem = f"{type(error).__name__}: {error}"[:MAX_PROBLEM]
-        if "sent" in trace:  # a thousand connections at once take a client a while, which is not the server's time
-            sent_s = trace["sent"] - self._start_s
-        done_s = self._now_s()
+        except OSError as error:
+            problem = f"{type(error).__name__}: {error}"
+        pieces_s = [piece_s - self._start_s for piece_s in answer.pieces_s]
+        done_s = answer.done_s - self._start_s if answer.status else self._now_s()
+        told = answer.headers.get(b"retry-after", b"").decode()
         return Outcome(
             ask.kind,
             status,
-            sent_s,
-            first_s or done_s,
+            # A thousand connections at once take a client a while, which is not the server's time.
+            answer.sent_s - self._start_s if answer.status and not self._counts_connecting else asked_s,
+            pieces_s[0] if pieces_s else done_s,
             done_s,
             ask.timeout_s,
-            tuple(gaps_s),
-            retry_after_s,
+            tuple(after_s - before_s for before_s, after_s in itertools.pairwise(pieces_s)),
+            float(told) if told.replace(".", "", 1).isdecimal() else None,
             None,
-            problem,
+            problem[:MAX_PROBLEM],
         )
 
     def _now_s(self) -> float:
@@ -180,23 +165,14 @@ async def _run_order(order: dict[str, Any], stop: asyncio.Event) -> list[Outcome
     A watch opens a connection for each request, as a prober from outside does, and counts it as the request's time. The
     others keep theirs open.
     """
-    do, url, asks = order["do"], order["url"], [Ask(**fields) for fields in order["asks"]]
-    connector = aiohttp.TCPConnector(limit=0, force_close=do == "watch")
-    trace = aiohttp.TraceConfig()
-    if do != "watch":
-        trace.on_request_headers_sent.append(_note_sent)
-    timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, trace_configs=[trace]) as session:
-        sender = _Sender(session, url)
+    do, asks = order["do"], [Ask(**fields) for fields in order["asks"]]
+    with closing(Client(order["url"], keeps_open=do != "watch")) as client:
+        sender = _Sender(client, counts_connecting=do == "watch")
         if do == "closed":
             return await sender.run_closed(asks, order["num_callers"], order.get("max_s"))
         if do == "open":
             return await sender.run_open(asks, order["probe_every"])
         return await sender.watch(asks[0], order["period_s"], stop)
-
-
-async def _note_sent(_: aiohttp.ClientSession, context: Any, __: aiohttp.TraceRequestHeadersSentParams) -> None:
-    context.trace_request_ctx["sent"] = time.perf_counter()
 
 
 class LoadGenerator:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, Final
@@ -27,6 +27,7 @@ from cluster.door.haproxy_rules import RECEIVED
 from deployments.errors import DeadlineExceeded, QueueFull, ServiceError
 from deployments.ingress.known_forms import Form, KnownForms
 from deployments.ingress.kserve.rest.routing import error_response_at
+from deployments.ingress.listening import accept_many
 
 # Who has a turn hardly pauses, and all of them take theirs between two looks of the event loop at its sockets.
 MAX_TURNS: Final = 3
@@ -196,11 +197,12 @@ def begin_turns_before_serve(max_waiting: Callable[[], int], *, refuses: bool, f
 
     start_server = replica.start_asgi_http_server
 
-    def start(app: ASGIApp, *arguments: Any, **options: Any) -> Awaitable[Any]:
-        started: Awaitable[Any] = start_server(
+    async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
+        running, server = await start_server(
             Turns(app, max_waiting, refuses=refuses, forms=forms), *arguments, **options
         )
-        return started
+        accept_many(server)  # it begins when this coroutine ends
+        return running, server
 
     replica.start_asgi_http_server = start
 

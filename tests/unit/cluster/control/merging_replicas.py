@@ -79,6 +79,7 @@ class MergingCluster:
         self._calls: dict[int, Call] = {}
         self._replicas = {f"r{n}": _Replica() for n in range(num_replicas)}
         self._looking_s = math.inf
+        self.slow_at = math.inf, 1.0  # from then on all takes so many times as long
         self.queue.set_replicas(POOL, list(self._replicas), 0.0)
 
     def at(self, when_s: float, do: Callable[[], None]) -> None:
@@ -103,6 +104,23 @@ class MergingCluster:
         self._calls[ticket] = call
         self.queue.submit(ticket, ask, self.now_s)
         self._pump()
+        if deadline_s < math.inf:
+            self.at(deadline_s, lambda: self._give_up(ticket))
+
+    def _give_up(self, ticket: int) -> None:
+        """End a call whose time is over, wherever it is."""
+        call = self._calls.pop(ticket, None)
+        if call is None:
+            return
+        for replica in self._replicas.values():
+            line = replica.running.get(call.kind.model, [])
+            line[:] = [one for one in line if one[0] != ticket]
+            if not line and call.kind.model in replica.turns:
+                replica.turns.remove(call.kind.model)
+        call.left = 0
+        self.queue.leave(ticket, self.now_s)
+        self._end(call, 504, None)
+        self._pump()
 
     def _pump(self) -> None:
         for event in self.queue.pump(self.now_s):
@@ -119,6 +137,8 @@ class MergingCluster:
             self.at(look_s, self._pump)
 
     def _join(self, name: str, ticket: int, call: Call) -> None:
+        if ticket not in self._calls:
+            return  # given up on the way
         replica = self._replicas[name]
         replica.running.setdefault(call.kind.model, []).append((ticket, call))
         if call.kind.model not in replica.turns:
@@ -138,6 +158,8 @@ class MergingCluster:
 
         def done() -> None:
             for ticket, call in rows:
+                if ticket not in self._calls:
+                    continue  # given up during the step
                 call.left -= 1
                 if not call.left:
                     replica.running[model].remove((ticket, call))
@@ -157,7 +179,7 @@ class MergingCluster:
         if self.now_s >= self._swings_at_s:
             self._swings_at_s = self.now_s + SWING_S
             self._slowness = self.rng.lognormvariate(0.0, self._swing)
-        return self._slowness
+        return self._slowness * (self.slow_at[1] if self.now_s >= self.slow_at[0] else 1.0)
 
     def _end(self, call: Call, status: int, told_s: float | None) -> None:
         timeout_s = None if call.timeout_s == math.inf else call.timeout_s

@@ -12,7 +12,7 @@ import pytest
 from unit.cluster.control.simulated_replicas import POOL, Simulation
 
 from cluster.control.admission import AdmissionQueue
-from cluster.control.admission_records import Placement, Refusal
+from cluster.control.admission_records import Placement, Refusal, Started
 from cluster.control.lanes import Ask
 from cluster.control.turning_away import MAX_TOLD_S
 from configs.admission import AdmissionConfig
@@ -209,6 +209,29 @@ def test_those_that_became_hopeless_leave_before_they_cost_work() -> None:
     in_time = [one for one in sim.served if one.ended_s <= one.ask.deadline_s]
     assert len(in_time) >= 0.9 * 2.0 / SECONDS_PER_WORK  # in batches of 8
     assert len(in_time) >= 0.9 * len(sim.served)
+
+
+def test_those_that_are_given_up_at_their_deadlines_are_heard_of() -> None:
+    """They never end, and those who come after them would be let in for ever."""
+    queue, now_s = AdmissionQueue(AdmissionConfig()), 0.0
+    queue.set_replicas(POOL, ["r"], now_s)
+    queue.submit(0, ask(model="other", share=1 / 2), now_s)  # the replica is never idle
+
+    def runs_for(ticket: int, passed_s: float, *, is_answered: bool) -> bool:
+        nonlocal now_s
+        queue.submit(ticket, ask(share=1 / 2, deadline_s=now_s + 2.0), now_s)
+        has_started = any(isinstance(event, Started) and event.ticket == ticket for event in queue.pump(now_s))
+        now_s += passed_s
+        queue.leave(ticket, now_s, is_answered=is_answered)
+        return has_started
+
+    assert all(runs_for(ticket, 0.5, is_answered=True) for ticket in range(1, 10))
+    assert all(
+        runs_for(ticket, 0.1, is_answered=False) for ticket in range(10, 20)
+    )  # a client that leaves says nothing
+    started = [runs_for(ticket, 2.0, is_answered=False) for ticket in range(20, 40)]
+    assert started[0]
+    assert not all(started)
 
 
 def test_what_takes_long_in_company_is_not_called_hopeless_alone() -> None:

@@ -189,7 +189,7 @@ async def test_who_sends_slowly_keeps_nobody_out(client: aiohttp.ClientSession) 
             writer.close()
 
 
-async def test_refusals_repeat_when_a_replica_told_others_to_come_back(client: aiohttp.ClientSession) -> None:
+async def test_refusals_repeat_when_a_replica_told_others_to_come_back_by_model(client: aiohttp.ClientSession) -> None:
     gate = asyncio.Event()
 
     async def refuses(request: web.Request) -> web.Response:
@@ -199,18 +199,36 @@ async def test_refusals_repeat_when_a_replica_told_others_to_come_back(client: a
         told = {"Retry-After": request.query.get("told", "1")}
         return web.Response(status=429, headers=told | ({CROWDED: "1"} if "crowded" in request.query else {}))
 
-    async with Replica(refuses) as replica, door(replica, max_requests=1) as (url, _):
-        path = url + "/v1/embeddings"
-        async with client.post(path + "?crowded&told=30", data=b"x") as answer:
-            assert (answer.status, answer.headers["Retry-After"]) == (429, "30")
+    async def told(path: str, data: bytes) -> int:
+        async with client.post(path, data=data) as answer:
+            assert answer.status == 429
             assert CROWDED not in answer.headers
-        assert (await ask(client, path + "?told=900"))[1] == "900"  # for this key alone
-        holding = asyncio.create_task(ask(client, path + "?hold"))
-        while len(replica.seen) < 3:
+            return int(answer.headers["Retry-After"])
+
+    def body(model: str) -> bytes:
+        return json.dumps({"messages": [{"role": "user", "content": '"model": "b" ' * 100}], "model": model}).encode()
+
+    async with Replica(refuses) as replica, door(replica, max_requests=1) as (url, _):
+        path = url + "/v1/chat/completions"
+        assert await told(path + "?crowded&told=30", body("a")) == 30
+        assert await told(path + "?told=900", body("a")) == 900  # for this key alone
+        assert await told(path + "?crowded&told=60", body("org/b")) == 60
+        assert await told(url + "/v2/models/c/infer?crowded&told=90", b"x") == 90
+        holding = asyncio.create_task(told(path + "?hold", body("a")))
+        while len(replica.seen) < 5:
             await asyncio.sleep(0.005)
-        told_s = int((await ask(client, path))[1] or 0)
-        assert 20 <= told_s <= 30
-        assert len(replica.seen) == 3  # HAProxy said it
+        for asked, data, least_s, most_s in [
+            (path, body("a"), 20, 30),
+            (path, body("org/b"), 50, 60),
+            (url + "/v2/models/org%2Fb/infer", b"x", 50, 60),
+            (url + "/v2/models/c/versions/1/infer", b"x", 80, 90),
+            # Nothing is known of those: as the last one was told.
+            (path, body("d"), 80, 90),
+            (path, b"no JSON", 80, 90),
+            (path, b'{"model": 7}', 80, 90),
+        ]:
+            assert least_s <= await told(asked, data) <= most_s
+        assert len(replica.seen) == 5  # HAProxy said it
         gate.set()
         await holding
 

@@ -80,6 +80,15 @@ def test_a_batch_has_one_group_and_the_oldest_goes_first() -> None:
     assert [request for request, *_ in taken(policy)] == [other]
 
 
+def test_groups_take_turns_and_nobody_waits_for_the_backlog_of_another() -> None:
+    policy = policy_of(max_batch_size=2)
+    backlog = [add(policy, group="a") for _ in range(8)]
+    assert [request for request, *_ in taken(policy)] == backlog[:2]
+    others = [add(policy, group=group) for group in "bcb"]
+    served = [[request for request, *_ in taken(policy)] for _ in range(5)]
+    assert served == [[others[0], others[2]], [others[1]], backlog[2:4], backlog[4:6], backlog[6:8]]
+
+
 def test_the_more_urgent_goes_first_and_the_rest_of_its_batch_is_for_others() -> None:
     policy = policy_of(max_batch_size=8, priority_levels=3)
     low, high, middle = (add(policy, priority=priority) for priority in (3, 1, 2))

@@ -131,7 +131,7 @@ async def test_a_broken_connection_is_an_outcome() -> None:
     async with server() as (url, _):
         (outcome,) = await load("closed", url, [Ask("k", "/break", {})], num_callers=1)
     assert outcome.status == GONE
-    assert "Disconnected" in outcome.problem
+    assert "disconnected" in outcome.problem
 
 
 async def test_a_stream_has_a_first_piece_and_gaps() -> None:
