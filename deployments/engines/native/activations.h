@@ -21,13 +21,9 @@ enum Element { FLOAT32 = 0, BFLOAT16 = 1 };
 struct Activations {
     int8_t* q;
     float* scale;  // dx, by 32 elements
-#if defined(__AVX512VNNI__)
     float* sum;            // dx * sum(q), by 32
     int32_t* starts;       // -sum(q), by 32
     int32_t* half_starts;  // -sum(q), by 16
-#else
-    float* sum;  // dx * sum(q), by 16
-#endif
     int64_t stride;
 };
 
@@ -69,10 +65,8 @@ void place_activations(char* memory, int64_t m, Activations& to) {
     to.q = reinterpret_cast<int8_t*>(memory);
     to.scale = reinterpret_cast<float*>(memory + m * to.stride);
     to.sum = to.scale + m * to.stride / 32;
-#if defined(__AVX512VNNI__)
     to.starts = reinterpret_cast<int32_t*>(to.sum + m * to.stride / 32);
     to.half_starts = to.starts + m * to.stride / 32;
-#endif
 }
 
 #if defined(__AVX512VNNI__)
@@ -126,28 +120,58 @@ inline void store_lanes(void* at, int element, int64_t i, int64_t count, __m512 
 
 #else
 
+// Eight elements from `i` on, those at or behind `k` as zeros.
+inline __m256 load_eight(const void* x, int element, int64_t i, int64_t k) {
+    if (k - i < 8) {
+        float few[8] = {};
+        for (int64_t j = i; j < k; ++j) few[j - i] = load_element(x, element, j);
+        return _mm256_loadu_ps(few);
+    }
+    if (element == FLOAT32) return _mm256_loadu_ps(static_cast<const float*>(x) + i);
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(x) + i));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
 inline void prepare_group(const void* x, int element, int64_t i, int64_t end, int64_t row, int64_t group,
                           const Activations& to) {
     int8_t* q = to.q + row * to.stride + 32 * group;
-    const int64_t at = row * to.stride / 32 + group, count = std::clamp<int64_t>(end - i, 0, 32);
-    float values[32], most = 0, poison = 0;
-    for (int64_t j = 0; j < count; ++j) values[j] = load_element(x, element, i + j);
-    for (int64_t j = count; j < 32; ++j) values[j] = 0;
-    for (int j = 0; j < 32; ++j) {
-        const float size = std::fabs(values[j]);
-        most = size > most ? size : most;
-        poison += values[j] * 0;  // infinities and NaNs stay visible: the scale becomes NaN
+    const int64_t at = row * to.stride / 32 + group;
+    __m256 parts[4];
+    __m256i sizes = _mm256_setzero_si256();  // as integers: infinities and NaNs are the largest, and the scale becomes NaN
+    for (int j = 0; j < 4; ++j) {
+        parts[j] = load_eight(x, element, i + 8 * j, end);
+        const __m256i size = _mm256_and_si256(_mm256_castps_si256(parts[j]), _mm256_set1_epi32(0x7fffffff));
+        sizes = _mm256_max_epu32(sizes, size);
     }
-    const float d = most / 127 + poison, inverse = most > 0 ? 127 / most : 0;
-    int sums[2] = {0, 0};
-    for (int j = 0; j < 32; ++j) {
-        const int value = poison == 0 ? static_cast<int>(std::nearbyint(values[j] * inverse)) : 0;
-        q[j] = static_cast<int8_t>(std::clamp(value, -127, 127));
+    __m128i four = _mm_max_epu32(_mm256_castsi256_si128(sizes), _mm256_extracti128_si256(sizes, 1));
+    four = _mm_max_epu32(four, _mm_shuffle_epi32(four, 0x4e));
+    const uint32_t most_bits = _mm_cvtsi128_si32(_mm_max_epu32(four, _mm_shuffle_epi32(four, 0xb1)));
+    const bool is_finite = most_bits < 0x7f800000u;
+    float most;
+    std::memcpy(&most, &most_bits, 4);
+    const __m256 inverse = _mm256_set1_ps(most > 0 && is_finite ? 127 / most : 0);
+    __m256i steps[4];
+    for (int j = 0; j < 4; ++j)
+        steps[j] = is_finite ? _mm256_cvtps_epi32(_mm256_mul_ps(parts[j], inverse)) : _mm256_setzero_si256();
+    for (int j = 0; j < 2; ++j) {
+        // Packing goes by halves of a register: 0 to 3, 8 to 11, 4 to 7, 12 to 15.
+        const __m256i wide = _mm256_permute4x64_epi64(_mm256_packs_epi32(steps[2 * j], steps[2 * j + 1]), 0xd8);
+        const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16 * j), bytes);
+        // The sum of eight bytes in each half, as if they had no sign: 128 more each.
+        const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(-128)), _mm_setzero_si128());
+        to.half_starts[2 * at + j] = 16 * 128 - _mm_cvtsi128_si32(sums) - _mm_extract_epi32(sums, 2);
     }
-    for (int j = 0; j < 32; ++j) sums[j / 16] += q[j];
-    to.scale[at] = d;
-    to.sum[2 * at] = d * sums[0];
-    to.sum[2 * at + 1] = d * sums[1];
+    to.scale[at] = is_finite ? most / 127 : std::numeric_limits<float>::quiet_NaN();
+    to.starts[at] = to.half_starts[2 * at] + to.half_starts[2 * at + 1];
+    to.sum[at] = to.scale[at] * static_cast<float>(-to.starts[at]);
+}
+
+// The first `count` lanes of `values`, which is between 1 and 8.
+inline void store_lanes(void* at, int element, int64_t i, int64_t count, __m256 values) {
+    float lanes[8];
+    _mm256_storeu_ps(lanes, values);
+    for (int64_t j = 0; j < count; ++j) store_element(at, element, i + j, lanes[j]);
 }
 #endif
 

@@ -118,7 +118,7 @@ struct Own {
 
 // Columns `first` to `last` of the product of x and W as [rows, kPiece], with the bias.
 void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* columns,
-           const Own& own, const uint8_t* next) {
+           const Own& own, const NextRows& next) {
     multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
@@ -139,7 +139,7 @@ void share_products(Team& team, const Linear* const (&linears)[N], const Linear&
         const int64_t first = place(piece, i);
         const int64_t then = next < count ? place(next, j) : std::min((next - count) * kPiece, after.weight.rows);
         const Matrix &weight = linears[i]->weight, &ahead = next < count ? linears[j]->weight : after.weight;
-        work(i, first, std::min(first + kPiece, weight.rows), ahead.data + then * ahead.row_bytes);
+        work(i, first, std::min(first + kPiece, weight.rows), NextRows{&ahead, then});
     });
 }
 
@@ -163,7 +163,7 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
     normalize_rows(team, d, layer.attention_norm, step, b.of_hidden, own);
     const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
     float* const outputs[] = {b.q, b.k, b.v};
-    share_products(team, inputs, layer.output, [&](int i, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, inputs, layer.output, [&](int i, int64_t first, int64_t last, const NextRows& next) {
         apply(*inputs[i], first, last, b.of_hidden, step.num_rows, own.columns[0], own, next);
         const int64_t stride = inputs[i]->weight.rows;
         for (int64_t row = 0; row < step.num_rows; ++row)
@@ -206,7 +206,7 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
 void add_product(Team& team, const Linear& linear, const Linear& after, const Activations& input, const Step& step,
                  const Own& own) {
     const Linear* const one[] = {&linear};
-    share_products(team, one, after, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, one, after, [&](int, int64_t first, int64_t last, const NextRows& next) {
         apply(linear, first, last, input, step.num_rows, own.columns[0], own, next);
         for (int64_t row = 0; row < step.num_rows; ++row)
             for (int64_t i = first; i < last; ++i)
@@ -218,10 +218,10 @@ void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step,
     static_assert(kPiece == 32, "a piece of columns is a group of activations");
     normalize_rows(team, d, layer.mlp_norm, step, b.of_hidden, own);
     const Linear* const gate[] = {&layer.gate};
-    share_products(team, gate, layer.down, [&](int, int64_t first, int64_t last, const uint8_t* next) {
+    share_products(team, gate, layer.down, [&](int, int64_t first, int64_t last, const NextRows& next) {
         const Matrix& up = layer.up.weight;
         float *gates = own.columns[0], *ups = own.columns[1];
-        apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, up.data + first * up.row_bytes);
+        apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, NextRows{&up, first});
         apply(layer.up, first, last, b.of_hidden, step.num_rows, ups, own, next);
         const Activations& to = b.of_intermediate;
         for (int64_t row = 0; row < step.num_rows; ++row) {

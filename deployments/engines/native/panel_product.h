@@ -9,9 +9,7 @@
 
 namespace {
 
-#if defined(__AVX512VNNI__)
-
-constexpr int kTileRows = 6;   // rows of x whose sums are in registers
+constexpr int kTileRows = kLanes == 16 ? 6 : 4;  // rows of x whose sums are in registers
 constexpr int kTilePanels = 2;
 constexpr int64_t kFewRows = 8;
 constexpr int64_t kManyRows = 32;  // from here on, chunks are larger: a tile of W in L2 serves many rows
@@ -29,62 +27,57 @@ struct RowsOfX {
           starts(x.starts + row * x.stride / 32 + group),
           half_starts(x.half_starts + row * x.stride / 16 + 2 * group),
           stride(x.stride) {}
+    // What the dot product of group number `group`, or of its half `part`, begins with, since u has a bias.
+    template <class Format>
+    Ints start(int64_t row, int64_t group, int part) const {
+        if constexpr (!Format::kBias) return every_int(0);
+        const int64_t at = row * stride / 32 + group;
+        const int32_t sum = Format::kHasHalves ? half_starts[2 * at + part] : starts[at];
+        return shift_up(every_int(sum), __builtin_ctz(Format::kBias | 1 << 30));
+    }
 };
 
-// Four elements of x in every lane.
-inline __m512i four_of(const int8_t* q) {
-    int32_t four;
-    std::memcpy(&four, q, 4);
-    return _mm512_set1_epi32(four);
-}
-
-// R rows of x times P panels of `num_groups` groups that lie `panel_bytes` apart; sums [rows][panels][16] go on at `sums`.
+// R rows of x times P panels of `num_groups` groups that lie `panel_bytes` apart; sums [rows][panels][kLanes] go on at `sums`.
 template <class Format, int R, int P>
 void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, const RowsOfX& x, float* sums) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
-    __m512 total[R][P];
+    Floats total[R][P];
     for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) total[r][p] = _mm512_load_ps(sums + (r * P + p) * kLanes);
+        for (int p = 0; p < P; ++p) total[r][p] = load(sums + (r * P + p) * kLanes);
     for (int64_t g = 0; g < num_groups; ++g, panels += kGroup) {
         const int8_t* q = x.q + 32 * g;
         for (int part = 0; part < kParts; ++part) {
-            __m512i dot[R][P];
-            for (int r = 0; r < R; ++r) {
-                __m512i start = _mm512_setzero_si512();
-                if constexpr (Format::kBias) {
-                    const int64_t at = r * x.stride / 32 + g;
-                    const int32_t sum = kParts == 2 ? x.half_starts[2 * at + part] : x.starts[at];
-                    start = _mm512_slli_epi32(_mm512_set1_epi32(sum), __builtin_ctz(Format::kBias));
-                }
-                for (int p = 0; p < P; ++p) dot[r][p] = start;
-            }
+            Dot<Format::kMost, kSteps> dot[R][P];
+            for (int r = 0; r < R; ++r)
+                for (int p = 0; p < P; ++p) dot[r][p].begin(x.template start<Format>(r, g, part));
 #pragma GCC unroll 8
-            for (int step = part * kSteps; step < (part + 1) * kSteps; ++step) {
-                __m512i u[P];
-                for (int p = 0; p < P; ++p) u[p] = _mm512_load_si512(panels + p * panel_bytes + 64 * step);
+            for (int step = 0; step < kSteps; ++step) {
+                const int64_t at = part * kSteps + step;
+                Ints u[P];
+                for (int p = 0; p < P; ++p) u[p] = load(panels + p * panel_bytes + kNumberBytes * at);
                 for (int r = 0; r < R; ++r) {
-                    const __m512i xs = four_of(q + r * x.stride + 4 * step);
-                    for (int p = 0; p < P; ++p) dot[r][p] = _mm512_dpbusd_epi32(dot[r][p], u[p], xs);
+                    const Ints xs = four_of(q + r * x.stride + 4 * at);
+                    for (int p = 0; p < P; ++p) dot[r][p].add(step, u[p], xs);
                 }
             }
             for (int p = 0; p < P; ++p) {
                 const float* scales = reinterpret_cast<const float*>(panels + p * panel_bytes + kByteBytes) + part * kLanes;
-                const __m512 scale = _mm512_load_ps(scales);
+                const Floats scale = load(scales);
                 for (int r = 0; r < R; ++r) {
-                    const __m512 both = _mm512_mul_ps(scale, _mm512_set1_ps(x.scale[r * x.stride / 32 + g]));
-                    total[r][p] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(dot[r][p]), total[r][p]);
+                    const Floats both = scale * every_float(x.scale[r * x.stride / 32 + g]);
+                    total[r][p] = add_product(both, to_floats(dot[r][p].total), total[r][p]);
                 }
                 if constexpr (Format::kHasMins) {
-                    const __m512 min = _mm512_load_ps(scales + kLanes);
+                    const Floats min = load(scales + kLanes);
                     for (int r = 0; r < R; ++r)
-                        total[r][p] = _mm512_fnmadd_ps(min, _mm512_set1_ps(x.sum[r * x.stride / 32 + g]), total[r][p]);
+                        total[r][p] = subtract_product(min, every_float(x.sum[r * x.stride / 32 + g]), total[r][p]);
                 }
             }
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int p = 0; p < P; ++p) _mm512_store_ps(sums + (r * P + p) * kLanes, total[r][p]);
+        for (int p = 0; p < P; ++p) store(sums + (r * P + p) * kLanes, total[r][p]);
 }
 
 // Rows of x from `row` on in tiles of R rows or less, as even as can be.
@@ -111,19 +104,19 @@ int64_t chunk_groups(const Matrix& matrix, int64_t m) {
 }
 
 size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
-    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 192) + m * 4 * kLanes);
+    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 3 * kNumberBytes) + m * 4 * kLanes);
 }
 
-// 16 columns of y from `column` on, those that W has.
-inline void store_columns(const Matrix& matrix, const Output& y, int64_t row, int64_t column, __m512 sums) {
+// A panel's columns of y from `column` on, those that W has.
+inline void store_columns(const Matrix& matrix, const Output& y, int64_t row, int64_t column, Floats sums) {
     const int64_t count = std::min<int64_t>(kLanes, matrix.rows - column);
     store_lanes(y.at, y.element, y.index(row, column), count, sums);
 }
 
-// Columns `first` to first + 16 P of y, those that W has.
+// Columns `first` to first + kLanes P of y, those that W has.
 template <class Format, int P>
 void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y, char* scratch,
-                     const uint8_t* next) {
+                     NextRows next) {
     constexpr int64_t kGroup = GroupStore<Format>::kBytes;
     const int64_t num_groups = num_groups_of(matrix), chunk = chunk_groups(matrix, m), panel_bytes = chunk * kGroup;
     uint8_t* panels = reinterpret_cast<uint8_t*>(scratch);
@@ -132,7 +125,7 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
     PanelRows rows[P];
     for (int p = 0; p < P; ++p) {
         const int64_t ahead = p * kLanes;
-        rows[p] = PanelRows(matrix, first + ahead, next + ahead * matrix.row_bytes);
+        rows[p] = PanelRows(matrix, first + ahead, NextRows{next.matrix, next.row + ahead});
     }
     for (int64_t begin = 0; begin < num_groups; begin += chunk) {
         const int64_t count = std::min(chunk, num_groups - begin);
@@ -144,8 +137,8 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
     }
     for (int64_t row = 0; row < m; ++row)
         for (int p = 0; p < P; ++p) {
-            const __m512 sixteen = _mm512_load_ps(sums + (row * P + p) * kLanes);
-            store_columns(matrix, y, row, first + p * kLanes, sixteen);
+            const Floats values = load(sums + (row * P + p) * kLanes);
+            store_columns(matrix, y, row, first + p * kLanes, values);
         }
 }
 
@@ -153,40 +146,36 @@ void multiply_panels(const Matrix& matrix, int64_t first, const Activations& x, 
 template <class Format, int R>
 struct GroupProduct {
     RowsOfX x;
-    __m512 total[R];
+    Floats total[R];
     explicit GroupProduct(const RowsOfX& x) : x(x) {
-        for (int r = 0; r < R; ++r) total[r] = _mm512_setzero_ps();
+        for (int r = 0; r < R; ++r) total[r] = every_float(0);
     }
     __attribute__((always_inline)) void operator()(const Group& group) {
         constexpr int kParts = Format::kHasHalves ? 2 : 1, kSteps = 8 / kParts;
-        // Each instruction waits for the one before it of its own sum: with one row there are two sums.
-        constexpr int kSums = R == 1 ? 2 : 1;
+        // A dot product of VNNI waits for the one before it of its own sum: with one row there are two sums.
+        constexpr int kSums = R == 1 && kLanes == 16 ? 2 : 1;
         const int64_t by_group = x.stride / 32;
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
-            __m512i dot[R][kSums];
-            for (int r = 0; r < R; ++r) {
-                for (int i = 0; i < kSums; ++i) dot[r][i] = _mm512_setzero_si512();
-                if constexpr (Format::kBias) {
-                    const int32_t start = kParts == 2 ? x.half_starts[2 * r * by_group + part] : x.starts[r * by_group];
-                    dot[r][0] = _mm512_slli_epi32(_mm512_set1_epi32(start), __builtin_ctz(Format::kBias));
-                }
-            }
+            Dot<Format::kMost, kSteps / kSums> dot[R][kSums];
+            for (int r = 0; r < R; ++r)
+                for (int i = 0; i < kSums; ++i)
+                    dot[r][i].begin(i ? every_int(0) : x.template start<Format>(r, 0, part));
 #pragma GCC unroll 8
-            for (int step = part * kSteps; step < (part + 1) * kSteps; ++step)
-                for (int r = 0; r < R; ++r) {
-                    __m512i& sum = dot[r][step % kSums];
-                    sum = _mm512_dpbusd_epi32(sum, group.u[step], four_of(x.q + r * x.stride + 4 * step));
-                }
+            for (int step = 0; step < kSteps; ++step) {
+                const int at = part * kSteps + step;
+                for (int r = 0; r < R; ++r)
+                    dot[r][step % kSums].add(step / kSums, group.u[at], four_of(x.q + r * x.stride + 4 * at));
+            }
             for (int r = 0; r < R; ++r) {
-                const __m512i sum = kSums == 2 ? _mm512_add_epi32(dot[r][0], dot[r][kSums - 1]) : dot[r][0];
-                const __m512 both = _mm512_mul_ps(group.scale[part], _mm512_set1_ps(x.scale[r * by_group]));
-                total[r] = _mm512_fmadd_ps(both, _mm512_cvtepi32_ps(sum), total[r]);
+                const Ints whole = kSums == 2 ? sum(dot[r][0].total, dot[r][kSums - 1].total) : dot[r][0].total;
+                const Floats both = group.scale[part] * every_float(x.scale[r * by_group]);
+                total[r] = add_product(both, to_floats(whole), total[r]);
             }
         }
         if constexpr (Format::kHasMins)
             for (int r = 0; r < R; ++r)
-                total[r] = _mm512_fnmadd_ps(group.min, _mm512_set1_ps(x.sum[r * by_group]), total[r]);
+                total[r] = subtract_product(group.min, every_float(x.sum[r * by_group]), total[r]);
         x.q += 32;
         x.scale += 1;
         x.sum += 1;
@@ -195,11 +184,11 @@ struct GroupProduct {
     }
 };
 
-// Columns `first` to first + 16 of y, of R / 2 < m <= R rows of x. HAZARD: R rows are read, for which the memory of
+// Columns `first` to first + kLanes of y, of R / 2 < m <= R rows of x. HAZARD: R rows are read, for which the memory of
 // activations suffices (kActivationBytes); what comes of those behind the last is dropped.
 template <class Format, int R>
 void multiply_few(const Matrix& matrix, int64_t first, const Activations& x, int64_t m, const Output& y,
-                  const uint8_t* next) {
+                  NextRows next) {
     PanelRows rows(matrix, first, next);
     GroupProduct<Format, R> product(RowsOfX(x, 0, 0));
     Format::unpack(matrix, first, rows, 0, num_groups_of(matrix), product);
@@ -208,9 +197,9 @@ void multiply_few(const Matrix& matrix, int64_t first, const Activations& x, int
 
 template <class Format>
 void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
-                     const Output& y, char* scratch, const uint8_t* next) {
+                     const Output& y, char* scratch, NextRows next) {
     const int64_t step = (m > kFewRows ? kTilePanels : 1) * kLanes;
-    for (; first < last; first += step, next += step * matrix.row_bytes)
+    for (; first < last; first += step, next.row += step)
         if (m == 1)
             multiply_few<Format, 1>(matrix, first, x, m, y, next);
         else if (m == 2)
@@ -225,10 +214,10 @@ void multiply_format(const Matrix& matrix, int64_t first, int64_t last, const Ac
             multiply_panels<Format, 1>(matrix, first, x, m, y, scratch, next);
 }
 
-// y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of 16. Meanwhile as much
-// memory is fetched from `next` on.
+// y [m, rows of W] in its columns `first` to `last`, from m rows of x. `first` is a multiple of kLanes. Meanwhile as much
+// memory of `next` is fetched.
 void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Activations& x, int64_t m,
-                   const Output& y, char* scratch, const uint8_t* next) {
+                   const Output& y, char* scratch, NextRows next) {
 #define BY(...) return multiply_format<__VA_ARGS__>(matrix, first, last, x, m, y, scratch, next)
     switch (matrix.type) {
         case Q4_0: BY(NibblePanel<false, false>);
@@ -245,7 +234,5 @@ void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Acti
     }
 #undef BY
 }
-
-#endif
 
 }  // namespace

@@ -8,7 +8,6 @@
 #include "draws.h"
 #include "panel_product.h"
 #include "team.h"
-#include "tiles.h"
 
 namespace {
 
@@ -58,8 +57,7 @@ extern "C" int JOINED(atelier_matmul, ISA)(const Matrix* matrix, const void* x, 
         }
         take_pieces(taken, own ? (n + kPiece - 1) / kPiece : 0, [&](int64_t piece, int64_t next) {
             const int64_t first = piece * kPiece, last = std::min(n, first + kPiece);
-            const uint8_t* ahead = matrix->data + std::min(next * kPiece, n) * matrix->row_bytes;
-            multiply_rows(*matrix, first, last, rows, m, Output{y, y_element, n, 0}, own, ahead);
+            multiply_rows(*matrix, first, last, rows, m, Output{y, y_element, n, 0}, own, NextRows{matrix, next * kPiece});
         });
     }
     return failed;
