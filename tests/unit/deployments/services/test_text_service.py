@@ -145,8 +145,14 @@ async def test_what_the_engine_refuses_is_an_invalid_request(engine: LLMEngine, 
         CompletionRequest(model="m", prompt="x", logit_bias={10**6: 1.0}),
         CompletionRequest(model="m", prompt=("x", "1 + " * 2000)),
         ChatRequest(model="m", messages=QUESTION, n=65),
+        ChatRequest(model="m", messages=(Message(role="user", content="half \ud800"),)),
+        ChatRequest(
+            model="m",
+            messages=QUESTION,
+            response_format={"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+        ),
     ):
-        with pytest.raises(InvalidRequest, match=r"token|logit_bias|n is 65"):
+        with pytest.raises(InvalidRequest, match=r"token|logit_bias|n is 65|surrogate|no document"):
             await chunks_of(service, request)
     assert not engine.has_work
     assert engine._num_free_blocks == engine.num_blocks

@@ -95,6 +95,22 @@ def test_stop_strings_across_token_borders(tiny, run_all, request_of, prompt_of)
     assert outcomes["almost"].finish_reason == "length"
 
 
+def test_only_rows_that_a_token_is_drawn_of_go_through_the_head(model, prompt_of, request_of, monkeypatch):
+    engine = model.engine(max_num_batched_tokens=64)
+    module, multiple, rows = engine._runner._model.module, engine._runner._row_multiple, []
+    plain = module.logits
+    monkeypatch.setattr(module, "logits", lambda hidden: rows.append(len(hidden)) or plain(hidden))
+    engine.add_request(request_of("long", prompt_of(150), max_tokens=6))
+    assert engine.step() == []
+    assert rows == []
+    for name, length in (("short", 9), ("other", 20)):
+        engine.add_request(request_of(name, prompt_of(length), max_tokens=6))
+    while engine.has_work:
+        rows.clear()
+        num_drawn = len(engine.step())
+        assert rows == [-(-num_drawn // multiple) * multiple]
+
+
 @pytest.mark.parametrize("steps", [0, 1, 4])
 def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
     engine = model.engine()

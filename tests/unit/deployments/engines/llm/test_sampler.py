@@ -326,6 +326,63 @@ def test_a_constraint_leaves_its_tokens_only():
     assert "fits the grammar" in str(failed)
 
 
+@pytest.mark.parametrize("size", [200, 9001])
+@pytest.mark.usefixtures("arithmetic")
+def test_all_options_together_are_the_plain_formulas_one_after_the_other(size):
+    """Penalties, biases, what a grammar allows, and filters, all drawn at random; eight rows in one call."""
+    generator = np.random.default_rng(size)
+    for _ in range(6):
+        rows = generator.normal(0, 2, (8, size)).astype(np.float32)
+        pickers, expected = [], []
+        for number, logits in enumerate(rows):
+            prompt, completion = (generator.integers(0, size, count).tolist() for count in (30, 12))
+            repetition, frequency, presence = generator.uniform(0.7, 1.5), *generator.uniform(-1, 1, 2)
+            bias = {int(token): float(generator.uniform(-5, 5)) for token in generator.integers(0, size, 4)}
+            allowed = sorted(set(generator.integers(0, size, size // 2).tolist()))
+            filters = {
+                "temperature": float(generator.uniform(0.3, 1.5)),
+                "top_k": int(generator.choice([0, 3, 40, 500])),
+                "top_p": float(generator.choice([1.0, 0.5, 0.9])),
+                "min_p": float(generator.choice([0.0, 0.01])),
+                "typical_p": float(generator.choice([1.0, 0.7])),
+            }
+            params = SamplingParams(
+                repetition_penalty=repetition,
+                frequency_penalty=frequency,
+                presence_penalty=presence,
+                logit_bias=tuple(bias.items()),
+                seed=number,
+                **filters,
+            )
+            constraint = OnlyThese(*allowed) if number % 2 else None
+            picker = TokenPicker.create(params, prompt, constraint=constraint)
+            for token in completion:
+                picker.advance(token)
+            pickers.append(picker)
+            wanted = torch.from_numpy(logits)[None].double()
+            wanted = RepetitionPenaltyLogitsProcessor(repetition)(torch.tensor([prompt + completion]), wanted)[0]
+            for token in {*completion, *bias}:
+                count = completion.count(token)
+                wanted[token] += bias.get(token, 0.0) - count * frequency - (count > 0) * presence
+            ids = allowed if constraint else range(size)
+            found = plain_distribution(wanted[list(ids)], **filters)
+            expected.append({ids[place]: share for place, share in found.items()})
+        draws = [next_draw(picker) for picker in pickers]
+        tokens = picked(torch.from_numpy(rows), *pickers)
+        for token, draw, shares in zip(tokens, draws, expected, strict=True):
+            token_ids = sorted(shares)
+            sums = np.cumsum([shares[one] for one in token_ids])
+            lowest, highest = (min(np.searchsorted(sums, draw + e, "right"), len(sums) - 1) for e in (-1e-4, 1e-4))
+            assert token in token_ids[lowest : highest + 1]
+
+
+def test_a_constraint_that_meets_logits_that_are_not_finite_is_not_blamed():
+    logits = torch.full((1, 100), float("nan"))
+    (failed,) = sample(logits, [TokenPicker.create(SamplingParams(), constraint=OnlyThese(3))])
+    assert isinstance(failed, ComputationFailed)
+    assert str(failed) == "the logits are not finite"
+
+
 def test_completions_of_one_request_have_streams_of_their_own():
     logits = torch.zeros(1, 1000)
     streams = [TokenPicker.create(SamplingParams(temperature=1.0, seed=4), index=index) for index in (0, 1, 2, 1)]

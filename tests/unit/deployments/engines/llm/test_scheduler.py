@@ -237,6 +237,14 @@ def test_every_seat_is_taken():
     assert (subject.num_running, subject.num_waiting) == (3, 1)
 
 
+def test_the_seats_of_completions_to_come_are_kept():
+    subject, _ = scheduler(max_num_seqs=3, budget=8)
+    subject.add_sequence(sequence("three", 20, num_siblings=2))
+    step(subject)
+    subject.add_sequence(sequence("next", 5))
+    assert step(subject) == [("three", 8, 16)]
+
+
 def test_long_prompts_are_seated_by_a_few():
     subject, _ = scheduler(num_blocks=1000, budget=64, max_num_seqs=20)
     prompts = [sequence(str(number), 200) for number in range(2 * MAX_PREFILLING)]
