@@ -79,7 +79,6 @@ class MergingCluster:
         self._calls: dict[int, Call] = {}
         self._replicas = {f"r{n}": _Replica() for n in range(num_replicas)}
         self._looking_s = math.inf
-        self.slow_at = math.inf, 1.0  # from then on all takes so many times as long
         self.queue.set_replicas(POOL, list(self._replicas), 0.0)
 
     def at(self, when_s: float, do: Callable[[], None]) -> None:
@@ -179,7 +178,7 @@ class MergingCluster:
         if self.now_s >= self._swings_at_s:
             self._swings_at_s = self.now_s + SWING_S
             self._slowness = self.rng.lognormvariate(0.0, self._swing)
-        return self._slowness * (self.slow_at[1] if self.now_s >= self.slow_at[0] else 1.0)
+        return self._slowness
 
     def _end(self, call: Call, status: int, told_s: float | None) -> None:
         timeout_s = None if call.timeout_s == math.inf else call.timeout_s
