@@ -19,22 +19,7 @@ constexpr int kInt8 = 2;  // of the cache alone; FLOAT32 and BFLOAT16 are those 
 constexpr int64_t kKeys = 64;
 constexpr int64_t kQueries = 128;  // of a tile, where several tokens are there
 
-#if defined(__AVX512F__)
-using Floats = __m512;
-constexpr int kFloats = 16, kColumnVectors = 4;
-inline Floats load_floats(const float* at) { return _mm512_loadu_ps(at); }
-inline void store_floats(float* at, Floats values) { _mm512_storeu_ps(at, values); }
-inline Floats all_floats(float value) { return _mm512_set1_ps(value); }
-inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
-#else
-using Floats = __m256;
-constexpr int kFloats = 8, kColumnVectors = 2;
-inline Floats load_floats(const float* at) { return _mm256_loadu_ps(at); }
-inline void store_floats(float* at, Floats values) { _mm256_storeu_ps(at, values); }
-inline Floats all_floats(float value) { return _mm256_set1_ps(value); }
-inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
-#endif
-
+constexpr int kColumnVectors = kLanes == 16 ? 4 : 2;
 constexpr int kRowsAtOnce = 6;
 
 // C [R, V vectors] += A [R, depth] B [depth, V vectors], each sum in the order of the depth.
@@ -43,17 +28,17 @@ void add_block(const float* a, int64_t a_stride, const float* b, int64_t b_strid
                int64_t c_stride) {
     Floats sum[R][V];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sum[r][v] = load_floats(c + r * c_stride + v * kFloats);
+        for (int v = 0; v < V; ++v) sum[r][v] = load(c + r * c_stride + v * kLanes);
     for (int64_t k = 0; k < depth; ++k) {
         Floats bs[V];
-        for (int v = 0; v < V; ++v) bs[v] = load_floats(b + k * b_stride + v * kFloats);
+        for (int v = 0; v < V; ++v) bs[v] = load(b + k * b_stride + v * kLanes);
         for (int r = 0; r < R; ++r) {
-            const Floats as = all_floats(a[r * a_stride + k]);
-            for (int v = 0; v < V; ++v) sum[r][v] = multiply_add(as, bs[v], sum[r][v]);
+            const Floats as = every_float(a[r * a_stride + k]);
+            for (int v = 0; v < V; ++v) sum[r][v] = add_product(as, bs[v], sum[r][v]);
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store_floats(c + r * c_stride + v * kFloats, sum[r][v]);
+        for (int v = 0; v < V; ++v) store(c + r * c_stride + v * kLanes, sum[r][v]);
 }
 
 template <int V, int R = kRowsAtOnce>
@@ -69,7 +54,7 @@ void add_rows_of(const float* a, int64_t a_stride, int64_t rows, const float* b,
 template <int V = kColumnVectors>
 void add_matrix(const float* a, int64_t a_stride, int64_t rows, const float* b, int64_t columns, int64_t depth, float* c,
                 int64_t first = 0) {
-    for (; first + V * kFloats <= columns; first += V * kFloats)
+    for (; first + V * kLanes <= columns; first += V * kLanes)
         add_rows_of<V>(a, a_stride, rows, b + first, columns, depth, c + first, columns);
     if constexpr (V > 1)
         if (first < columns) add_matrix<V - 1>(a, a_stride, rows, b, columns, depth, c, first);
@@ -133,18 +118,14 @@ inline void store_vector(void* to, uint16_t* scales, int element, int64_t row, i
 
 // Rows [16, size] as columns: to[i * kKeys] has element i of all 16. 16 divides the size.
 inline void turn_rows(const float* from, int64_t size, float* to) {
-#if defined(__AVX512VNNI__)
-    PanelRows rows;
-    for (int t = 0; t < kLanes; ++t) rows.at[t] = reinterpret_cast<const uint8_t*>(from + t * size);
-    for (int64_t i = 0; i < size; i += 8) {
-        __m512i eight[8];
-        turn_32(rows, 4 * i, eight);
-        for (int j = 0; j < 8; ++j) _mm512_storeu_si512(to + (i + j) * kKeys, eight[j]);
+    for (int first = 0; first < 16; first += kLanes) {
+        const PanelRows rows(from, 4 * size, first, 16);
+        for (int64_t i = 0; i < size; i += 8) {
+            Ints eight[8];
+            turn_32(rows, 4 * i, eight);
+            for (int j = 0; j < 8; ++j) store(to + (i + j) * kKeys + first, as_floats(eight[j]));
+        }
     }
-#else
-    for (int64_t i = 0; i < size; ++i)
-        for (int t = 0; t < 16; ++t) to[i * kKeys + t] = from[t * size + i];
-#endif
 }
 
 // The memory of a thread for the tiles of a step.

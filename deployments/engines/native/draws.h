@@ -17,12 +17,12 @@ struct DrawnRow {
 };
 
 // Sums of the weights of what surprises by at most `limit`, by spans and in all.
-double sum_kept(const Candidates& all, const Surprise& surprise, float limit, double* sums) {
+double sum_kept(const Candidates& all, float middle, float limit, double* sums) {
     double total = 0;
     float logs[kSpan], weights[kSpan];
     for (int64_t span = 0; span < all.num_spans(); ++span) {
         const int64_t count = all.fill(span, logs, weights);
-        for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i]) <= limit ? weights[i] : 0.0f;
+        for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i], middle) <= limit ? weights[i] : 0.0f;
         total += *sums++ = sum_of(weights, count);
     }
     return total;
@@ -30,7 +30,7 @@ double sum_kept(const Candidates& all, const Surprise& surprise, float limit, do
 
 // The first place where the sum of what is kept passes `draw` of all, in the order of token ids: then a rounding error
 // moves the borders between tokens by as little, and never exchanges two of them.
-int64_t place_of(double draw, const Candidates& all, const Surprise& surprise, float limit, const double* sums,
+int64_t place_of(double draw, const Candidates& all, float middle, float limit, const double* sums,
                  double total) {
     const double point = draw * total;
     double before = 0, inner = 0, sum = 0;
@@ -43,7 +43,7 @@ int64_t place_of(double draw, const Candidates& all, const Surprise& surprise, f
     }
     float logs[kSpan], weights[kSpan];
     const int64_t count = all.fill(span, logs, weights);
-    for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i]) <= limit ? weights[i] : 0.0f;
+    for (int64_t i = 0; i < count; ++i) weights[i] = surprise(logs[i], middle) <= limit ? weights[i] : 0.0f;
     for (int64_t i = 0; i < count; ++i) inner += weights[i];
     const double share = (point - before) / sums[span] * inner;
     int64_t place = 0;
@@ -70,22 +70,8 @@ struct DrawScratch {
     }
 };
 
-// Puts the tokens of the `top_k` greatest logits, and those that are as good as the last of them, into `to`.
-int64_t gather_best(const float* x, int64_t size, const float* maxima, int64_t block, int64_t top_k, DrawScratch& to) {
-    const int64_t num_blocks = (size + block - 1) / block;
-    float least;
-    if (top_k <= num_blocks) {  // so many blocks have a maximum of at least this
-        std::copy(maxima, maxima + num_blocks, to.narrowing);
-        std::nth_element(to.narrowing, to.narrowing + top_k - 1, to.narrowing + num_blocks, std::greater<>());
-        least = to.narrowing[top_k - 1];
-    } else {
-        const Candidates counted{x, size, 0, 1, -FLT_MAX, true};
-        Kept kept;
-        const double share = (static_cast<double>(top_k) - 0.5) / static_cast<double>(size);
-        const bool is_found =
-            keep_guessed(counted, maxima, block, {false, 0}, share, to.narrowing, to.ids, to.sums, kept);
-        least = is_found ? -kept.limit : least_kept(x, nullptr, size, static_cast<double>(top_k), to.narrowing);
-    }
+// Puts the tokens whose logits are at least `least` into `to`, and returns how many there are.
+int64_t gather(const float* x, int64_t size, const float* maxima, int64_t block, float least, DrawScratch& to) {
     int64_t found = 0;
     for (int64_t begin = 0; begin < size; begin += kSpan) {
         float surprises[kSpan], weights[kSpan];
@@ -96,19 +82,36 @@ int64_t gather_best(const float* x, int64_t size, const float* maxima, int64_t b
         const Bracket kept{-kInfinity, -least};
         found += take_near(surprises, weights, begin, kept, to.logits + found, to.narrowing, to.ids + found);
     }
-    if (top_k <= num_blocks) {
-        std::copy(to.logits, to.logits + found, to.narrowing);
-        std::nth_element(to.narrowing, to.narrowing + top_k - 1, to.narrowing + found, std::greater<>());
-        least = to.narrowing[top_k - 1];
-        int64_t kept = 0;
-        for (int64_t i = 0; i < found; ++i)
-            if (to.logits[i] >= least) {
-                to.logits[kept] = to.logits[i];
-                to.ids[kept++] = to.ids[i];
-            }
-        found = kept;
-    }
     return found;
+}
+
+// Puts the tokens of the `top_k` greatest logits, and those that are as good as the last of them, into `to`.
+int64_t gather_best(const float* x, int64_t size, const float* maxima, int64_t block, int64_t top_k, float best,
+                    DrawScratch& to) {
+    const int64_t num_blocks = (size + block - 1) / block;
+    float least = -FLT_MAX;  // a bound of the last one
+    if (top_k <= num_blocks) {  // so many blocks have a maximum of at least this
+        std::copy(maxima, maxima + num_blocks, to.narrowing);
+        std::nth_element(to.narrowing, to.narrowing + top_k - 1, to.narrowing + num_blocks, std::greater<>());
+        least = to.narrowing[top_k - 1];
+    } else if (size >= kMany) {
+        const Candidates counted{x, size, best, 1, -FLT_MAX, true};
+        const double share = static_cast<double>(top_k) / static_cast<double>(size);
+        least = std::max(least, best - guess_bracket(counted, maxima, block, 0, share, to.narrowing).high);
+    }
+    int64_t found = gather(x, size, maxima, block, least, to);
+    if (found < top_k) found = gather(x, size, maxima, block, -FLT_MAX, to);  // the guess was wrong
+    if (found <= top_k) return found;
+    std::copy(to.logits, to.logits + found, to.narrowing);
+    std::nth_element(to.narrowing, to.narrowing + top_k - 1, to.narrowing + found, std::greater<>());
+    least = to.narrowing[top_k - 1];
+    int64_t kept = 0;
+    for (int64_t i = 0; i < found; ++i)
+        if (to.logits[i] >= least) {
+            to.logits[kept] = to.logits[i];
+            to.ids[kept++] = to.ids[i];
+        }
+    return kept;
 }
 
 // Returns the token that the row draws. Its logits x [size] have a finite maximum, `maxima` are those of its blocks.
@@ -118,10 +121,10 @@ int64_t draw_token(const float* x, int64_t size, const float* maxima, int64_t bl
     Candidates all{x, size, static_cast<float>(row.best), factor};
     const bool has_top_k = row.top_k > 0 && row.top_k < size;
     if (has_top_k) {
-        all.n = gather_best(x, size, maxima, block, row.top_k, scratch);
+        all.n = gather_best(x, size, maxima, block, row.top_k, all.best, scratch);
         all.logits = scratch.logits;
     }
-    const Surprise plain{false, 0};
+    const float plain = 0;
     Kept kept{};
     bool is_summed = false;  // those that are kept, by spans
     if (row.top_p < 1) {
@@ -153,7 +156,7 @@ int64_t draw_token(const float* x, int64_t size, const float* maxima, int64_t bl
         }
         mean += sum_of(logs, count);
     }
-    const Surprise distance{true, static_cast<float>(mean / total)};
+    const auto distance = static_cast<float>(mean / total);
     is_summed = !has_top_k && keep_guessed(all, maxima, block, distance, row.typical_p, scratch.narrowing,
                                            scratch.ids, scratch.sums, kept);
     if (!is_summed) {

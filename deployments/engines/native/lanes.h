@@ -20,10 +20,10 @@ constexpr int kSignedBias = 128;  // what int8 have more as the products take th
 inline Ints every_byte(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 inline Ints every_int(int value) { return _mm512_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm512_set1_ps(value); }
-inline Ints load(const uint8_t* at) { return _mm512_load_si512(at); }
-inline Floats load(const float* at) { return _mm512_load_ps(at); }
-inline void store(uint8_t* at, Ints bits) { _mm512_store_si512(at, bits); }
-inline void store(float* at, Floats values) { _mm512_store_ps(at, values); }
+inline Ints load(const uint8_t* at) { return _mm512_loadu_si512(at); }
+inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline void store(uint8_t* at, Ints bits) { _mm512_storeu_si512(at, bits); }
+inline void store(float* at, Floats values) { _mm512_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm512_slli_epi32(bits, by); }
 inline Ints shift_down(Ints bits, int by) { return _mm512_srli_epi32(bits, by); }
 inline Ints shift_down_signed(Ints bits, int by) { return _mm512_srai_epi32(bits, by); }
@@ -54,10 +54,10 @@ constexpr int kSignedBias = 0;
 inline Ints every_byte(int value) { return _mm256_set1_epi8(static_cast<char>(value)); }
 inline Ints every_int(int value) { return _mm256_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm256_set1_ps(value); }
-inline Ints load(const uint8_t* at) { return _mm256_load_si256(reinterpret_cast<const __m256i*>(at)); }
-inline Floats load(const float* at) { return _mm256_load_ps(at); }
-inline void store(uint8_t* at, Ints bits) { _mm256_store_si256(reinterpret_cast<__m256i*>(at), bits); }
-inline void store(float* at, Floats values) { _mm256_store_ps(at, values); }
+inline Ints load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
+inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
+inline void store(uint8_t* at, Ints bits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bits); }
+inline void store(float* at, Floats values) { _mm256_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm256_slli_epi32(bits, by); }
 inline Ints shift_down(Ints bits, int by) { return _mm256_srli_epi32(bits, by); }
 inline Ints shift_down_signed(Ints bits, int by) { return _mm256_srai_epi32(bits, by); }

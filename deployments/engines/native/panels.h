@@ -143,12 +143,13 @@ inline void turn_32(const PanelRows& rows, int64_t offset, __m256i (&out)[8]) {
 }
 
 inline Floats turn_half(const PanelRows& rows, int64_t offset) {
-    const auto at = [&](int row) {
-        uint16_t bits;
-        std::memcpy(&bits, rows.at[row] + offset, 2);
-        return static_cast<int16_t>(bits);
-    };
-    return _mm256_cvtph_ps(_mm_setr_epi16(at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7)));
+    __m128i two[4];
+    for (int i = 0; i < 4; ++i) {
+        const auto at = [&](int row) { return _mm_loadu_si32(rows.at[2 * i + row] + offset); };
+        two[i] = _mm_unpacklo_epi16(at(0), at(1));
+    }
+    const __m128i low = _mm_unpacklo_epi32(two[0], two[1]), high = _mm_unpacklo_epi32(two[2], two[3]);
+    return _mm256_cvtph_ps(_mm_unpacklo_epi64(low, high));
 }
 
 inline Ints turn_word(const PanelRows& rows, int64_t offset) {
