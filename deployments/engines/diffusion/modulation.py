@@ -1,21 +1,23 @@
-"""The modulation of a transformer's blocks, computed ahead for several steps of a request.
+"""What a denoiser makes of a row's time and text alone, computed ahead for several steps of a request.
 
 A block scales and shifts by a linear function of the row's time and pooled text, of one row for each image: its
 weights, more than a quarter of those of a Flux, are read for the sake of one row, and on the CPU few rows are padded
 besides (`nn/batch_invariant.py`). All times of a schedule are known when it begins, so here the rows of the next steps
-take the place of the padding. The bits are the same.
+take the place of the padding. Layers that see nothing but the text (the keys and values of cross-attention, say) give
+the same at every step, and run once where that is small. The bits are the same.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
-from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.families.base import Family, Rows
 from deployments.engines.diffusion.rows import Part
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.forwards import replaced_forwards
@@ -23,28 +25,36 @@ from weights.memory.devices import computes_on_host
 
 NUM_ROWS: Final = 16  # of one computation, over all parts and steps
 MAX_PARTS: Final = NUM_ROWS // 2  # of more, the rows of one step fill a product well enough
+MAX_TEXT_BYTES: Final = 4 * 2**20  # of what is kept of one text: SDXL's would be 50 MB, to spare 1 % of its steps
 
 
 class _Ahead(NamedTuple):
-    """The outputs of the embedding and of each layer, each (steps, …), from the step `first` on."""
+    """The outputs of the embeddings and of each layer, each (steps, …), from the step `first` on; those of the text."""
 
     first: int
     outputs: Sequence[torch.Tensor]
+    of_text: Sequence[torch.Tensor]
 
 
 class Modulation:
-    """The embedding of time and text of a denoiser, and the layers that see it alone. Empty for other families."""
+    """The embeddings of time and text of a denoiser, and the layers that see these or the text alone.
+
+    Empty for other families.
+    """
 
     def __init__(self, family: Family, denoiser: Any) -> None:
         self._family = family
         self._denoiser = denoiser
-        self._modules: list[nn.Module] = []
-        if family.time_embedding is not None:
-            self._modules = [
-                denoiser.get_submodule(family.time_embedding),
-                *(part for name, part in denoiser.named_modules() if "norm" in name and name.endswith(".linear")),
-            ]
-        self._embedding = frozenset(self._modules[0].modules() if self._modules else ())
+        parts = list(denoiser.named_modules()) if family.is_modulated(denoiser) else []
+
+        def named(*patterns: str) -> list[Any]:
+            return [part for name, part in parts if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+        self._embeddings = named(*family.embedding_parts)
+        self._layers = named(family.modulated_layers)
+        self._text_layers = named(family.text_layers)
+        self._modules: list[nn.Module] = [*self._embeddings, *self._layers, *self._text_layers]
+        self._embedded = frozenset(part for embedding in self._embeddings for part in embedding.modules())
 
     def rows_of(self, group: Sequence[Part]) -> tuple[torch.Tensor, ...]:
         """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
@@ -58,24 +68,17 @@ class Modulation:
         lacking = [part for part in group if not _has_step(part)]
         if lacking:
             self._compute(lacking, NUM_ROWS // len(group))
-        found = []
-        for place in range(len(self._modules)):
-            rows = []
-            for part in group:
-                ahead: _Ahead = part.state.ahead[id(part.branch)]
-                step = part.state.step_index - ahead.first
-                rows.append(ahead.outputs[place][step : step + 1].expand(len(part.state.latents), -1))
-            found.append(rows[0] if len(rows) == 1 else torch.cat(rows))
-        return tuple(found)
+        by_part = [_rows_of_step(part) for part in group]
+        return by_part[0] if len(by_part) == 1 else tuple(map(torch.cat, zip(*by_part, strict=True)))
 
     def _is_adapted(self, state: DenoiseState) -> bool:
         """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
-        return any(layer in self._embedding for pairs, _ in state.adapters for layer, _ in pairs)
+        return any(layer in self._embedded for pairs, _ in state.adapters for layer, _ in pairs)
 
     def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Let the modules give these `rows_of`, if any, within the block. HAZARD: one thread at a time may run them."""
-        modules = self._modules if outputs else []
-        return replaced_forwards(dict(zip(modules, map(_constant, outputs), strict=True)))
+        found = zip(self._modules, map(_constant, outputs), strict=False)  # a long text's layers compute for themselves
+        return replaced_forwards(dict(found))
 
     def _compute(self, parts: Sequence[Part], num_steps: int) -> None:
         """Compute the next `num_steps` of each part, or what is left of them, all at once."""
@@ -85,15 +88,37 @@ class Modulation:
             ahead = state.solver.timesteps[first : first + num_steps]
             times.append(ahead)
             guidance.append(torch.full([len(ahead)], state.request.guidance_scale, device=ahead.device))
-            assert branch.pooled is not None  # families with such an embedding have pooled text
-            pooled.append(branch.pooled.expand(len(ahead), -1))
+            if branch.pooled is not None:
+                pooled.append(branch.pooled.expand(len(ahead), -1))
             counts.append(len(ahead))
-        embedded = self._family.embed_times(self._denoiser, torch.cat(times), torch.cat(guidance), torch.cat(pooled))
-        active = nn.functional.silu(embedded)
-        outputs = [embedded, *(layer(active) for layer in self._modules[1:])]
+        state = parts[0].state
+        nothing = state.latents.new_empty(sum(counts), 0)
+        rows = Rows(nothing, torch.cat(times), nothing, torch.cat(guidance), torch.cat(pooled) if pooled else None)
+        embedded = self._family.embed_times(self._denoiser, rows, state.size)
+        active = nn.functional.silu(sum(embedded[1:], embedded[0]))
+        outputs = [*embedded, *(layer(active) for layer in self._layers)]
         split = zip(*(torch.split(output, counts) for output in outputs), strict=True)
-        for (state, branch), own in zip(parts, split, strict=True):
-            state.ahead[id(branch)] = _Ahead(state.step_index, [output.clone() for output in own])
+        for part, own in zip(parts, split, strict=True):
+            earlier: _Ahead | None = part.state.ahead.get(id(part.branch))
+            of_text = earlier.of_text if earlier else self._of_text(part.branch.prompt)
+            part.state.ahead[id(part.branch)] = _Ahead(
+                part.state.step_index, [output.clone() for output in own], of_text
+            )
+
+    def _of_text(self, prompt: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the layers make of a text (1, L, D), each (1, L, …); nothing where that is large."""
+        num_bytes = sum(layer.out_features for layer in self._text_layers) * prompt.shape[1] * prompt.itemsize
+        return [layer(prompt) for layer in self._text_layers] if num_bytes <= MAX_TEXT_BYTES else []
+
+
+def _rows_of_step(part: Part) -> tuple[torch.Tensor, ...]:
+    """Return what is known of the next step of a part, for each of its images."""
+    ahead: _Ahead = part.state.ahead[id(part.branch)]
+    step, count = part.state.step_index - ahead.first, len(part.state.latents)
+    # The side path of a LoRA adds to them in place, and those of the text are wanted again.
+    of_text = [one.clone() for one in ahead.of_text] if part.state.adapters else ahead.of_text
+    found = [*(output[step : step + 1] for output in ahead.outputs), *of_text]
+    return tuple(found if count == 1 else [one.expand(count, *one.shape[1:]) for one in found])
 
 
 def _constant(output: torch.Tensor) -> Callable[..., torch.Tensor]:

@@ -54,6 +54,7 @@ from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.forwards import replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.nn.quick_forwards import make_quick
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 from weights.loading.views import memory_form
@@ -97,6 +98,7 @@ class DenoisePipeline:
         self._memory = MemoryLimits()
         for name in (family.denoiser_name, "vae"):
             make_batch_invariant(modules[name])
+            make_quick(modules[name])
         if reason := family.refusal(self.denoiser):
             raise EngineError(f"{folder}: {reason}")
 

@@ -32,7 +32,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     Of a part of a longer sequence, which is in C order in a batch of one only, torch would add the bias to rounded sums
     instead of before they are rounded. What is in another order in any batch stays so, as the stock model has it.
     """
-    if x.device.type in _HOSTS and not x.is_contiguous() and x[:1].is_contiguous():
+    if not x.is_contiguous() and x.device.type in _HOSTS and x[:1].is_contiguous():
         x = x.contiguous()
     num_rows = x.numel() // max(1, x.shape[-1])
     num_threads = torch.get_num_threads()
@@ -66,7 +66,7 @@ def _in_c_order(x: torch.Tensor) -> torch.Tensor:
 
     What was transposed before, by an attention block say, is in channels-last order, but for a batch of one in both.
     """
-    return x.contiguous() if x.device.type in _HOSTS else x
+    return x if x.is_contiguous() or x.device.type not in _HOSTS else x.contiguous()
 
 
 def _depends_on_batch(x: torch.Tensor) -> bool:

@@ -178,7 +178,9 @@ class Family(ABC):
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
-    time_embedding: ClassVar[str | None] = None  # the part that `embed_times` runs, of a denoiser that it modulates
+    embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
+    modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
+    text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
@@ -325,14 +327,16 @@ class Family(ABC):
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         """Return the (D, P) of the conditioning that the denoiser takes; P is None where it takes no pooled text."""
 
-    def embed_times(
-        self, denoiser: Any, timesteps_B: torch.Tensor, guidance_B: torch.Tensor, pooled_BP: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what `predict_noise` has the denoiser make of the times and texts of rows: (B, D).
+    def is_modulated(self, denoiser: Any) -> bool:
+        """Return whether `embedding_parts`, `modulated_layers` and `text_layers` are what they say in this variant."""
+        return bool(self.embedding_parts)
 
-        The layers named *norm*.linear see its SiLU and nothing else.
+    def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
+        """Return what each of `embedding_parts` makes of rows, as `predict_noise` has it: (B, D) each.
+
+        Latents and prompts of the rows have no elements.
         """
-        raise NotImplementedError(f"{self.class_name} has no time_embedding")
+        raise NotImplementedError(f"{self.class_name} has no embedding_parts")
 
     def control_image(
         self,

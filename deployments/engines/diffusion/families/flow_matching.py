@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
@@ -14,13 +14,12 @@ if TYPE_CHECKING:  # the ingress has no torch
 class FlowMatching(Family):
     """A transformer modulated by time and pooled text, whose solver is FlowMatchEulerDiscreteScheduler in stock."""
 
-    time_embedding: ClassVar[str | None] = "time_text_embed"
+    embedding_parts: ClassVar[Sequence[str]] = ("time_text_embed",)
+    modulated_layers: ClassVar[str] = "*norm*.linear"
+    text_layers: ClassVar[str] = "context_embedder"
 
-    def embed_times(
-        self, denoiser: Any, timesteps_B: torch.Tensor, guidance_B: torch.Tensor, pooled_BP: torch.Tensor
-    ) -> torch.Tensor:
-        embedded: torch.Tensor = denoiser.time_text_embed(timesteps_B, pooled_BP)
-        return embedded
+    def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
+        return [denoiser.time_text_embed(rows.timesteps, rows.pooled)]
 
     def first_step(self, num_inference_steps: int, strength: float) -> int:
         return int(num_inference_steps - min(num_inference_steps * strength, num_inference_steps))

@@ -147,13 +147,11 @@ class Flux(FlowMatching):
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim
 
-    def embed_times(
-        self, denoiser: Any, timesteps_B: torch.Tensor, guidance_B: torch.Tensor, pooled_BP: torch.Tensor
-    ) -> torch.Tensor:
-        times = timesteps_B.to(pooled_BP.dtype) / 1000 * 1000  # divided by us and multiplied by the transformer
-        guidance = [guidance_B.to(pooled_BP.dtype) * 1000] if denoiser.config.guidance_embeds else []
-        embedded: torch.Tensor = denoiser.time_text_embed(times, *guidance, pooled_BP)
-        return embedded
+    def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
+        dtype = rows.latents.dtype
+        times = rows.timesteps.to(dtype) / 1000 * 1000  # divided by us and multiplied by the transformer
+        guidance = [rows.guidance.to(dtype) * 1000] if denoiser.config.guidance_embeds else []
+        return [denoiser.time_text_embed(times, *guidance, rows.pooled)]
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         import torch

@@ -17,6 +17,9 @@ class UNetFamily(Family):
     """A family whose denoiser is diffusers' UNet2DConditionModel. Latents are images: (num_images, C, h, w)."""
 
     denoiser_name: ClassVar[str] = "unet"
+    embedding_parts: ClassVar[Sequence[str]] = ("time_embedding", "add_embedding")
+    modulated_layers: ClassVar[str] = "*.time_emb_proj"
+    text_layers: ClassVar[str] = "*.attn2.to_[kv]"
     keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
@@ -46,6 +49,18 @@ class UNetFamily(Family):
         if factor == pixels_per_latent:
             return None
         return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
+    def is_modulated(self, denoiser: Any) -> bool:
+        config = denoiser.config
+        others = config.time_embedding_act_fn, config.class_embed_type, config.encoder_hid_dim_type
+        has_more = any(others) or config.resnet_skip_time_act or config.dual_cross_attention
+        return config.act_fn in ("silu", "swish") and not has_more
+
+    def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
+        times = denoiser.time_embedding(denoiser.get_time_embed(rows.latents, rows.timesteps))
+        added = self.added_conditioning(rows.pooled, rows, size).get("added_cond_kwargs", {})
+        other = denoiser.get_aug_embed(times, rows.prompts, added)
+        return [times] if other is None else [times, other]
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

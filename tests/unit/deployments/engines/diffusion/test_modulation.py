@@ -10,7 +10,7 @@ from deployments.engines.protocol import AdapterUse
 from weights.adapters import LoraAdapter, LoraPair
 
 
-@pytest.fixture(params=["flux", "stable_diffusion_3"])
+@pytest.fixture(params=["flux", "stable_diffusion_3", "sdxl", "stable_diffusion"])
 def modulated(request):
     return request.getfixturevalue(request.param)
 
@@ -21,11 +21,13 @@ def count_calls(monkeypatch):
 
     def count(pipeline):
         rows: list[int] = []
-        embedding_class = type(pipeline.denoiser.time_text_embed)
+        watched = pipeline.denoiser.get_submodule(pipeline.family.embedding_parts[0])
+        embedding_class = type(watched)
         compute = embedding_class.forward
 
         def counted(embedding, *inputs):
-            rows.append(len(inputs[0]))
+            if embedding is watched:  # SDXL has another one of its class
+                rows.append(len(inputs[0]))
             return compute(embedding, *inputs)
 
         monkeypatch.setattr(embedding_class, "forward", counted)
@@ -83,14 +85,22 @@ def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, m
     assert rows == [2 * MAX_PARTS]
 
 
-@pytest.mark.parametrize("ending", ["norm1.linear", "timestep_embedder.linear_1"])
-def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, ending):
-    layers = {name: part for name, part in modulated.ours.denoiser.named_modules() if name.endswith(ending)}
+@pytest.mark.parametrize(
+    "endings",
+    [
+        ("norm1.linear", "time_emb_proj"),
+        ("timestep_embedder.linear_1", "time_embedding.linear_1"),
+        ("context_embedder", "attn2.to_k"),
+    ],
+)
+def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endings):
+    layers = {name: part for name, part in modulated.ours.denoiser.named_modules() if name.endswith(endings)}
+    assert layers
     pairs = {
         name: LoraPair(torch.randn(2, part.in_features), torch.randn(part.out_features, 2), 0.5)
         for name, part in layers.items()
     }
-    known = {"tinted": LoraAdapter("tinted", {"transformer": pairs})}
+    known = {"tinted": LoraAdapter("tinted", {modulated.ours.family.denoiser_name: pairs})}
     jobs = [make_request(), make_request(adapters=(AdapterUse("tinted", 1.0),))]
     states = [modulated.ours.start(job, modulated.conditioning(), known) for job in jobs]
     plain, tinted = all_latents(modulated, states)[-1]
@@ -99,6 +109,42 @@ def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endin
     for job, latents in zip(jobs, (plain, tinted), strict=True):
         state = modulated.ours.start(job, modulated.conditioning(), known)
         assert torch.equal(all_latents(modulated, [state])[-1][0], latents)
+
+
+@pytest.fixture
+def count_text(monkeypatch):
+    """Count the texts that go through the first layer that sees nothing else, in every call."""
+
+    def count(pipeline):
+        rows: list[int] = []
+        watched = pipeline._modulation._text_layers[0]
+        compute = type(watched).forward
+
+        def counted(layer, x):
+            if layer is watched:
+                rows.append(len(x))
+            return compute(layer, x)
+
+        monkeypatch.setattr(type(watched), "forward", counted)
+        return rows
+
+    return count
+
+
+def test_what_sees_the_text_alone_runs_once(modulated, make_request, count_text):
+    rows = count_text(modulated.ours)
+    all_latents(modulated, start(modulated, make_request, 1, num_inference_steps=11))
+    assert rows == [1, 1]  # of the prompt and the negative one
+
+
+def test_a_large_text_is_computed_step_by_step(modulated, make_request, count_text, monkeypatch):
+    changes = {"num_inference_steps": 3}
+    expected = all_latents(modulated, start(modulated, make_request, 1, **changes))
+    monkeypatch.setattr("deployments.engines.diffusion.modulation.MAX_TEXT_BYTES", 0)
+    rows = count_text(modulated.ours)
+    found = all_latents(modulated, start(modulated, make_request, 1, **changes))
+    assert rows == [2] * 3
+    assert all(torch.equal(one, other) for (one,), (other,) in zip(found, expected, strict=True))
 
 
 def test_nothing_stays_when_a_forward_fails(modulated, make_request, monkeypatch):
