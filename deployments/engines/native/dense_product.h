@@ -21,39 +21,51 @@ inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t r
     std::memset(at + count, 0, 4 * (32 - count));
 }
 
-// The sums of four vectors' lanes.
-inline __m128 sum_lanes(const Floats (&sums)[4]) {
+// Half of the lanes of a vector that has 16, added to the other half.
+inline __m256 eight_lanes(Floats sums) {
 #if defined(__AVX512F__)
-    __m256 halves[4];
-    for (int i = 0; i < 4; ++i)
-        halves[i] = _mm256_add_ps(_mm512_castps512_ps256(sums[i]), _mm512_extractf32x8_ps(sums[i], 1));
+    return _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
 #else
-    const Floats(&halves)[4] = sums;
+    return sums;
 #endif
-    const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(halves[0], halves[1]), _mm256_hadd_ps(halves[2], halves[3]));
-    return _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1));
+}
+
+// The sums of four vectors' lanes.
+inline __m128 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
+    const __m256 ab = _mm256_hadd_ps(eight_lanes(a), eight_lanes(b)), cd = _mm256_hadd_ps(eight_lanes(c), eight_lanes(d));
+    const __m256 all = _mm256_hadd_ps(ab, cd);
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
 // With 4 of them per row of x, as many sums as leave registers for what they are made of.
 constexpr int kDenseRows = kFloats == 16 ? 6 : 3;
 
-// R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns.
+// R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns. HAZARD: without `unroll`, GCC 12 keeps the
+// sums in memory, and a product takes three times as long.
 template <int R, int Q>
 inline void multiply_dense_tile(const float* const (&w)[4 * Q], int64_t columns, const float* x, int64_t x_stride,
                                 float* to, int64_t stride) {
-    Floats sums[R][Q][4];
+    Floats sums[R][4 * Q];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-        for (int i = 0; i < 4 * Q; ++i) sums[r][i / 4][i % 4] = all_floats(0);
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * Q; ++i) sums[r][i] = all_floats(0);
     for (int64_t k = 0; k < columns; k += kFloats) {
         Floats xs[R];
+#pragma GCC unroll 8
         for (int r = 0; r < R; ++r) xs[r] = load_floats(x + r * x_stride + k);
+#pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
             const Floats ws = load_floats(w[i] + k);
-            for (int r = 0; r < R; ++r) sums[r][i / 4][i % 4] = multiply_add(ws, xs[r], sums[r][i / 4][i % 4]);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][i] = multiply_add(ws, xs[r], sums[r][i]);
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-        for (int q = 0; q < Q; ++q) _mm_storeu_ps(to + r * stride + 4 * q, sum_lanes(sums[r][q]));
+#pragma GCC unroll 2
+        for (int i = 0; i < 4 * Q; i += 4)
+            _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
 }
 
 // `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
