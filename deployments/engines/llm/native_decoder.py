@@ -14,7 +14,6 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -160,17 +159,17 @@ class NativeDecoder:
         num_rows, num_layers = len(x_NC), len(self._layers)
         angles = torch.empty(2, num_rows, self._decoder.cache.head_dim // 2)
         logits_NV = torch.empty(len(logit_rows), self.vocab_size) if self.vocab_size else None
-        tables = [np.asarray(span.block_table, np.int64) for span in spans]
+        tables = [(ctypes.c_int64 * len(span.block_table))(*span.block_table) for span in spans]
         rows = (_Span * len(spans))(
             *(
-                _Span(end - size, size, span.position, table.ctypes.data)
+                _Span(end - size, size, span.position, ctypes.addressof(table))
                 for span, size, end, table in zip(spans, sizes, accumulate(sizes), tables, strict=True)
             )
         )
         outputs = 0, None, None
         if logits_NV is not None:
             outputs = len(logit_rows), (ctypes.c_int64 * len(logit_rows))(*logit_rows), logits_NV.data_ptr()
-        pointers = x_NC.data_ptr(), angles[0].data_ptr(), angles[1].data_ptr(), rows, *outputs
+        pointers = x_NC.data_ptr(), angles.data_ptr(), angles.data_ptr() + angles.nbytes // 2, rows, *outputs
         at_once = num_layers if num_rows <= _FEW_ROWS else 1
         for first in range(0, num_layers, at_once):
             if at_once == 1:
