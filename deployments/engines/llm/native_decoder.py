@@ -227,7 +227,7 @@ def _is_of_one_kind(embedding: nn.Module, products: Iterable[nn.Module]) -> bool
     """Return whether a model is packed, or all float32."""
     kinds = {_kind_of(one) for one in products}
     if isinstance(embedding, nn.Embedding):
-        return kinds == {_DENSE} and embedding.weight.dtype == torch.float32
+        return kinds == {_DENSE}  # the embedding has their dtype: create_model refuses others
     return kinds == {_INT8} and isinstance(embedding, PackedEmbedding)
 
 

@@ -131,8 +131,7 @@ def _maxima(logits_NV: torch.Tensor) -> tuple[list[float], list[int]]:
         best_N, first_N = logits_NV.max(-1)
         return best_N.tolist(), first_N.tolist()
     values = logits_NV.numpy()  # its search has vectors, torch's with places has none
-    first = values.argmax(-1)
-    return np.take_along_axis(values, first[:, None], -1)[:, 0].tolist(), first.tolist()
+    return values.max(-1).tolist(), values.argmax(-1).tolist()
 
 
 def _draw(logits_NV: torch.Tensor, rows: Sequence[int], pickers: Sequence[TokenPicker]) -> list[int]:

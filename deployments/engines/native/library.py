@@ -185,7 +185,7 @@ def load_kernels() -> Kernels | None:
         check_cache_folder(cache_folder())  # whoever can write there is trusted with code
         return Kernels(built_library(cache_folder() / "native"), _processor_flags())
     except (BuildFailed, OSError, AttributeError) as error:
-        logger.warning("packed weights are computed by torch, which is slower: %s", error)
+        logger.warning("language models are computed by torch, which is slower: %s", error)
         return None
 
 

@@ -1,4 +1,4 @@
-"""Float32 models in the kernels (native/dense_product.h) against transformers, on models that are drawn anew each time."""
+"""Float32 models in the kernels (native/dense_product.h) against transformers, on models that are drawn each time."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def new_model(tiny: Any, family: str = "llama", **overrides: Any) -> Any:
 
 
 def runner_of(model: Any, **options: Any) -> ModelRunner:
-    return ModelRunner(create_model(load_config(model.folder), model.tensors, torch.device("cpu")), NUM_BLOCKS, **options)
+    return ModelRunner(
+        create_model(load_config(model.folder), model.tensors, torch.device("cpu")), NUM_BLOCKS, **options
+    )
 
 
 def drawn_sequences(*lengths: int) -> list[Sequence]:
@@ -87,7 +89,8 @@ def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
     family, overrides = CASES[case]
     model = new_model(tiny, family, **overrides)
     runner = runner_of(model)
-    assert runner._decoder is not None and runner._decoder.vocab_size == model.stock.config.vocab_size
+    assert runner._decoder is not None
+    assert runner._decoder.vocab_size == model.stock.config.vocab_size
     drawn = drawn_sequences(3, 19, 70, 150)
     found = [
         logits_of(runner, *((one, 0, len(one.token_ids) - 2) for one in drawn)),
