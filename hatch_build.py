@@ -1,4 +1,4 @@
-"""Compile the kernels of packed weights when Atelier is installed; without a compiler torch computes them."""
+"""Compile the kernels of language models when Atelier is installed; without a compiler torch computes them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class NativeKernels(BuildHookInterface):  # type: ignore[type-arg]
             if not library.is_file():
                 building.build_library(folder)
         except building.BuildFailed as error:
-            self.app.display_warning(f"packed weights will be computed by torch, which is slower: {error}")
+            self.app.display_warning(f"language models will be computed by torch, which is slower: {error}")
             return
         build_data["pure_python"] = False
         build_data["infer_tag"] = True

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
-from deployments.engines.llm.packed_decoder import PackedDecoder, TokenSpan
+from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import LayerAttention, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
@@ -29,7 +29,7 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
         self._model = model
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype)
-        self._decoder = PackedDecoder.create(model, self._cache)
+        self._decoder = NativeDecoder.create(model, self._cache)
         self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
 
     @torch.inference_mode()
@@ -81,9 +81,10 @@ class ModelRunner:
             TokenSpan(chunk.sequence.token_ids[chunk.start : chunk.end], chunk.start, chunk.sequence.block_table)
             for chunk in chunks
         ]
-        hidden = self._decoder.run_layers(spans, check)
+        rows = _last_rows(chunks)
+        hidden, logits = self._decoder.run_step(spans, rows, check)
         self._read_prompts(chunks, hidden)
-        return self._logits(hidden, _last_rows(chunks))
+        return self._logits(hidden, rows) if logits is None else logits
 
     def _read_prompts(self, chunks: Iterable[Chunk], hidden: torch.Tensor) -> None:
         """Note hidden states and log probabilities of prompts where they were asked for.

@@ -11,6 +11,7 @@ Suffixes: N rows, V vocabulary, B blocks of `_BLOCK` tokens, S candidates of a r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -56,18 +57,11 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     wanted = [row for row, picker in enumerate(pickers) if picker.params.num_logprobs is not None]
     raw_NV = logits_NV.clone() if any(pickers[row].changes_logits for row in wanted) else logits_NV
     constrained = _change_logits(logits_NV, pickers)
-    blocks_NB = _blocks(logits_NV)
-    maxima_NB = blocks_NB.amax(-1)
-    best_N = maxima_NB.amax(-1)
-    is_finite = best_N.isfinite().tolist()
-    greedy = [row for row, picker in enumerate(pickers) if picker.is_greedy and is_finite[row]]
-    drawn = [row for row, picker in enumerate(pickers) if not picker.is_greedy and is_finite[row]]
-    tokens: dict[int, int] = {}
-    if greedy:
-        tokens |= zip(greedy, _first_maximum(blocks_NB, maxima_NB, greedy), strict=True)
+    best, first = _maxima(logits_NV)
+    tokens = {row: first[row] for row, picker in enumerate(pickers) if picker.is_greedy and math.isfinite(best[row])}
+    drawn = [row for row, picker in enumerate(pickers) if not picker.is_greedy and math.isfinite(best[row])]
     if drawn:
-        found = _draw(logits_NV, maxima_NB, best_N, drawn, pickers)
-        tokens |= zip(drawn, found, strict=True)
+        tokens |= zip(drawn, _draw(logits_NV, drawn, pickers), strict=True)
     scored = [row for row in wanted if row in tokens]
     logprobs = score_tokens(
         raw_NV, scored, [tokens[row] for row in scored], [pickers[row].params.num_logprobs or 0 for row in scored]
@@ -77,7 +71,7 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     for row in range(len(pickers)):
         if row in tokens:
             outcomes.append(SampledToken(tokens[row], logprob_of.get(row)))
-        elif row in constrained and float(best_N[row]) == float("-inf"):
+        elif row in constrained and best[row] == -math.inf:
             outcomes.append(ComputationFailed("no token of the vocabulary fits the grammar here"))
         else:
             outcomes.append(ComputationFailed("the logits are not finite"))
@@ -131,23 +125,19 @@ def _blocks(rows_NV: torch.Tensor) -> torch.Tensor:
     return padded.view(len(rows_NV), -1, _BLOCK)
 
 
-def _first_maximum(blocks_NB: torch.Tensor, maxima_NB: torch.Tensor, rows: Sequence[int]) -> list[int]:
-    """Return the lowest of the best tokens of each of the rows."""
-    places = torch.tensor(rows, device=maxima_NB.device)
-    block_N = maxima_NB[places].argmax(-1)  # the first of equal ones
-    inner_N = blocks_NB[places, block_N].argmax(-1)
-    found: list[int] = (block_N * _BLOCK + inner_N).tolist()
-    return found
+def _maxima(logits_NV: torch.Tensor) -> tuple[list[float], list[int]]:
+    """Return the best logit of each row, NaN where there is one, and the lowest token that has it."""
+    if logits_NV.device.type != "cpu":
+        best_N, first_N = logits_NV.max(-1)
+        return best_N.tolist(), first_N.tolist()
+    values = logits_NV.numpy()  # its search has vectors, torch's with places has none
+    return values.max(-1).tolist(), values.argmax(-1).tolist()
 
 
-def _draw(
-    logits_NV: torch.Tensor,
-    maxima_NB: torch.Tensor,
-    best_N: torch.Tensor,
-    rows: Sequence[int],
-    pickers: Sequence[TokenPicker],
-) -> list[int]:
+def _draw(logits_NV: torch.Tensor, rows: Sequence[int], pickers: Sequence[TokenPicker]) -> list[int]:
     """Draw one token for each of the rows: with the compiled kernels (native/draws.h), else with torch."""
+    maxima_NB = _blocks(logits_NV).amax(-1)
+    best_N = maxima_NB.amax(-1)
     draws = {row: float(torch.rand(1, generator=pickers[row].generator, dtype=torch.float64)) for row in rows}
     if (kernels := _kernels_for(logits_NV)) is not None:
         best = best_N.tolist()

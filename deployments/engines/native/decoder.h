@@ -1,5 +1,6 @@
 // All layers of a Llama decoder (q/k norms and biases as Qwen's) for the tokens of a step, of completions and of prompts:
-// activations in float32, products as in quantized.cpp, attention over the paged KV cache (attention.h).
+// activations in float32, attention over the paged KV cache (attention.h). Weights are all packed, and rows of x made int8
+// for them (`Rows` is Activations, panel_product.h), or all float32 (FloatRows, dense_product.h).
 //
 // One parallel region for the layers: with a token or a few, they are too small to begin one per product. The phases of
 // a layer are handed out in pieces (Team). Every sum runs in an order of its own row's, whatever the other rows are.
@@ -7,9 +8,11 @@
 #pragma once
 
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
+#include "dense_product.h"
 #include "team.h"
 
 namespace {
@@ -28,17 +31,24 @@ struct Layer {
 
 struct Decoder {
     const Layer* layers;
-    int64_t hidden, intermediate, num_heads;
+    int64_t num_layers, hidden, intermediate, num_heads;
     CacheShape cache;
     float eps;
     int is_interleaved;
+    const float* frequencies;  // [head_dim / 2], inverse ones of the rotary embedding
+    float magnitude;
+    const float* norm;  // behind the last layer
+    Linear head;        // of no rows where it is not computed here
 };
 
 struct Step {
     int64_t num_rows, num_spans, first_layer, last_layer;  // the last one is not computed
-    float* x;                // [rows, hidden]: embeddings or what the layer before gave, and what the last layer gives
-    const float *cos, *sin;  // [rows, head_dim]
-    const Span* spans;       // of all rows, in their order; of one sequence, earlier tokens come first
+    float* x;             // [rows, hidden]: embeddings or what the layer before gave, and behind the last, normalized ones
+    float *cos, *sin;     // [rows, head_dim / 2], made with the first layer
+    const Span* spans;    // of all rows, in their order; of one sequence, earlier tokens come first
+    int64_t num_logits;   // of rows `logit_rows`, computed behind the last layer
+    const int64_t* logit_rows;
+    float* logits;  // [num_logits, rows of the head]
 };
 
 inline void normalize(const float* x, const float* weight, int64_t size, float eps, float* out) {
@@ -54,38 +64,50 @@ inline void rotate(float* x, const float* cos, const float* sin, int64_t size, b
     for (int64_t i = 0; i < half; ++i) {
         const int64_t a = is_interleaved ? 2 * i : i, b = is_interleaved ? 2 * i + 1 : i + half;
         const float first = x[a], second = x[b];
-        x[a] = first * cos[a] - second * sin[a];
-        x[b] = second * cos[b] + first * sin[b];
+        x[a] = first * cos[i] - second * sin[i];
+        x[b] = second * cos[i] + first * sin[i];
     }
 }
 
+// Returns the bytes of `m` rows, and places them when there is `memory`.
+inline size_t place_rows(char* memory, int64_t m, Activations& to) {
+    if (memory) place_activations(memory, m, to);
+    return m * to.stride * kActivationBytes;
+}
+
+inline size_t place_rows(char* memory, int64_t m, FloatRows& to) {
+    to.values = reinterpret_cast<float*>(memory);
+    return m * to.stride * 4;
+}
+
 // What the threads of a step share: all [rows, ...] in one piece of memory.
+template <class Rows>
 struct Buffers {
     float *q, *k, *v, *attended;
-    Activations of_hidden, of_attended, of_intermediate;
+    Rows of_hidden, of_attended, of_intermediate, of_logits;
 
     // Returns the bytes, and places everything when there is `memory`.
-    size_t place(char* memory, const Decoder& d, int64_t rows) {
+    size_t place(char* memory, const Decoder& d, const Step& step) {
         size_t used = 0;
         const auto take = [&](size_t nbytes) {
             char* at = memory ? memory + used : nullptr;
             used += (nbytes + 63) / 64 * 64;
             return at;
         };
-        const auto floats = [&](int64_t size) { return reinterpret_cast<float*>(take(4 * rows * size)); };
+        const auto floats = [&](int64_t size) { return reinterpret_cast<float*>(take(4 * step.num_rows * size)); };
         const int64_t q_size = d.num_heads * d.cache.head_dim, kv_size = d.cache.num_kv_heads * d.cache.head_dim;
         q = floats(q_size);
         k = floats(kv_size);
         v = floats(kv_size);
         attended = floats(q_size);
-        const auto activations = [&](int64_t size, Activations& to) {
+        const auto rows = [&](int64_t m, int64_t size, Rows& to) {
             to.stride = padded(size);
-            char* at = take(rows * to.stride * kActivationBytes);
-            if (at) place_activations(at, rows, to);
+            place_rows(take(place_rows(nullptr, m, to)), m, to);
         };
-        activations(d.hidden, of_hidden);
-        activations(q_size, of_attended);
-        activations(d.intermediate, of_intermediate);
+        rows(step.num_rows, d.hidden, of_hidden);
+        rows(step.num_rows, q_size, of_attended);
+        rows(step.num_rows, d.intermediate, of_intermediate);
+        rows(step.num_logits, d.hidden, of_logits);
         return used;
     }
 };
@@ -98,14 +120,7 @@ struct Own {
     float* row;  // [hidden]
 
     // Returns the bytes, and places everything when there is `memory`.
-    size_t place(char* memory, const Decoder& d, const Step& step, int64_t tile_queries) {
-        size_t product_bytes = 0;
-        for (int64_t i = step.first_layer; i < step.last_layer; ++i) {
-            const Layer& layer = d.layers[i];
-            for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
-                product_bytes = std::max(product_bytes, product_scratch_bytes(one->weight, step.num_rows));
-        }
-        product_bytes = (product_bytes + 63) / 64 * 64;
+    size_t place(char* memory, const Decoder& d, const Step& step, int64_t tile_queries, size_t product_bytes) {
         const size_t columns_bytes = 4 * step.num_rows * kPiece;
         product = memory;
         for (int i = 0; memory && i < 2; ++i)
@@ -116,10 +131,32 @@ struct Own {
     }
 };
 
+// The bytes of scratch memory that products of a step take.
+template <class Rows>
+size_t most_product_bytes(const Decoder& d, const Step& step) {
+    size_t most = 0;
+    if constexpr (std::is_same_v<Rows, Activations>) {
+        const auto note = [&](const Linear& one) {
+            most = std::max(most, product_scratch_bytes(one.weight, step.num_rows));
+        };
+        if (step.num_logits) note(d.head);
+        for (int64_t i = step.first_layer; i < step.last_layer; ++i) {
+            const Layer& layer = d.layers[i];
+            for (const Linear* one : {&layer.q, &layer.k, &layer.v, &layer.output, &layer.gate, &layer.up, &layer.down})
+                note(*one);
+        }
+    }
+    return (most + 63) / 64 * 64;
+}
+
 // Columns `first` to `last` of the product of x and W as [rows, kPiece], with the bias.
-void apply(const Linear& linear, int64_t first, int64_t last, const Activations& x, int64_t rows, float* columns,
+template <class Rows>
+void apply(const Linear& linear, int64_t first, int64_t last, const Rows& x, int64_t rows, float* columns,
            const Own& own, const NextRows& next) {
-    multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
+    if constexpr (std::is_same_v<Rows, Activations>)
+        multiply_rows(linear.weight, first, last, x, rows, Output{columns, FLOAT32, kPiece, first}, own.product, next);
+    else
+        multiply_dense_rows<kDenseRows>(linear.weight, first, last, x.values, x.stride, rows, columns, kPiece);
     for (int64_t row = 0; linear.bias && row < rows; ++row)
         for (int64_t i = first; i < last; ++i) columns[row * kPiece + i - first] += linear.bias[i];
 }
@@ -143,22 +180,29 @@ void share_products(Team& team, const Linear* const (&linears)[N], const Linear&
     });
 }
 
-void normalize_rows(Team& team, const Decoder& d, const float* norm, const Step& step, const Activations& to,
-                    const Own& own) {
+// Row number `from` of x [.., k] becomes row number `row`.
+template <class Rows>
+void prepare_row_of(const float* x, int64_t from, int64_t k, int64_t row, const Rows& to) {
+    for (int64_t i = 0; i < to.stride / 32; ++i) prepare_group(x, FLOAT32, from * k + 32 * i, (from + 1) * k, row, i, to);
+}
+
+template <class Rows>
+void normalize_rows(Team& team, const Decoder& d, const float* norm, const Step& step, const Rows& to, const Own& own) {
     team.share(step.num_rows, [&](int64_t row, int64_t) {
         normalize(step.x + row * d.hidden, norm, d.hidden, d.eps, own.row);
-        for (int64_t i = 0; i < to.stride / 32; ++i) prepare_group(own.row, FLOAT32, 32 * i, d.hidden, row, i, to);
+        prepare_row_of(own.row, 0, d.hidden, row, to);
     });
 }
 
+template <class Rows>
 void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step& step, const std::vector<Span>& tiles,
-                   const Buffers& b, const Own& own) {
+                   const Buffers<Rows>& b, const Own& own) {
     const int64_t size = d.cache.head_dim, kv_heads = d.cache.num_kv_heads, group = d.num_heads / kv_heads;
     const int64_t q_size = d.num_heads * size, kv_size = kv_heads * size;
     const auto num_tiles = static_cast<int64_t>(tiles.size());
     const auto place = [&](float* x, const float* norm, int64_t row) {
         if (norm) normalize(x, norm, size, d.eps, x);
-        rotate(x, step.cos + row * size, step.sin + row * size, size, d.is_interleaved);
+        rotate(x, step.cos + row * size / 2, step.sin + row * size / 2, size, d.is_interleaved);
     };
     normalize_rows(team, d, layer.attention_norm, step, b.of_hidden, own);
     const Linear* const inputs[] = {&layer.q, &layer.k, &layer.v};
@@ -199,11 +243,12 @@ void run_attention(Team& team, const Decoder& d, const Layer& layer, const Step&
             for (int64_t j = 0; j < size; ++j) b.attended[at(i) + j] = own.tile.sums[i * size + j] * share;
         }
     });
-    team.share(step.num_rows, [&](int64_t row, int64_t) { prepare_row(b.attended, FLOAT32, row, q_size, b.of_attended); });
+    team.share(step.num_rows, [&](int64_t row, int64_t) { prepare_row_of(b.attended, row, q_size, row, b.of_attended); });
 }
 
 // x += W input, by pieces.
-void add_product(Team& team, const Linear& linear, const Linear& after, const Activations& input, const Step& step,
+template <class Rows>
+void add_product(Team& team, const Linear& linear, const Linear& after, const Rows& input, const Step& step,
                  const Own& own) {
     const Linear* const one[] = {&linear};
     share_products(team, one, after, [&](int, int64_t first, int64_t last, const NextRows& next) {
@@ -214,7 +259,8 @@ void add_product(Team& team, const Linear& linear, const Linear& after, const Ac
     });
 }
 
-void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers& b, const Own& own) {
+template <class Rows>
+void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step, const Buffers<Rows>& b, const Own& own) {
     static_assert(kPiece == 32, "a piece of columns is a group of activations");
     normalize_rows(team, d, layer.mlp_norm, step, b.of_hidden, own);
     const Linear* const gate[] = {&layer.gate};
@@ -223,7 +269,7 @@ void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step,
         float *gates = own.columns[0], *ups = own.columns[1];
         apply(layer.gate, first, last, b.of_hidden, step.num_rows, gates, own, NextRows{&up, first});
         apply(layer.up, first, last, b.of_hidden, step.num_rows, ups, own, next);
-        const Activations& to = b.of_intermediate;
+        const Rows& to = b.of_intermediate;
         for (int64_t row = 0; row < step.num_rows; ++row) {
             for (int64_t i = row * kPiece; i < row * kPiece + last - first; ++i)
                 gates[i] = gates[i] / (1.0f + exponential(-gates[i])) * ups[i];
@@ -232,6 +278,36 @@ void run_mlp(Team& team, const Decoder& d, const Layer& layer, const Step& step,
             for (int64_t i = first / 32; i < end; ++i)
                 prepare_group(gates, FLOAT32, row * kPiece + 32 * i - first, row * kPiece + last - first, row, i, to);
         }
+    });
+}
+
+void make_angles(Team& team, const Decoder& d, const Step& step, const std::vector<Span>& tiles) {
+    const int64_t half = d.cache.head_dim / 2;
+    team.share(static_cast<int64_t>(tiles.size()), [&](int64_t piece, int64_t) {
+        const Span& tile = tiles[piece];
+        for (int64_t i = 0; i < tile.num_rows * half; ++i) {
+            const float angle = static_cast<float>(tile.position + i / half) * d.frequencies[i % half];
+            step.cos[tile.first_row * half + i] = std::cos(angle) * d.magnitude;
+            step.sin[tile.first_row * half + i] = std::sin(angle) * d.magnitude;
+        }
+    });
+}
+
+template <class Rows>
+void run_head(Team& team, const Decoder& d, const Step& step, const Buffers<Rows>& b, const Own& own) {
+    team.share(step.num_rows, [&](int64_t row, int64_t) {
+        float* x = step.x + row * d.hidden;
+        normalize(x, d.norm, d.hidden, d.eps, x);
+    });
+    team.share(step.num_logits, [&](int64_t row, int64_t) {
+        prepare_row_of(step.x, step.logit_rows[row], d.hidden, row, b.of_logits);
+    });
+    if (!step.num_logits) return;
+    const Linear* const head[] = {&d.head};
+    share_products(team, head, d.layers[0].q, [&](int, int64_t first, int64_t last, const NextRows& next) {
+        apply(d.head, first, last, b.of_logits, step.num_logits, own.columns[0], own, next);
+        for (int64_t row = 0; row < step.num_logits; ++row)
+            std::memcpy(step.logits + row * d.head.weight.rows + first, own.columns[0] + row * kPiece, 4 * (last - first));
     });
 }
 
@@ -244,11 +320,13 @@ std::vector<Span> tiles_of(const Step& step, int64_t tile_rows) {
     return tiles;
 }
 
+template <class Rows>
 int run_decoder(const Decoder& d, const Step& step, int threads) {
-    Buffers buffers;
-    char* memory = activation_scratch.reserve(buffers.place(nullptr, d, step.num_rows));
+    Buffers<Rows> buffers;
+    char* memory = activation_scratch.reserve(buffers.place(nullptr, d, step));
     if (!memory) return 1;
-    buffers.place(memory, d, step.num_rows);
+    buffers.place(memory, d, step);
+    const size_t product_bytes = most_product_bytes<Rows>(d, step);
     const int64_t group = d.num_heads / d.cache.num_kv_heads, tile_rows = std::max<int64_t>(1, kQueries / group);
     const std::vector<Span> tiles = tiles_of(step, tile_rows);
     std::atomic<bool> failed{false};
@@ -259,12 +337,13 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
 #pragma omp single
         team = new (place) Team(omp_get_num_threads());
         Own own;
-        char* mine = tile_scratch.reserve(own.place(nullptr, d, step, tile_rows * group));
+        char* mine = tile_scratch.reserve(own.place(nullptr, d, step, tile_rows * group, product_bytes));
         if (mine)
-            own.place(mine, d, step, tile_rows * group);
+            own.place(mine, d, step, tile_rows * group, product_bytes);
         else
             failed = true;
         team->share(0, [](int64_t, int64_t) {});
+        if (!failed && step.first_layer == 0) make_angles(*team, d, step, tiles);
         for (int64_t i = step.first_layer; !failed && i < step.last_layer; ++i) {
             const Layer& layer = d.layers[i];
             run_attention(*team, d, layer, step, tiles, buffers, own);
@@ -273,6 +352,7 @@ int run_decoder(const Decoder& d, const Step& step, int threads) {
             const Linear& after = i + 1 < step.last_layer ? d.layers[i + 1].q : layer.down;
             add_product(*team, layer.down, after, buffers.of_intermediate, step, own);
         }
+        if (!failed && step.last_layer == d.num_layers) run_head(*team, d, step, buffers, own);
     }
     return failed;
 }

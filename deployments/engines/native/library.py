@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 # Numbers of enum Type in blocks.h (ggml's own).
 KERNEL_TYPES: Final = {
+    "F32": 0,
     "Q4_0": 2,
     "Q4_1": 3,
     "Q5_0": 6,
@@ -33,7 +34,10 @@ ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class PackedMatrix(NamedTuple):
-    """A packed [rows, columns] matrix for the kernels; `scales` and `group_size` are those of GROUP_INT8."""
+    """A [rows, columns] matrix for the kernels; `scales` and `group_size` are those of GROUP_INT8.
+
+    Of kind F32 `NativeDecoder` alone has any: `matmul` and `unpack_rows` take packed ones.
+    """
 
     kind: str
     data: torch.Tensor
@@ -51,7 +55,7 @@ class PackedMatrix(NamedTuple):
             self.group_size,
             self.rows,
             self.columns,
-            self.data.numel() // self.rows,
+            self.data.nbytes // self.rows,
         )
 
 
@@ -181,7 +185,7 @@ def load_kernels() -> Kernels | None:
         check_cache_folder(cache_folder())  # whoever can write there is trusted with code
         return Kernels(built_library(cache_folder() / "native"), _processor_flags())
     except (BuildFailed, OSError, AttributeError) as error:
-        logger.warning("packed weights are computed by torch, which is slower: %s", error)
+        logger.warning("language models are computed by torch, which is slower: %s", error)
         return None
 
 

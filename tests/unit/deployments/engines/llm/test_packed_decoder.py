@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from deployments.engines.llm import packed_decoder
+from deployments.engines.llm import native_decoder
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, StepAborted
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.packed_decoder import PackedDecoder
+from deployments.engines.llm.native_decoder import NativeDecoder
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.scheduler import Sequence as Completion
 from deployments.engines.native.building import built_library
@@ -121,7 +121,7 @@ def test_one_call_computes_what_the_layers_do(
     drawn = sequences([3, 31, 77, 16])
     got = run(ModelRunner(model, NUM_BLOCKS, kv_dtype), drawn)
     with monkeypatch.context() as patch:
-        patch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+        patch.setattr(NativeDecoder, "create", classmethod(lambda *_: None))
         plain = ModelRunner(model, NUM_BLOCKS, kv_dtype)
     one, other = torch.cat(got), torch.cat(run(plain, drawn))
     errors = ((one - other).norm(dim=-1) / other.norm(dim=-1)).sort().values
@@ -148,8 +148,8 @@ def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads() -> No
 
 
 def test_other_models_and_other_arithmetic_run_layer_by_layer() -> None:
-    def decoder(model: LoadedModel) -> PackedDecoder | None:
-        return PackedDecoder.create(model, KVCache(model.spec, 1, model.dtype, model.device))
+    def decoder(model: LoadedModel) -> NativeDecoder | None:
+        return NativeDecoder.create(model, KVCache(model.spec, 1, model.dtype, model.device))
 
     assert decoder(random_model("Q8_0")) is not None
     assert decoder(random_model("Q8_0", arithmetic="exact")) is None
@@ -173,7 +173,7 @@ def test_rows_with_a_lora_take_the_layers_and_others_the_kernels(monkeypatch: py
     drawn[0].loras = DecoderLoras(model).fit([TextLora("lora", adapter)])
     got = run(ModelRunner(model, NUM_BLOCKS), drawn)
     with monkeypatch.context() as patch:
-        patch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+        patch.setattr(NativeDecoder, "create", classmethod(lambda *_: None))
         layers = run(ModelRunner(model, NUM_BLOCKS), drawn)
     for ours, by_layers, without in zip(got, layers, plain, strict=True):
         assert torch.equal(ours[0], by_layers[0])
@@ -204,7 +204,7 @@ def test_the_avx2_variant_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     model = random_model("Q5_1", qk_norm=True, head_dim=48, intermediate_size=544)
     drawn = sequences([70, 129, 5])
     expected = run(ModelRunner(model, NUM_BLOCKS), drawn)
-    monkeypatch.setattr(packed_decoder, "load_kernels", lambda: older)
+    monkeypatch.setattr(native_decoder, "load_kernels", lambda: older)
     runner = ModelRunner(model, NUM_BLOCKS)
     got = run(runner, drawn)
     for ours, theirs in zip(got, expected, strict=True):
@@ -231,7 +231,7 @@ def test_heads_of_any_number_and_size(num_kv_heads: int, head_dim: int, monkeypa
     model = random_model("Q8_0", num_kv_heads=num_kv_heads, head_dim=head_dim, intermediate_size=544)
     drawn = sequences([70, 129])
     got = run(ModelRunner(model, NUM_BLOCKS), drawn)
-    monkeypatch.setattr(PackedDecoder, "create", classmethod(lambda *_: None))
+    monkeypatch.setattr(NativeDecoder, "create", classmethod(lambda *_: None))
     for ours, layers in zip(got, run(ModelRunner(model, NUM_BLOCKS), drawn), strict=True):
         assert float((ours - layers).norm() / layers.norm()) < 3e-2
 

@@ -1,8 +1,9 @@
-"""The layers of a decoder with packed weights in the compiled kernels (native/decoder.h), for prompts and completions.
+"""A decoder with packed or float32 weights in the compiled kernels (native/decoder.h), for prompts and completions.
 
 At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
-products; in a prompt, attention and passes over activations are a quarter. Activations stay in float32 from the
-embedding to the logits. `PackedDecoder.create` says where it applies; everywhere else the module runs.
+products, and of a small model nearly all; in a prompt, attention and passes over activations are a quarter. Activations
+stay in float32 from the embedding to the logits. `NativeDecoder.create` says where it applies; everywhere else the
+module runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import fields
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, Self
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +24,8 @@ from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 
 _INT8_CACHE: Final = 2  # attention.h's, behind ELEMENTS
-_VECTOR: Final = 16  # elements: attention.h leaves no remainder
+_VECTOR: Final = 16  # elements: attention.h and dense_product.h leave no remainder
+_DENSE, _INT8 = "F32", "int8"  # kinds of products
 _FEW_ROWS: Final = 64  # whose layers are computed in one call: they take less than a layer of a prompt
 # What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
 _SIZES: Final = (
@@ -67,10 +68,14 @@ class _CacheShape(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = (
         ("layers", ctypes.POINTER(_Layer)),
-        *((name, ctypes.c_int64) for name in ("hidden", "intermediate", "num_heads")),
+        *((name, ctypes.c_int64) for name in ("num_layers", "hidden", "intermediate", "num_heads")),
         ("cache", _CacheShape),
         ("eps", ctypes.c_float),
         ("is_interleaved", ctypes.c_int),
+        ("frequencies", ctypes.c_void_p),
+        ("magnitude", ctypes.c_float),
+        ("norm", ctypes.c_void_p),
+        ("head", _Linear),
     )
 
 
@@ -86,6 +91,9 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("num_rows", "num_spans", "first_layer", "last_layer")),
         *((name, ctypes.c_void_p) for name in ("x", "cos", "sin")),
         ("spans", ctypes.POINTER(_Span)),
+        ("num_logits", ctypes.c_int64),
+        ("logit_rows", ctypes.POINTER(ctypes.c_int64)),
+        ("logits", ctypes.c_void_p),
     )
 
 
@@ -97,27 +105,35 @@ class TokenSpan(NamedTuple):
     block_table: Sequence[int]
 
 
-class PackedDecoder:
+class NativeDecoder:
     """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
 
     def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
         decoder: Any = model.module.model
-        self._embedding: PackedEmbedding = decoder.embed_tokens
-        self._norm, self._rotary, self._kernels = decoder.norm, model.rotary, kernels
+        self._embedding: PackedEmbedding | nn.Embedding = decoder.embed_tokens
+        self._kernels = kernels
         self._kept: list[torch.Tensor] = []
-        spec = model.spec
+        spec, rotary, head = model.spec, model.rotary, model.module.lm_head
+        self._hidden_size = spec.hidden_size
+        # A head of another kind than the layers is the module's to compute.
+        self.vocab_size = spec.vocab_size if _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj) else 0
         self._layers = (_Layer * spec.num_layers)(
             *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
         )
         element = ELEMENTS.get(cache.layer_slots(0).keys.dtype, _INT8_CACHE)
         self._decoder = _Decoder(
             self._layers,
+            spec.num_layers,
             spec.hidden_size,
             spec.intermediate_size,
             spec.num_heads,
             _CacheShape(spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, element),
             spec.rms_norm_eps,
-            model.rotary.is_interleaved,
+            rotary.is_interleaved,
+            self._pointer(rotary.inverse_frequencies),
+            rotary.magnitude,
+            self._pointer(decoder.norm.weight),
+            self._linear(head) if self.vocab_size else _Linear(),
         )
 
     @classmethod
@@ -129,46 +145,61 @@ class PackedDecoder:
         return cls(model, cache, kernels)
 
     @torch.inference_mode()
-    def run_layers(self, spans: Sequence[TokenSpan], check: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """Store the tokens' keys and values and return the last layer's normalized output, (rows, hidden) in float32.
+    def run_step(
+        self, spans: Sequence[TokenSpan], logit_rows: Sequence[int], check: Callable[[], None] = lambda: None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Store the tokens' keys and values; return the last layer's normalized output, and logits of `logit_rows`.
 
-        A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows `check` is called
-        before each layer, and what it raises ends the step. Raises MemoryError.
+        These are (rows, hidden) and (N, vocabulary) in float32; there are no logits where the head is of another kind
+        than the layers. A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows
+        `check` is called before each layer, and what it raises ends the step. Raises MemoryError.
         """
         sizes = [len(span.token_ids) for span in spans]
-        x_NC = self._embedding.packed.selected(torch.tensor([token for span in spans for token in span.token_ids]))
-        positions = torch.cat(
-            [torch.arange(one.position, one.position + n) for one, n in zip(spans, sizes, strict=True)]
-        )
-        angles = self._rotary.angles(positions, torch.float32)
-        tables = [np.asarray(span.block_table, np.int64) for span in spans]
+        x_NC = self._embedded([token for span in spans for token in span.token_ids])
+        num_rows, num_layers = len(x_NC), len(self._layers)
+        angles = torch.empty(2, num_rows, self._decoder.cache.head_dim // 2)
+        asked = logit_rows if self.vocab_size else ()
+        logits_NV = torch.empty(len(asked), self.vocab_size)
+        tables = [(ctypes.c_int64 * len(span.block_table))(*span.block_table) for span in spans]
         rows = (_Span * len(spans))(
             *(
-                _Span(end - size, size, span.position, table.ctypes.data)
+                _Span(end - size, size, span.position, ctypes.addressof(table))
                 for span, size, end, table in zip(spans, sizes, accumulate(sizes), tables, strict=True)
             )
         )
-        x_NC = x_NC.contiguous()
-        pointers = x_NC.data_ptr(), angles.cos.data_ptr(), angles.sin.data_ptr()
-        num_layers = len(self._layers)
-        at_once = num_layers if len(x_NC) <= _FEW_ROWS else 1
+        outputs = len(asked), (ctypes.c_int64 * len(asked))(*asked), logits_NV.data_ptr()
+        pointers = x_NC.data_ptr(), angles.data_ptr(), angles.data_ptr() + angles.nbytes // 2, rows, *outputs
+        at_once = num_layers if num_rows <= _FEW_ROWS else 1
         for first in range(0, num_layers, at_once):
             if at_once == 1:
                 check()
-            step = _Step(len(x_NC), len(spans), first, first + at_once, *pointers, rows)
+            step = _Step(num_rows, len(spans), first, first + at_once, *pointers)
             if self._kernels.decode(ctypes.byref(self._decoder), ctypes.byref(step), torch.get_num_threads()):
-                raise MemoryError(f"no memory for a step of {len(x_NC)} tokens")
-        normalized: torch.Tensor = self._norm(x_NC)
-        return normalized
+                raise MemoryError(f"no memory for a step of {num_rows} tokens")
+        return x_NC, logits_NV if self.vocab_size else None
+
+    def _embedded(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the rows of the embedding (N, hidden), contiguous float32 memory of their own."""
+        ids = torch.tensor(token_ids)
+        if isinstance(self._embedding, PackedEmbedding):
+            return self._embedding.packed.selected(ids).contiguous()
+        return self._embedding.weight.index_select(0, ids)
 
     def _layer(self, layer: nn.Module, slots: LayerSlots) -> _Layer:
-        products: list[Any] = [layer.get_submodule(name) for name in _PRODUCTS]
         norms = [layer.get_submodule(name) for name in _NORMS]
         return _Layer(
-            *(_Linear(PackedMatrix(*one.packed).pointers(), self._pointer(one.bias)) for one in products),
+            *(self._linear(layer.get_submodule(name)) for name in _PRODUCTS),
             *(self._pointer(getattr(norm, "weight", None)) for norm in norms),
             *(None if one is None else one.data_ptr() for one in slots),
         )
+
+    def _linear(self, product: nn.Module) -> _Linear:
+        if isinstance(product, PackedLinear):
+            return _Linear(PackedMatrix(*product.packed).pointers(), self._pointer(product.bias))
+        assert isinstance(product, nn.Linear)
+        weight = product.weight.detach()
+        self._kept.append(weight)
+        return _Linear(PackedMatrix(_DENSE, weight, *weight.shape).pointers(), self._pointer(product.bias))
 
     def _pointer(self, vector: torch.Tensor | None) -> int | None:
         if vector is None:
@@ -180,15 +211,33 @@ class PackedDecoder:
 def _is_computed(model: LoadedModel) -> bool:
     spec, decoder = model.spec, model.module.model
     layers: Iterable[Any] = decoder.layers
+    sizes = spec.hidden_size, spec.head_dim
     return (
         model.dtype in ELEMENTS
-        and spec.hidden_size % _VECTOR == spec.head_dim % _VECTOR == spec.num_heads % spec.num_kv_heads == 0
+        and all(size % _VECTOR == 0 for size in sizes)
+        and spec.num_heads % spec.num_kv_heads == 0
         and all(getattr(spec, one.name) == one.default for one in fields(spec) if one.name not in (*_SIZES, *_OTHERS))
-        and isinstance(decoder.embed_tokens, PackedEmbedding)
         and all({name for name, _ in layer.named_modules()} == _PARTS for layer in layers)
-        and all(_is_int8(layer.get_submodule(name)) for layer in layers for name in _PRODUCTS)
+        and _is_of_one_kind(decoder.embed_tokens, [layer.get_submodule(name) for layer in layers for name in _PRODUCTS])
     )
 
 
-def _is_int8(product: nn.Module) -> bool:
-    return isinstance(product, PackedLinear) and product_path(product.packed, product.arithmetic).startswith("int8")
+def _is_of_one_kind(embedding: nn.Module, products: Iterable[nn.Module]) -> bool:
+    """Return whether a model is packed, or all float32."""
+    kinds = {_kind_of(one) for one in products}
+    if isinstance(embedding, nn.Embedding):
+        return kinds == {_DENSE}  # the embedding has their dtype: create_model refuses others
+    return kinds == {_INT8} and isinstance(embedding, PackedEmbedding)
+
+
+def _kind_of(product: nn.Module) -> str | None:
+    """Return how the kernels compute a product; None where they do not."""
+    if isinstance(product, PackedLinear):
+        return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
+    is_dense = (
+        type(product) is nn.Linear
+        and product.weight.dtype == torch.float32
+        and product.weight.is_contiguous()
+        and product.in_features % _VECTOR == 0
+    )
+    return _DENSE if is_dense else None

@@ -1,0 +1,95 @@
+// Products of float32 weights, where they lie, with any number of rows of x. A result is one sum in lanes over its row of W,
+// in order, folded at the end: it has the same bits however many rows x has, and wherever a tile begins.
+
+#pragma once
+
+#include "attention.h"
+
+namespace {
+
+// Rows of x in float32, padded with zeros to `stride` elements.
+struct FloatRows {
+    float* values;
+    int64_t stride;
+};
+
+// Elements `i` to `end` of x, 32 at most and perhaps none, become group number `group` of a row.
+inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t row, int64_t group, const FloatRows& to) {
+    float* at = to.values + row * to.stride + 32 * group;
+    const int64_t count = std::clamp<int64_t>(end - i, 0, 32);
+    std::memcpy(at, x + i, 4 * count);
+    std::memset(at + count, 0, 4 * (32 - count));
+}
+
+// Half of the lanes of a vector that has 16, added to the other half.
+inline __m256 eight_lanes(Floats sums) {
+#if defined(__AVX512F__)
+    return _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
+#else
+    return sums;
+#endif
+}
+
+// The sums of four vectors' lanes.
+inline __m128 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
+    const __m256 ab = _mm256_hadd_ps(eight_lanes(a), eight_lanes(b)), cd = _mm256_hadd_ps(eight_lanes(c), eight_lanes(d));
+    const __m256 all = _mm256_hadd_ps(ab, cd);
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+
+// With 4 of them per row of x, as many sums as leave registers for what they are made of.
+constexpr int kDenseRows = kFloats == 16 ? 6 : 3;
+
+// R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns. HAZARD: without `unroll`, GCC 12 keeps the
+// sums in memory, and a product takes three times as long.
+template <int R, int Q>
+inline void multiply_dense_tile(const float* const (&w)[4 * Q], int64_t columns, const float* x, int64_t x_stride,
+                                float* to, int64_t stride) {
+    Floats sums[R][4 * Q];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * Q; ++i) sums[r][i] = all_floats(0);
+    for (int64_t k = 0; k < columns; k += kFloats) {
+        Floats xs[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) xs[r] = load_floats(x + r * x_stride + k);
+#pragma GCC unroll 8
+        for (int i = 0; i < 4 * Q; ++i) {
+            const Floats ws = load_floats(w[i] + k);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) sums[r][i] = multiply_add(ws, xs[r], sums[r][i]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+        for (int i = 0; i < 4 * Q; i += 4)
+            _mm_storeu_ps(to + r * stride + i, sum_lanes(sums[r][i], sums[r][i + 1], sums[r][i + 2], sums[r][i + 3]));
+}
+
+// `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
+// one before it of its own sum.
+template <int R>
+void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t m,
+                         float* to, int64_t stride) {
+    constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
+    const float* weights = reinterpret_cast<const float*>(matrix.data);
+    for (; m >= R; m -= R, x += R * x_stride, to += R * stride)
+        for (int64_t at = first; at < last; at += kRows) {
+            const float* w[kRows];
+            for (int i = 0; i < kRows; ++i) w[i] = weights + std::min(at + i, last - 1) * matrix.columns;
+            if (at + kRows <= last) {
+                multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, to + at - first, stride);
+                continue;
+            }
+            float own[R * kRows];
+            multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, own, kRows);
+            for (int r = 0; r < R; ++r)
+                std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
+        }
+    if constexpr (R > 1)
+        if (m) multiply_dense_rows<R - 1>(matrix, first, last, x, x_stride, m, to, stride);
+}
+
+}  // namespace

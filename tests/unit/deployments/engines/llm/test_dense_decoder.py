@@ -1,0 +1,205 @@
+"""Float32 models in the kernels (native/dense_product.h) against transformers, on models that are drawn each time."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from deployments.engines.llm import native_decoder
+from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.llm.scheduler import Chunk, Sequence
+from deployments.engines.native.building import built_library
+from deployments.engines.native.library import Kernels, load_kernels
+from weights.private_folder import cache_folder
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one-kv-head": ("llama", {"num_key_value_heads": 1}),
+    "no-gqa-and-biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "head-dim": ("llama", {"head_dim": 48}),
+    "llama3-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+    "yarn-rope": ("llama", {"rope_parameters": YARN}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "odd-vocabulary": ("llama", {"vocab_size": 301}),
+}
+NUM_BLOCKS = 40
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
+
+
+def sizes() -> dict[str, int]:
+    """Drawn sizes that the kernels take: rows of W in no whole pieces of 32 or 4, and columns in vectors of 16."""
+    head_dim = random.choice([16, 32])
+    return {
+        "hidden_size": 4 * head_dim,
+        "head_dim": head_dim,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 16 * random.randint(3, 17),
+        "num_hidden_layers": random.randint(1, 4),
+    }
+
+
+def new_model(tiny: Any, family: str = "llama", **overrides: Any) -> Any:
+    return tiny(family, random.getrandbits(30), **sizes() | overrides)
+
+
+def runner_of(model: Any, **options: Any) -> ModelRunner:
+    return ModelRunner(
+        create_model(load_config(model.folder), model.tensors, torch.device("cpu")), NUM_BLOCKS, **options
+    )
+
+
+def drawn_sequences(*lengths: int) -> list[Sequence]:
+    """Texts whose last two tokens are a completion, with blocks in a drawn order."""
+    free = random.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+    return [
+        Sequence(
+            str(i),
+            random.choices(range(4, 260), k=length),
+            length - 2,
+            block_table=[free.pop() for _ in range(-(-length // 16))],
+        )
+        for i, length in enumerate(lengths)
+    ]
+
+
+def logits_of(runner: ModelRunner, *chunks: tuple[Sequence, int, int]) -> torch.Tensor:
+    return runner.run([Chunk(*chunk, True) for chunk in chunks])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
+    family, overrides = CASES[case]
+    model = new_model(tiny, family, **overrides)
+    runner = runner_of(model)
+    assert runner._decoder is not None
+    assert runner._decoder.vocab_size == model.stock.config.vocab_size
+    drawn = drawn_sequences(3, 19, 70, 150)
+    found = [
+        logits_of(runner, *((one, 0, len(one.token_ids) - 2) for one in drawn)),
+        logits_of(runner, *((one, len(one.token_ids) - 2, len(one.token_ids) - 1) for one in drawn)),
+        logits_of(runner, *((one, len(one.token_ids) - 1, len(one.token_ids)) for one in drawn)),
+    ]
+    for i, one in enumerate(drawn):
+        expected = model.stock(torch.tensor([one.token_ids])).logits[0, -3:]
+        for ours, theirs in zip(found, expected, strict=True):
+            assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-4  # 2e-5 were seen, of torch as well
+
+
+@pytest.mark.parametrize("case", ["one-kv-head", "yarn-rope", "qwen2-tied", "qwen3"])
+def test_greedy_tokens_equal_transformers_in_company_and_from_a_cached_prefix(
+    case: str, tiny: Any, run_all: Any, request_of: Any, prompt_of: Any
+) -> None:
+    family, overrides = CASES[case]
+    model = new_model(tiny, family, **overrides)
+    prompts = [prompt_of(length, random.getrandbits(20)) for length in (1, 40, 9, 100)]
+    prompts.append((*prompts[3][:70], *prompts[2]))
+    requests = [request_of(str(i), prompt, max_tokens=20, num_logprobs=1) for i, prompt in enumerate(prompts)]
+    engine = model.engine(max_num_batched_tokens=48)
+    together = run_all(engine, requests, (0, 0, 2, 5, 30))
+    assert together["4"].deltas[0].num_cached_tokens >= 64
+    for request, prompt in zip(requests, prompts, strict=True):
+        ours = together[request.request_id]
+        assert ours.token_ids == model.greedy(prompt, 20)
+        alone = run_all(model.engine(), [request])[request.request_id]
+        assert [one.logprob for one in alone.deltas] == [one.logprob for one in ours.deltas]  # bit for bit
+
+
+def test_a_row_has_the_same_bits_in_any_company_however_its_prompt_is_cut_and_on_any_threads(tiny: Any) -> None:
+    model = new_model(tiny, "qwen3")
+    runner = runner_of(model)
+    prompt, *others = drawn_sequences(130, 20, 3, 3, 3, 3, 3, 3, 41)
+    expected = logits_of(runner, (prompt, 0, 130))[0]
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 3):
+            torch.set_num_threads(num_threads)
+            for cuts in ([0, 130], [0, 1, 64, 65, 129, 130], [0, *sorted(random.sample(range(1, 130), 6)), 130]):
+                for start, end in pairwise(cuts):
+                    company = random.sample(others, random.randint(0, len(others)))
+                    place = random.randint(0, len(company))
+                    chunks = [(one, 0, len(one.token_ids)) for one in company]
+                    found = logits_of(runner, *chunks[:place], (prompt, start, end), *chunks[place:])
+                assert torch.equal(found[place], expected), (num_threads, cuts)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_are_read_where_they_lie_and_never_written(tiny: Any) -> None:
+    """What becomes of the memory of the weights is what is computed with; two models of a shape do not meet."""
+    model, other = new_model(tiny, hidden_size=64), new_model(tiny, hidden_size=64)
+    (text,) = drawn_sequences(30)
+    ids = torch.tensor([text.token_ids])
+    runner, second = runner_of(model), runner_of(other)
+    kept = {name: tensor.clone() for name, tensor in model.tensors.items()}
+    first = logits_of(runner, (text, 0, 30))[0]
+    assert torch.allclose(logits_of(second, (text, 0, 30))[0], other.stock(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in model.tensors.items())
+    for tensor in model.tensors.values():  # the stock model's own
+        tensor += 0.05 * torch.randn_like(tensor)
+    changed = logits_of(runner, (text, 0, 30))[0]
+    assert torch.allclose(changed, model.stock(ids).logits[0, -1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(changed, first, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("llama", {"intermediate_size": 56}),
+        ("llama", {"hidden_size": 40, "head_dim": 16}),
+        ("llama", {"head_dim": 24}),
+        ("mistral", {"sliding_window": 16}),
+        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    ],
+)
+def test_other_models_run_layer_by_layer(family: str, overrides: dict[str, Any], tiny: Any) -> None:
+    model = new_model(tiny, family, **overrides)
+    runner = runner_of(model)
+    assert runner._decoder is None
+    (text,) = drawn_sequences(40)
+    expected = model.stock(torch.tensor([text.token_ids])).logits[0, -1]
+    assert torch.allclose(logits_of(runner, (text, 0, 40))[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_and_a_machine_without_kernels_run_layer_by_layer(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = new_model(tiny)
+    half = {name: tensor.bfloat16() for name, tensor in model.tensors.items()}
+    loaded = create_model(load_config(model.folder), half, torch.device("cpu"))
+    assert ModelRunner(loaded, NUM_BLOCKS)._decoder is None
+    monkeypatch.setattr(native_decoder, "load_kernels", lambda: None)
+    assert runner_of(model)._decoder is None
+
+
+def test_the_avx2_variant_computes_the_same(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    older = Kernels(built_library(cache_folder() / "native"), frozenset({"avx2", "fma", "f16c"}))
+    assert older.variant == "avx2"
+    model = new_model(tiny, "qwen3")
+    (text,) = drawn_sequences(70)
+    expected = logits_of(runner_of(model), (text, 0, 70))
+    monkeypatch.setattr(native_decoder, "load_kernels", lambda: older)
+    assert torch.allclose(logits_of(runner_of(model), (text, 0, 70)), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_an_int8_cache_is_near(tiny: Any) -> None:
+    model = new_model(tiny)
+    (text,) = drawn_sequences(70)
+    expected = model.stock(torch.tensor([text.token_ids])).logits[0, -1]
+    found = logits_of(runner_of(model, kv_dtype="int8"), (text, 0, 70))[0]
+    assert 1e-5 < float((found - expected).norm() / expected.norm()) < 5e-2
