@@ -64,7 +64,10 @@ def streamed_footprint(component: Component, size_of: Callable[[int], int], plan
 
 def distinct_bytes(*sizes: Mapping[str, int]) -> int:
     """Return the bytes of all names, those of one name once."""
-    return sum({name: nbytes for size in sizes for name, nbytes in size.items()}.values())
+    found: dict[str, int] = {}
+    for size in sizes:
+        found.update(size)  # not entry by entry: each request asks, of thousands of tensors
+    return sum(found.values())
 
 
 @dataclass(frozen=True, slots=True)

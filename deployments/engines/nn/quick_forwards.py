@@ -22,14 +22,15 @@ _POSITIONS: Final = frozenset(("FluxPosEmbed",))
 def make_quick(module: nn.Module) -> None:
     """Let the attention and the positions of a module, weights and hooks as they are, be quick."""
     for part in module.modules():
-        if type(part).__name__ in _ATTENTION:
-            part.__class__ = _quick_attention(type(part))
-        elif type(part).__name__ in _POSITIONS:
-            part.__class__ = _quick_positions(type(part))
+        stock: Any = type(part)
+        if stock.__name__ in _ATTENTION:
+            part.__class__ = _quick_attention(stock)
+        elif stock.__name__ in _POSITIONS:
+            part.__class__ = _quick_positions(stock)
 
 
 @functools.cache
-def _quick_attention(stock: type[nn.Module]) -> type[nn.Module]:
+def _quick_attention(stock: Any) -> Any:
     """Return a class of attention that asks its processor without looking its signature up again."""
 
     def forward(self: Any, *inputs: Any, **options: Any) -> Any:
@@ -41,7 +42,7 @@ def _quick_attention(stock: type[nn.Module]) -> type[nn.Module]:
 
 
 @functools.cache
-def _quick_positions(stock: type[nn.Module]) -> type[nn.Module]:
+def _quick_positions(stock: Any) -> Any:
     """Return a class of positions that keeps its last angles, on the host: to compare positions there is cheap."""
 
     def forward(self: Any, ids: torch.Tensor) -> Any:
