@@ -80,7 +80,7 @@ class TextEncoderService(ModelReplica):
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
+        """Return the tensors that a diffusion pipeline's `start_request` takes for this prompt."""
         with as_service_errors():
             conditioning = await self._encoders.condition(self._module_cache, request, is_part_of_text)
         self._metrics.count_encodings(request.model, conditioning.cache.hits, conditioning.cache.misses)

@@ -96,7 +96,7 @@ def _write_image(
         result.images[index], body.output_format, compression=body.output_compression, description=description
     )
     if body.response_format == "url":
-        return to_json(ImageData(url=links.add(file, body.output_format, base_url)))
+        return to_json(ImageData(url=links.keep_file(file, body.output_format, base_url)))
     return to_json(ImageData(b64_json=base64.b64encode(file).decode()))
 
 

@@ -48,7 +48,7 @@ def name_of(link: str) -> str:
 def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
     clock = Clock()
     links = links_in(tmp_path / "new", clock, ttl_s=60)
-    first = links.add(b"one", "png", SERVER)
+    first = links.keep_file(b"one", "png", SERVER)
     assert re.fullmatch(rf"http://test{PATH}[0-9a-f]{{32}}\.png", first)
     found = links.find(name_of(first))
     assert found is not None
@@ -61,10 +61,10 @@ def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
 def test_ended_files_go_when_another_comes(tmp_path: Path) -> None:
     clock = Clock()
     links = links_in(tmp_path, clock, ttl_s=60)
-    first = tmp_path / name_of(links.add(b"one", "png", SERVER))
+    first = tmp_path / name_of(links.keep_file(b"one", "png", SERVER))
     os.utime(first, (time.time() - 61,) * 2)
     clock.ahead_s = 2  # past the pause between two sweeps
-    second = links.add(b"two", "jpeg", SERVER)
+    second = links.keep_file(b"two", "jpeg", SERVER)
     assert [path.name for path in tmp_path.iterdir()] == [name_of(second)]
 
 
@@ -73,7 +73,7 @@ def test_the_oldest_go_when_room_is_short(tmp_path: Path) -> None:
     links = links_in(tmp_path, clock, max_bytes=1000)
     names = []
     for _ in range(5):
-        names.append(name_of(links.add(bytes(300), "webp", SERVER)))
+        names.append(name_of(links.keep_file(bytes(300), "webp", SERVER)))
         clock.ahead_s += 2  # past the pause between two sweeps
     left = {path.name for path in tmp_path.iterdir()}
     assert left == set(names[-3:])
