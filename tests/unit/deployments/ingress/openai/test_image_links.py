@@ -88,7 +88,7 @@ def test_other_names_lead_nowhere(tmp_path: Path, name: str) -> None:
 
 
 def test_replicas_that_share_a_folder_serve_each_others_links(tmp_path: Path) -> None:
-    link = links_in(tmp_path, Clock(), base_url="https://pictures.example/base").add(b"x", "png", SERVER)
+    link = links_in(tmp_path, Clock(), base_url="https://pictures.example/base").keep_file(b"x", "png", SERVER)
     assert link.startswith("https://pictures.example/base" + PATH)
     assert links_in(tmp_path, Clock()).find(name_of(link)) is not None
 
@@ -96,7 +96,7 @@ def test_replicas_that_share_a_folder_serve_each_others_links(tmp_path: Path) ->
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(Overloaded, match=r"Not a directory|File exists"):
-        links_in(tmp_path / "file" / "below", Clock()).add(b"x", "png", SERVER)
+        links_in(tmp_path / "file" / "below", Clock()).keep_file(b"x", "png", SERVER)
 
 
 def test_the_config_wants_an_address(tmp_path: Path) -> None:
