@@ -52,7 +52,7 @@ class ImageData(TypedDict, total=False):
 
 
 class ImageOrigin(Answer):
-    """How images were made. Pipelines know no `seed`, `switch` and step count."""
+    """The origin of images: model, seed, steps and times. Pipelines know no `seed`, `switch` and step count."""
 
     model: str
     seed: int | None
