@@ -130,7 +130,7 @@ class CostsOfMerging(StepCosts):
 async def outcomes(pipeline, states):
     """Serve states that have been started already through one engine and its loop."""
     started = {state.request.request_id: state for state in states}
-    with mock.patch.object(pipeline, "start", lambda request, *_: started[request.request_id]):
+    with mock.patch.object(pipeline, "start_request", lambda request, *_: started[request.request_id]):
         loop = EngineLoop(DeviceThread(), DiffusionEngine(pipeline, CostsOfMerging()))
         runs = [last_output(loop, ConditionedRequest(state.request, {})) for state in states]
         found = await asyncio.gather(*runs, return_exceptions=True)
