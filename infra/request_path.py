@@ -52,8 +52,9 @@ def is_entered(frame):
         back = back.f_back
     if not code.co_flags & (inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
         return False
-    if back is None:  # begun by another process, or a task of its own file
-        return not code.co_name.startswith("_") or code.co_name == "__call__"
+    if back is None:  # begun by another process, or a task of its own file, which alone knows functions in functions
+        is_own = code.co_name.startswith("_") or "<locals>" in code.co_qualname
+        return code.co_name == "__call__" or not is_own
     return back.f_code.co_filename != code.co_filename
 
 def watch():

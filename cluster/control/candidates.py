@@ -29,7 +29,7 @@ class Candidates:
             for key in filter(keys.__contains__, worker.resident.sizes):
                 self._holders.setdefault(key, []).append(worker)
 
-    def of(self, model: ModelState) -> Iterator[WorkerState]:
+    def workers_for(self, model: ModelState) -> Iterator[WorkerState]:
         """Yield all of a few workers; of many some that share a component with the model, and the least claimed."""
         workers, taken = self._workers, self._taken
         while self._first < len(workers) and workers[self._first].id in taken:

@@ -198,7 +198,7 @@ class _Planning:
         for need in needs:
             model, best, least, weight = need.model, None, (math.inf, 0), need.model.slo.weight * need.model.waiting
             may_push = need.is_due and self._num_on_the_way < max_due
-            for worker in candidates.of(model):
+            for worker in candidates.workers_for(model):
                 if not (may_push or self._is_work_for(need, worker)):
                     continue
                 option = self._option(model, worker, may_push)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -32,7 +33,8 @@ logger = logging.getLogger("atelier.encodings")
 class RaySharedTier:
     """A client of the shared encodings. Lives on one event loop.
 
-    Every method raises when the actor is gone or slow, and then for `quiet_s` at once. `generation` is the actor's,
+    Whatever asks raises when the actor is gone or slow, and then for `quiet_s` at once. Whatever tells returns at once:
+    nobody has to wait until the actor knows, and `num_untold` counts what it did not hear. `generation` is the actor's,
     None before its first answer: a standing question brings the next one as soon as everything is forgotten.
     `connect` gives the actor's handle; it may block. `put` replaces Ray's.
     """
@@ -61,6 +63,8 @@ class RaySharedTier:
         self._publishing: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._telling: set[asyncio.Task[None]] = set()
+        self.num_untold = 0
         self.generation: str | None = None
 
     async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[SharedEncoding]]:
@@ -88,7 +92,7 @@ class RaySharedTier:
         async with asyncio.timeout(self._timeout_s):
             return replace(found, data=await found.data)
 
-    async def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
+    def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
         """Give encodings, and their bytes, to all who want them, in one call: a call costs as much as some texts do.
 
         Those that the actor was never asked for go later, with others: nobody can wait for them.
@@ -101,17 +105,17 @@ class RaySharedTier:
         if self._unpublished and (self._publishing is None or self._publishing.done()):
             self._publishing = asyncio.ensure_future(self._publish_soon())
         if now:
-            await self._publish_now(now)
+            self._tell(self._publish_now(now))
 
-    async def abandon(self, digests: Sequence[str]) -> None:
+    def abandon(self, digests: Sequence[str]) -> None:
         """Pass claims on that cannot be computed here."""
         self._computing.difference_update(digests)
-        await self._call("abandon", digests, self._holder)
+        self._tell(self._call("abandon", digests, self._holder))
 
-    async def forget_all(self) -> None:
+    def forget_all(self) -> None:
         """Drop everything, and every replica's copies of it."""
         self._unpublished.clear()
-        await self._call("forget_all")
+        self._tell(self._call("forget_all"))
 
     def note_use(self, digest: str) -> None:
         """Note that this replica used its own copy; the actor hears of it with the next question."""
@@ -121,6 +125,18 @@ class RaySharedTier:
     async def stats(self) -> SharedStats:
         """Return the actor's snapshot."""
         return await self._call("stats")
+
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
+        # In no request's context: Ray cancels the calls that were made in one when Serve cancels the request.
+        task = asyncio.get_running_loop().create_task(telling, context=contextvars.Context())
+        self._telling.add(task)
+        task.add_done_callback(self._note_told)
+
+    def _note_told(self, task: asyncio.Task[None]) -> None:
+        self._telling.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            self.num_untold += 1
+            logger.debug("the shared encodings could not be told: %r", error)
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> Any:
         if self._clock() < self._quiet_until_s:

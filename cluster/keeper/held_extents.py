@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from cluster.keeper.holder_watch import HolderLives
+from cluster.keeper.holdings import callable_bytes_of, residents_of, totals_of
 from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source, Totals
 from cluster.keeper.room_queue import RoomQueue
@@ -316,32 +317,17 @@ class HeldExtents:
     def residents(self, ids: Iterable[str] | None = None) -> list[ResidentExtent]:
         """Return those of `ids` that are here; without them, all: that takes as long as there are many."""
         with self._changed:
-            entries, pinned = self._book.entries, self._book.pinned
-            chosen = entries.values() if ids is None else [entries[id_] for id_ in dict.fromkeys(ids) if id_ in entries]
-            return [
-                ResidentExtent(
-                    found.key,
-                    found.nbytes,
-                    dict(found.firm + found.callable),
-                    found.key in pinned,
-                    found.thing.source,
-                    found.num_uses,
-                )
-                for found in chosen
-                if found.is_here and found.thing
-            ]
+            return residents_of(self._book, ids)
 
     def totals(self) -> Totals:
         with self._changed:
-            book = self._book
-            num_here = len(book.entries) - len(self._coming)
-            return Totals(num_here, book.here_bytes, book.leased_bytes, book.pinned_bytes)
+            return totals_of(self._book, num_coming=len(self._coming))
 
     @property
     def callable_bytes(self) -> int:
         """Bytes of extents that every holder may give back when asked: that looks at all."""
         with self._changed:
-            return sum(entry.nbytes for entry in self._book.entries.values() if entry.callable and not entry.firm)
+            return callable_bytes_of(self._book)
 
     def bytes_by_holder(self) -> dict[str, int]:
         with self._changed:

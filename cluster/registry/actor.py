@@ -152,7 +152,7 @@ class WeightRegistry:
         self._overrides = OverridesFile(store.path / "overrides" / f"{config.name}.json")
         self._encoder_batching: BatchingConfig | None = None
         self._admission: AdmissionConfig | None = None
-        await self._models.start()
+        await self._models.begin_imports()
         self._polling = asyncio.ensure_future(self._follow_nodes(config))
 
     # models

@@ -70,7 +70,7 @@ class ServedModels:
         # Downloads take long, or fail slowly; local checkpoints do not wait for them.
         self._downloading = asyncio.Lock()
 
-    async def start(self) -> None:
+    async def begin_imports(self) -> None:
         """Begin to import the configured models and those that an earlier life of the registry had registered."""
         found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):

@@ -177,7 +177,7 @@ def _measure_mixed(model: BenchModel, effort: Effort, seed: int) -> dict[str, fl
             )
             for number in range(16)
         ]
-        states = [model.ours.start(one.request, one.conditioning) for one in requests]
+        states = [model.ours.start_request(one.request, one.conditioning) for one in requests]
         with model.counting_forwards() as count:
             for _ in range(effort.num_steps):
                 model.ours.step(states)
@@ -265,7 +265,7 @@ def _measure_invariance(model: BenchModel, effort: Effort) -> list[dict[str, flo
         for _ in own.each_round():
             for name, pipeline in (("ours", model.ours), ("plain", model.plain)):
                 requests = [model.request(effort.num_steps, seed=number) for number in range(count)]
-                states = [pipeline.start(one.request, one.conditioning) for one in requests]
+                states = [pipeline.start_request(one.request, one.conditioning) for one in requests]
                 for _ in range(effort.num_steps):
                     seconds[name].append(_timed(partial(pipeline.step, states)))
         ours_s, plain_s = (statistics.median(values) for values in seconds.values())

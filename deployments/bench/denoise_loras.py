@@ -100,7 +100,7 @@ def _start(
         uses = (AdapterUse("lora"),) if loras else ()
         known = {"lora": loras[number]} if loras else {}
         asked = replace(request.request, adapters=uses, merges_adapter=is_merged)
-        states.append(model.ours.start(asked, request.conditioning, known))
+        states.append(model.ours.start_request(asked, request.conditioning, known))
     return states
 
 

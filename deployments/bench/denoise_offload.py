@@ -60,7 +60,7 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
         while round_ < 2 or (time.perf_counter() < end_s and round_ < _MAX_ROUNDS):
             for way, pipeline in enumerate(ways):
                 request = model.request(num_steps, seed=round_)
-                state = pipeline.start(request.request, request.conditioning)
+                state = pipeline.start_request(request.request, request.conditioning)
                 while not state.done:
                     link.reset_link()
                     begin_s = time.perf_counter()

@@ -10,6 +10,7 @@ to the simulator then, with the costs that were measured on the way.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import shutil
@@ -99,7 +100,8 @@ def measure_real(
         "bursty": bursts(max(1, round(rate * BURST_EVERY_S)), BURST_EVERY_S, list(SHARES), duration_s, chance),
     }
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    # Ray prints when a process of it dies, and stdout is for figures.
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         config = _config_of(load_cluster_config(config_path), Path(folder))
         with cluster_up(config, "bench") as url:
             client, up = Client(url), [_start_arm(name, config) for name in arms]

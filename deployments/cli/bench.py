@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
 from deployments.cli.output import Json, print_json
+
+if TYPE_CHECKING:
+    from deployments.bench.llm import Case
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 _err = Console(stderr=True)
@@ -60,7 +63,8 @@ def bench_switch(
     as_json: Json = False,
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
-    from deployments.bench.switch import Effort, measure_switch, print_switch_figures
+    from deployments.bench.switch import Effort, measure_switch
+    from deployments.bench.switch_tables import print_switch_figures
 
     with _err.status("measuring: writes some 6 GB and takes some minutes"):
         figures = measure_switch(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
@@ -217,26 +221,14 @@ def bench_llm(
     serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With --opening,
     processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
     """
-    from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm, measure_serving
+    from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_serving
     from deployments.bench.llm_opening import measure_opening
     from deployments.bench.llm_serving import Serving, formatted_figures
 
     if output not in ("md", "csv", "json", "jsonl"):
         raise typer.BadParameter(f"{output!r}; expected md, csv, json or jsonl", param_hint="-o")
     prompts, answers, depths = _sizes(n_prompt, "-p"), _sizes(n_gen, "-n"), _sizes(depth, "-d")
-    pairs = []
-    for text in prompt_gen:
-        pair = _sizes([text], "-pg")
-        if len(pair) != 2:
-            raise typer.BadParameter(f"{text!r}; expected two numbers such as 512,128", param_hint="-pg")
-        pairs.append((pair[0], pair[1]))
-    streams = _sizes([parallel], "-npl")
-    if not all(1 <= number <= 256 for number in streams):
-        raise typer.BadParameter(f"{parallel!r}; expected numbers from 1 to 256 such as 1,4,8", param_hint="-npl")
-    sizes = [*((n, 0) for n in prompts if n), *((0, n) for n in answers if n), *pairs]
-    cases = [Case(*size, before, number) for number in streams for before in depths for size in sizes]
-    if not cases:
-        raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
+    cases = _llm_cases(prompts, answers, prompt_gen, depths, parallel)
     if kv_dtype not in ("auto", "int8"):
         raise typer.BadParameter(f"{kv_dtype!r}; expected auto or int8", param_hint="--kv-dtype")
     settings = BenchSettings(
@@ -265,6 +257,28 @@ def bench_llm(
     with _err.status("measuring"):
         rows = measure_llm(model, settings, peer=peer)
     typer.echo(formatted(rows, output))  # type: ignore[arg-type]
+
+
+def _llm_cases(
+    prompts: list[int], answers: list[int], prompt_gen: list[str], depths: list[int], parallel: str
+) -> list[Case]:
+    """Return the tests that the options ask for: each size at each depth with each number of streams."""
+    from deployments.bench.llm import Case
+
+    pairs = []
+    for text in prompt_gen:
+        pair = _sizes([text], "-pg")
+        if len(pair) != 2:
+            raise typer.BadParameter(f"{text!r}; expected two numbers such as 512,128", param_hint="-pg")
+        pairs.append((pair[0], pair[1]))
+    streams = _sizes([parallel], "-npl")
+    if not all(1 <= number <= 256 for number in streams):
+        raise typer.BadParameter(f"{parallel!r}; expected numbers from 1 to 256 such as 1,4,8", param_hint="-npl")
+    sizes = [*((n, 0) for n in prompts if n), *((0, n) for n in answers if n), *pairs]
+    cases = [Case(*size, before, number) for number in streams for before in depths for size in sizes]
+    if not cases:
+        raise typer.BadParameter("nothing to measure", param_hint="-p, -n, -pg")
+    return cases
 
 
 def _sizes(texts: list[str], option: str) -> list[int]:

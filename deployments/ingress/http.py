@@ -40,7 +40,7 @@ from deployments.ingress.admin.controller import create_controller_router
 from deployments.ingress.admin.routes import create_admin_router
 from deployments.ingress.admitted import RequestQueue, refusal_error
 from deployments.ingress.asking import ENCODER, WORKER
-from deployments.ingress.gate import Gate
+from deployments.ingress.gate import Gate, put_gate_before_serve
 from deployments.ingress.known_forms import KnownForms
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
@@ -57,7 +57,7 @@ from deployments.ingress.openai.resumable_streams import ResumableStreams, creat
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.service import Service
-from deployments.ingress.turns import Turns, begin_turns_before_serve
+from deployments.ingress.turns import Turns
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -114,8 +114,8 @@ def create_http_app(
     if callers.need_keys:
         describe_keys(app)
     access = HttpAccess(callers, config.access, config.http.host if http_host is None else http_host)
-    app.add_middleware(Gate, access=access, limits=config.ingress.limits)
-    app.add_middleware(Turns, max_waiting=lambda: service.queue.config.max_waiting)
+    turns = Turns(lambda: service.queue.config.max_waiting)
+    app.add_middleware(Gate, turns=turns, access=access, limits=config.ingress.limits)
     if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
         app.add_middleware(
             CORSMiddleware,
@@ -198,7 +198,8 @@ class Ingress:
         has_cors = bool(self._config.access.cors_origins)
         # A shared queue is another process: to ask it would take as long as to read the request.
         forms = KnownForms(partial(_why_refused, self._queue)) if isinstance(self._queue, Dispatcher) else None
-        begin_turns_before_serve(lambda: self._queue.config.max_waiting, refuses=not has_cors, forms=forms)
+        turns = Turns(lambda: self._queue.config.max_waiting, forms)
+        put_gate_before_serve(turns, refuses=not has_cors)
         return create_http_app(self._service, self._config, self._http_host, self._watch_replicas)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:

@@ -100,7 +100,7 @@ class RetriedCalls:
             _note_answer(slot, result)
         return result
 
-    async def stream(self, method: str, *arguments: Any, ask: Ask) -> AsyncGenerator[Any]:
+    async def stream_pieces(self, method: str, *arguments: Any, ask: Ask) -> AsyncGenerator[Any]:
         """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does.
 
         The steps of an image may be done again: another replica goes on after the last checkpoint that came, which it
@@ -114,7 +114,7 @@ class RetriedCalls:
                 try:
                     async with self._turn(retries, deadline):
                         resumed, place = () if checkpoint is None else (checkpoint,), slot.place()
-                        stream = self._calls.stream(method, *arguments, *resumed, deadline=deadline, place=place)
+                        stream = self._calls.stream_pieces(method, *arguments, *resumed, deadline=deadline, place=place)
                         piece, is_moved = None, False
                         async with aclosing(stream) as pieces:
                             async for piece in pieces:

@@ -129,7 +129,9 @@ class Service:
         """Yield what a worker tells, those of its checkpoints too that nobody asked for. Raises as `generate` does."""
         request, terms = await self._checked_image(request)
         start = time.perf_counter()
-        async with aclosing(self._worker.stream("stream_images", request, ask=self._ask(request, terms))) as pieces:
+        async with aclosing(
+            self._worker.stream_pieces("stream_images", request, ask=self._ask(request, terms))
+        ) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ImageResult):
                     _account(piece.timings_ms, start)
@@ -179,11 +181,11 @@ class Service:
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
         """Yield the answer piece by piece. A caller that stops early closes the generator."""
-        async with aclosing(self.stream(as_record(ChatRequest, request))) as chunks:
+        async with aclosing(self.stream_text(as_record(ChatRequest, request))) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
+    async def stream_text(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
         """Yield pieces of text; the last one has the finish reason and the timings.
 
         A caller that stops early closes the generator. Raises: ReplicaLost when the replica dies after the first piece.
@@ -194,7 +196,7 @@ class Service:
         request = await self._checked_text(request)
         ask = self._ask(request, self._terms(request))
         start = time.perf_counter()
-        async with aclosing(self._worker.stream("stream_text", request, ask=ask)) as chunks:
+        async with aclosing(self._worker.stream_pieces("stream_text", request, ask=ask)) as chunks:
             async for chunk in chunks:
                 if chunk.timings_ms:
                     _account(chunk.timings_ms, start)

@@ -20,10 +20,7 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
-from deployments.engines.protocol import (
-    ConditionedRequest,
-    DiffusionOutput,
-)
+from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
 from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
@@ -151,19 +148,6 @@ class ImageService:
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
             text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
-
-            async def with_text() -> ConditionedRequest:
-                return ConditionedRequest(
-                    denoise,
-                    unpack((await encoding).tensors),
-                    reports_steps=request.reports_steps,
-                    num_previews=request.partial_images,
-                    checkpoint_steps=request.checkpoint_steps,
-                    checkpoint_interval_s=request.checkpoint_interval_s,
-                    resume_from=checkpoint,
-                    timeout_s=_time_left(request, start),
-                )
-
             try:
                 if encode_first:
                     await encoding
@@ -171,6 +155,7 @@ class ImageService:
                 merging = self._merging(request, manifest, adapters)
                 if merging is not None:
                     denoise = replace(denoise, merges_adapter=True)
+                with_text = partial(_with_text, request, denoise, encoding, checkpoint, start)
                 is_whole = self._module_cache.can_hold(manifest, is_denoise_component, adapters, merging)
                 lease_parts = partial(
                     self._module_cache.lease,
@@ -315,6 +300,27 @@ def _subject(lease: Lease, settings: WorkerConfig) -> str:
 
 def _structure(module: torch.nn.Module) -> str:
     return str([(name, tuple(one.shape), str(one.dtype)) for name, one in module.named_parameters()])
+
+
+async def _with_text(
+    request: ImageRequest,
+    denoise: DiffusionRequest,
+    encoding: Awaitable[Conditioning],
+    checkpoint: bytes | None,
+    start: float,
+) -> ConditionedRequest:
+    """Return what the engine is given, once the text is encoded. The request began at `start`."""
+    tensors = unpack((await encoding).tensors)
+    return ConditionedRequest(
+        denoise,
+        tensors,
+        reports_steps=request.reports_steps,
+        num_previews=request.partial_images,
+        checkpoint_steps=request.checkpoint_steps,
+        checkpoint_interval_s=request.checkpoint_interval_s,
+        resume_from=checkpoint,
+        timeout_s=_time_left(request, start),
+    )
 
 
 async def _kept_text(checkpoint: bytes) -> Conditioning:

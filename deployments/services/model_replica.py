@@ -83,26 +83,12 @@ class ModelReplica:
         open_device(settings.device, config.simulated)
         self._builder = builder
         self._registry: Any = connect_registry(config)
-        node_id = ray.get_runtime_context().get_node_id()
-        # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
-        keeper: Any = await call_actor(self._registry, WeightRegistry.keeper, node_id)
-        loop = asyncio.get_running_loop()
-
-        def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
-            self._module_cache.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
-
-        def on_damage(extents: Sequence[str]) -> None:
-            loop.call_soon_threadsafe(self._condemn, extents)
-
-        def reconnect() -> Any:
-            return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+        keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
+        provider = await self._connect_keeper(role, keeps=keeps)
 
         def report_attach(model: str, error: str | None) -> None:
             call_actor(self._registry, WeightRegistry.report_attach, model, error)
 
-        keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
-        recall = on_recall if keeps else None
-        provider = RayExtents(keeper, f"{role}-{uuid.uuid4().hex[:8]}", on_damage, reconnect, recall)
         self._module_cache = ModuleCache(
             self._fetch_manifest,
             provider,
@@ -118,6 +104,25 @@ class ModelReplica:
         )
         provider.start_beating()
         await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)
+
+    async def _connect_keeper(self, role: str, *, keeps: bool) -> RayExtents:
+        """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""
+        node_id = ray.get_runtime_context().get_node_id()
+        # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
+        keeper: Any = await call_actor(self._registry, WeightRegistry.keeper, node_id)
+        loop = asyncio.get_running_loop()
+
+        def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
+            self._module_cache.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
+
+        def on_damage(extents: Sequence[str]) -> None:
+            loop.call_soon_threadsafe(self._condemn, extents)
+
+        def reconnect() -> Any:
+            return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+
+        holder = f"{role}-{uuid.uuid4().hex[:8]}"
+        return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:

@@ -85,7 +85,7 @@ class ReplicaCalls:
         with _ended_with_its_caller(response):
             return await self._within(deadline, response)
 
-    async def stream(
+    async def stream_pieces(
         self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None
     ) -> AsyncGenerator[Any]:
         """Yield the pieces of a generator method. Raises as `call` does.

@@ -80,7 +80,7 @@ class TextEncoderService(ModelReplica):
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
-        """Return the tensors that a diffusion pipeline's `start` takes for this prompt."""
+        """Return the tensors that a diffusion pipeline's `start_request` takes for this prompt."""
         with as_service_errors():
             conditioning = await self._encoders.condition(self._module_cache, request, is_part_of_text)
         self._metrics.count_encodings(request.model, conditioning.cache.hits, conditioning.cache.misses)
@@ -155,7 +155,7 @@ class TextEncoderService(ModelReplica):
         self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
     ) -> Awaitable[list[Encoding]]:
         # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
-        group, costs = id(jobs[0].encoder), [job.num_tokens for job in jobs]
+        group, costs = id(jobs[0].keyed), [job.num_tokens for job in jobs]
         priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
         return self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 

@@ -62,7 +62,9 @@ class TextService:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_reading = 0  # requests that this thread has
 
-    async def stream(self, request: TextRequestRecord, *, is_patient: bool = False) -> AsyncGenerator[TextChunk, None]:
+    async def stream_text(
+        self, request: TextRequestRecord, *, is_patient: bool = False
+    ) -> AsyncGenerator[TextChunk, None]:
         """Yield text as it comes; with `is_patient`, the first piece, and all others at the end.
 
         Raises the ServiceErrors of `deployments.errors`.

@@ -138,7 +138,7 @@ class Worker(ModelReplica):
 
         The last chunk has the timings and the switch report.
         """
-        async with contextlib.aclosing(self._texts.stream(request, is_patient=is_patient)) as stream:
+        async with contextlib.aclosing(self._texts.stream_text(request, is_patient=is_patient)) as stream:
             async for chunk in stream:
                 if chunk.switch is not None:
                     self._metrics.count_attached(request.model, chunk.switch.attached_bytes)

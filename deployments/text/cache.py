@@ -17,10 +17,10 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import torch
 
@@ -167,7 +167,8 @@ class EncodingCache:
                 else:
                     own.append(self._claim(key, digest, key in keep))
             if own:
-                self._begin(self._obtain(own, compute_many), self._tasks.discard)
+                self._tasks.add(task := shared_task(self._obtain(own, compute_many)))
+                task.add_done_callback(self._tasks.discard)
                 await asyncio.wait([claim.future for claim in own], return_when=asyncio.FIRST_EXCEPTION)
                 self._raise_failure(own)
                 found |= {claim.key: self._count(claim.future.result()) for claim in own}
@@ -193,7 +194,7 @@ class EncodingCache:
         self._entries.clear()
         self._in_flight.clear()
         if self._shared:
-            self._tell(self._shared.forget_all())
+            self._shared.forget_all()
 
     def cache_stats(self) -> CacheStats:
         """Return a snapshot."""
@@ -202,7 +203,7 @@ class EncodingCache:
             evicted=self._eviction.num_evicted,
             refused=self._refused,
             mutated=self._mutated,
-            shared_errors=self._shared_errors,
+            shared_errors=self._shared_errors + (self._shared.num_untold if self._shared else 0),
             entries=len(self._entries),
             kept=self._eviction.num_kept,
             nbytes=self._eviction.nbytes,
@@ -275,9 +276,9 @@ class EncodingCache:
         sound = [(new, data) for claim, new, data in told if claim.generation == self._generation]
         forgotten = [claim.digest for claim, *_ in told if claim.generation != self._generation]
         if self._shared and sound:
-            self._tell(self._shared.publish(*zip(*sound, strict=True)))
+            self._shared.publish(*zip(*sound, strict=True))
         if self._shared and forgotten:
-            self._tell(self._shared.abandon(forgotten))
+            self._shared.abandon(forgotten)
 
     async def _compute(
         self, claims: Sequence[_Claim], compute_many: ComputeMany
@@ -305,7 +306,7 @@ class EncodingCache:
         """Release those that have not ended well: somebody else may compute them."""
         failed = [claim for claim in claims if not claim.future.done()]
         if self._shared and (digests := [claim.digest for claim in failed if claim.is_shared]):
-            self._tell(self._shared.abandon(digests))
+            self._shared.abandon(digests)
         if isinstance(error, asyncio.CancelledError | StopIteration):  # a future takes neither as its own
             error = RuntimeError(f"the computation of an encoding ended by {error!r}")
         for claim in failed:
@@ -366,20 +367,6 @@ class EncodingCache:
     def _count(self, found: Found) -> Found:
         self._counts[found.source] += 1
         return found
-
-    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
-        """Tell the other tier in the background: nobody has to wait until it knows."""
-        self._begin(telling, self._note_told)
-
-    def _begin(self, work: Coroutine[Any, Any, None], then: Callable[[asyncio.Task[None]], None]) -> None:
-        task = shared_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(then)
-
-    def _note_told(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()):
-            self._note_shared_error(error)
 
     def _note_shared_error(self, error: BaseException) -> None:
         self._shared_errors += 1

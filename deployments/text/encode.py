@@ -19,7 +19,6 @@ from deployments.engines.build import read_config
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.protocol import ClipLayer, EngineError
-from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TokenizedText, join_chunks, level_chunks
 from deployments.modules.cache import ModuleCache
@@ -77,7 +76,7 @@ class Encoded:
 class EncodeJob:
     """One text for one encoder: an item of a batch."""
 
-    encoder: TextEncoder
+    keyed: KeyedEncoder
     text: TokenizedText
     loras: tuple[EncoderLora, ...] = ()
     alone: bool = False
@@ -188,7 +187,8 @@ class CachedEncoders:
         keys = [_key(item, text) for item, text in parts]
         unique = dict(zip(keys, parts, strict=True))
         kept = {key for key, (item, _) in zip(keys, parts, strict=True) if item.keep}
-        found = await self._cache.get_all(list(unique), partial(self._compute, unique, priority, timeout_s), keep=kept)
+        begin_batch = partial(self._begin_batch, unique, priority, timeout_s)
+        found = await self._cache.get_all(list(unique), begin_batch, keep=kept)
         sources = Counter[str](value.source for value in found.values())
         sources["repeated"] = len(parts) - len(unique)
         rest = iter(found[key].encoding for key in keys)
@@ -200,32 +200,32 @@ class CachedEncoders:
             sources=dict(+sources),
         )
 
-    async def _compute(
+    def _begin_batch(
         self, parts: _Parts, priority: int, timeout_s: float | None, keys: Sequence[EncodingKey]
-    ) -> Sequence[Encoding]:
-        """Run one batch: the cache asks for keys of one module at a time."""
-        item, _ = parts[keys[0]]
-        with item.keyed.computing() as encoder:
-            jobs = [EncodeJob(encoder, parts[key][1], item.loras, item.alone) for key in keys]
-            return await self._run_batch(jobs, priority, timeout_s)
+    ) -> Awaitable[Sequence[Encoding]]:
+        """Begin one batch: the cache asks for keys of one module at a time."""
+        found = [parts[key] for key in keys]
+        jobs = [EncodeJob(item.keyed, text, item.loras, item.alone) for item, text in found]
+        return self._run_batch(jobs, priority, timeout_s)
 
 
 def encode_batch(jobs: Sequence[EncodeJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
     """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks.
 
-    Texts with the same LoRAs share forwards, but for those that are to be alone.
+    Texts with the same LoRAs share forwards, but for those that are to be alone. Raises EngineError when the encoder
+    was let go, which happens to requests that were cancelled before.
     """
-    encoder = jobs[0].encoder
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, job in enumerate(jobs):
         mates = number if job.alone else None
         groups.setdefault((mates, *(lora.identity for lora in job.loras)), []).append(number)
     outcomes: dict[int, Encoding | Exception] = {}
-    for numbers in groups.values():
-        uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
-        texts = [jobs[number].text for number in numbers]
-        with encoder.lock, applied_adapters([AdaptedSpan(uses)]):
-            outcomes |= zip(numbers, encoder.encode_each(texts, counter=counter), strict=True)
+    with jobs[0].keyed.computing() as encoder:
+        for numbers in groups.values():
+            uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
+            texts = [jobs[number].text for number in numbers]
+            with encoder.lock, applied_adapters([AdaptedSpan(uses)]):
+                outcomes |= zip(numbers, encoder.encode_each(texts, counter=counter), strict=True)
     return [outcomes[number] for number in range(len(jobs))]
 
 

@@ -89,8 +89,8 @@ async def test_latents_are_those_of_the_host(store: WeightStore, device: torch.d
     states = []
     for where in (HOST, device):
         pipeline = await denoiser(store, where, model)
-        one = pipeline.start(image_request(seed), conditioning(pipeline, seed))
-        two = pipeline.start(image_request(seed + 1, num_images=2), conditioning(pipeline, seed + 1))
+        one = pipeline.start_request(image_request(seed), conditioning(pipeline, seed))
+        two = pipeline.start_request(image_request(seed + 1, num_images=2), conditioning(pipeline, seed + 1))
         while not one.done:
             pipeline.step([one, two])
         states.append((one.latents, two.latents, pipeline.decode([one, two])))
@@ -146,7 +146,7 @@ async def test_a_module_of_another_device_is_found_out(
 ) -> None:
     lease = await Host(store, str(second_device)).use("digits-sdxl")
     pipeline = create_pipeline(lease.manifest.class_name or "", lease.skeleton, lease.modules, device=device)
-    state = pipeline.start(image_request(1), conditioning(pipeline, 1))
+    state = pipeline.start_request(image_request(1), conditioning(pipeline, 1))
     with pytest.raises(RuntimeError, match="same device"):
         pipeline.step([state])
 

@@ -43,10 +43,10 @@ class RecordedCalls(ReplicaCalls):
         super().__init__(handle)
         self.steps: dict[int, list[list[int]]] = defaultdict(list)
 
-    async def stream(self, method: str, *arguments: Any, **options: Any) -> AsyncGenerator[Any]:
+    async def stream_pieces(self, method: str, *arguments: Any, **options: Any) -> AsyncGenerator[Any]:
         told: list[int] = []
         self.steps[arguments[0].seed].append(told)
-        async with aclosing(super().stream(method, *arguments, **options)) as pieces:
+        async with aclosing(super().stream_pieces(method, *arguments, **options)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ImageProgress):
                     told.append(piece.step)
@@ -69,7 +69,7 @@ def request_of(seed: int) -> ImageRequest:
 
 async def images_of(calls: RetriedCalls, seed: int) -> np.ndarray:
     ask = Ask(WORKER, "digits-flux", 1.0, 1 / NUM_REQUESTS, 1, "default", TIMEOUT_S)
-    async with aclosing(calls.stream("stream_images", request_of(seed), ask=ask)) as stream:
+    async with aclosing(calls.stream_pieces("stream_images", request_of(seed), ask=ask)) as stream:
         pieces = [piece async for piece in stream]
     assert [piece.step for piece in pieces[:-1]] == list(range(1, NUM_STEPS + 1)), "each step is told once"
     assert isinstance(pieces[-1], ImageResult)

@@ -158,7 +158,7 @@ async def out_of_time(calls: ReplicaCalls, handle: Any) -> None:
 
 
 async def closed_early(calls: ReplicaCalls, handle: Any) -> None:
-    async with aclosing(calls.stream("pieces", 9, deadline=Deadline(LONG_S))) as pieces:
+    async with aclosing(calls.stream_pieces("pieces", 9, deadline=Deadline(LONG_S))) as pieces:
         assert await anext(pieces) == 0
         await until(handle, "begun", 1)
 

@@ -102,7 +102,7 @@ class DenoisePipeline:
         if reason := family.refusal(self.denoiser):
             raise EngineError(f"{folder}: {reason}")
 
-    def start(
+    def start_request(
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
@@ -119,7 +119,7 @@ class DenoisePipeline:
         return self._start(request, conditioning, adapters, codec)
 
     def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, LoraAdapter | nn.Module]) -> None:
-        """Make what `start` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
+        """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
 
     def encode_inputs(
@@ -128,9 +128,9 @@ class DenoisePipeline:
         conditioning: Mapping[str, torch.Tensor],
         adapters: Mapping[str, LoraAdapter | nn.Module],
     ) -> tuple[torch.Tensor, ...]:
-        """Return what the VAE says of the images of a request: what `start` needs where its VAE is blank.
+        """Return what the VAE says of the images of a request: what `start_request` needs where its VAE is blank.
 
-        The denoiser may be blank. Raises as `start` does; LoRAs are not looked at.
+        The denoiser may be blank. Raises as `start_request` does; LoRAs are not looked at.
         """
         codec = NotingCodec(self._codec)
         self._start(replace(request, adapters=(), merges_adapter=False), conditioning, adapters, codec)
@@ -268,7 +268,7 @@ class DenoisePipeline:
         adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
     ) -> np.ndarray:
         """Run the whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
-        state = self.start(request, conditioning, adapters)
+        state = self.start_request(request, conditioning, adapters)
         while not state.done:
             self.step([state])
             if on_step is not None:

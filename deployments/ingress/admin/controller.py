@@ -28,6 +28,7 @@ _OFF = "the controller is off in the cluster config (`controller.enabled`)"
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_ORDERED: Final = documented(400, _409=_OFF, _503=_AWAY)
 
 
 class DecisionStatus(TypedDict):
@@ -142,7 +143,6 @@ def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
     """Return the routes. `connect` returns the controller's handle, and may block; None where it is off."""
     router = APIRouter(tags=["operations"])
     controller = _Asking(connect)
-    known = documented(400, _409=_OFF, _503=_AWAY)
 
     @router.get("/admin/decisions", response_model=DecisionsAnswer, responses=documented(400, _503=_AWAY))
     async def decisions(max_decisions: Annotated[int, Query(ge=0, le=MAX_DECISIONS)] = 50) -> Response:
@@ -154,27 +154,32 @@ def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
             return json_response(DecisionsAnswer(enabled=False))
         return json_response(DecisionsAnswer(enabled=True, **await controller.call(Controller.describe, max_decisions)))
 
-    @router.post("/admin/freeze", response_model=OverridesAnswer, responses=known)
+    @router.post("/admin/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def freeze() -> Response:
         """Order no switch any more. Models that no worker has ready are refused until the end of it."""
         return await controller.change(OverrideChange("freeze", is_on=True))
 
-    @router.delete("/admin/freeze", response_model=OverridesAnswer, responses=known)
+    @router.delete("/admin/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def thaw() -> Response:
         """Order switches again."""
         return await controller.change(OverrideChange("freeze", is_on=False))
 
-    @router.post("/admin/workers/{worker}/freeze", response_model=OverridesAnswer, responses=known)
+    _add_worker_routes(router, controller)
+    return router
+
+
+def _add_worker_routes(router: APIRouter, controller: _Asking) -> None:
+    @router.post("/admin/workers/{worker}/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def freeze_worker(worker: str) -> Response:
         """Let a worker keep the models that it has. Its name may be shortened."""
         return await controller.change(OverrideChange("freeze", is_on=True, worker=worker))
 
-    @router.delete("/admin/workers/{worker}/freeze", response_model=OverridesAnswer, responses=known)
+    @router.delete("/admin/workers/{worker}/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def thaw_worker(worker: str) -> Response:
         """Let a worker switch again."""
         return await controller.change(OverrideChange("freeze", is_on=False, worker=worker))
 
-    @router.post("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=known)
+    @router.post("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=_ORDERED)
     async def drain_worker(worker: str) -> Response:
         """Let a worker finish what it runs, and start nothing there that another worker can have: it hands over first.
 
@@ -182,22 +187,20 @@ def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
         """
         return await controller.change(OverrideChange("drain", is_on=True, worker=worker))
 
-    @router.delete("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=known)
+    @router.delete("/admin/workers/{worker}/drain", response_model=OverridesAnswer, responses=_ORDERED)
     async def undrain_worker(worker: str) -> Response:
         """Let a worker that drains have work again."""
         return await controller.change(OverrideChange("drain", is_on=False, worker=worker))
 
-    @router.post("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=known)
+    @router.post("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=_ORDERED)
     async def pin_to_worker(worker: str, model: ModelId) -> Response:
         """Bring a model to a worker as soon as what runs there lets it, and keep it there."""
         return await controller.change(OverrideChange("pin", is_on=True, worker=worker, model=model))
 
-    @router.delete("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=known)
+    @router.delete("/admin/workers/{worker}/models/{model}/pin", response_model=OverridesAnswer, responses=_ORDERED)
     async def unpin_from_worker(worker: str, model: ModelId) -> Response:
         """Let the worker switch away from the model again."""
         return await controller.change(OverrideChange("pin", is_on=False, worker=worker, model=model))
-
-    return router
 
 
 def _overrides(overrides: Overrides) -> OverridesAnswer:

@@ -64,7 +64,10 @@ def create_admin_router(service: Service) -> APIRouter:
     """Return the routes of operators and probes."""
     router = APIRouter(tags=["operations"])
     _add_probe_routes(router, service)
-    _add_cluster_routes(router, service.operations)
+    _add_cluster_route(router, service.operations)
+    _add_model_routes(router, service.operations)
+    _add_residency_routes(router, service.operations)
+    _add_batching_routes(router, service.operations)
     add_admission_routes(router, service.queue, service.operations.retune_admission)
     return router
 
@@ -107,7 +110,7 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
 
 
-def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
+def _add_cluster_route(router: APIRouter, operations: Operations) -> None:
     @router.get("/admin/cluster", response_model=ClusterAnswer, responses=documented(400))
     async def cluster(
         model_offset: _Offset = 0,
@@ -122,6 +125,8 @@ def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
         answer = await operations.describe_cluster(Page(model_offset, max_models, node_offset, max_nodes))
         return json_response(answer)
 
+
+def _add_model_routes(router: APIRouter, operations: Operations) -> None:
     @router.post(
         "/admin/models",
         status_code=201,
@@ -157,6 +162,8 @@ def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
         orphans = await operations.unregister_model(model, purge=purge)
         return json_response(UnregisteredAnswer(id=model, deleted=True, orphans=orphans))
 
+
+def _add_residency_routes(router: APIRouter, operations: Operations) -> None:
     @router.post("/admin/models/{model}/prefetch", response_model=PrefetchAnswer, responses=documented(400, 404, 503))
     async def prefetch(model: str, body: PrefetchBody | None = None) -> Response:
         """Bring the model nearer, into room that nothing leased or pinned needs; says by node what went wrong."""
@@ -172,6 +179,8 @@ def _add_cluster_routes(router: APIRouter, operations: Operations) -> None:
         """Let the model be evicted again."""
         return json_response(await operations.pin_model(model, pinned=False))
 
+
+def _add_batching_routes(router: APIRouter, operations: Operations) -> None:
     @router.get("/admin/text-encoders/batching", response_model=BatchingAnswer)
     async def batching() -> Response:
         """Show the batch policy of the text encoders, and figures by replica."""

@@ -149,7 +149,7 @@ class Inference:
         if len(records) != 1:
             raise InvalidRequest(f"text_input: {len(records)} prompts, a stream answers one", "text_input")
         deadline = Deadline(schedule.timeout_s)
-        async with aclosing(self._service.stream(records[0])) as chunks:
+        async with aclosing(self._service.stream_text(records[0])) as chunks:
             while True:
                 async with deadline.bounding():
                     chunk = await anext(chunks, None)

@@ -51,12 +51,9 @@ class ImageData(TypedDict, total=False):
     url: str
 
 
-class ImagesAnswer(Answer):
-    """The images of one request, and how they were made. Pipelines know no `seed`, `switch` and step count."""
+class ImageOrigin(Answer):
+    """The origin of images: model, seed, steps and times. Pipelines know no `seed`, `switch` and step count."""
 
-    created: int
-    data: list[ImageData]
-    output_format: ImageFormat
     model: str
     seed: int | None
     num_inference_steps: int | None
@@ -65,6 +62,27 @@ class ImagesAnswer(Answer):
     encoder_cache: CacheUse
     warnings: tuple[str, ...]
 
+
+def origin_of(result: ImageResult) -> dict[str, Any]:
+    """Return the members of an `ImageOrigin`."""
+    return {
+        "model": result.model,
+        "seed": result.seed,
+        "num_inference_steps": result.num_inference_steps,
+        "timings_ms": rounded(result.timings_ms),
+        "switch": result.switch,
+        "encoder_cache": result.cache,
+        "warnings": result.warnings,
+    }
+
+
+class ImagesAnswer(ImageOrigin):
+    """The images of one request, and how they were made."""
+
+    created: int
+    data: list[ImageData]
+    output_format: ImageFormat
+
     @classmethod
     def without_data(cls, result: ImageResult, format_: ImageFormat) -> ImagesAnswer:
         """Return the answer without its images."""
@@ -72,13 +90,7 @@ class ImagesAnswer(Answer):
             created=int(time.time()),
             data=[],
             output_format=format_,
-            model=result.model,
-            seed=result.seed,
-            num_inference_steps=result.num_inference_steps,
-            timings_ms=rounded(result.timings_ms),
-            switch=result.switch,
-            encoder_cache=result.cache,
-            warnings=result.warnings,
+            **origin_of(result),
         )
 
 

@@ -122,6 +122,11 @@ class GenerationBody(ImagesBody):
         None, description=f"{_IMAGE}; what is transparent, else what is white, is painted anew"
     )
 
+    @property
+    def has_images(self) -> bool:
+        """Return whether there are images in it, which take long to read."""
+        return bool(self.init_image or self.mask_image or self.control)
+
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it. Raises: InvalidRequest."""
         image, mask = (

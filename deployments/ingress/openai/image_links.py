@@ -38,7 +38,7 @@ class ImageLinks:
         self._clock = clock
         self._next_sweep = 0.0
 
-    def add(self, data: bytes, format_: ImageFormat, server_url: str) -> str:
+    def keep_file(self, data: bytes, format_: ImageFormat, server_url: str) -> str:
         """Keep a file, and return its link, below the config's `base_url` or else `server_url`, as the client knows it.
 
         Raises: Overloaded when the file cannot be written.

@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from deployments.ingress.errors import error_response
-from deployments.ingress.openai.answers import TimesMs
+from deployments.ingress.openai.answers import ImageOrigin, origin_of
 from deployments.ingress.openai.image_bodies import ImagesBody
 from deployments.ingress.openai.image_files import ImageFormat, describe_image, encode_image
-from deployments.ingress.responses import Answer, call_aside, event_of, json_text, rounded
-from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
+from deployments.ingress.responses import Answer, call_aside, event_of, json_text
+from deployments.records import ImageProgress, ImageRequest, ImageResult
 
 ImagePieces = AsyncGenerator[ImageProgress | ImageResult]
 Task = Literal["image_generation", "image_edit"]
@@ -50,17 +50,10 @@ class _TokenUsage(Answer):
     input_tokens_details: dict[str, int]
 
 
-class _CompletedImage(_ImageEvent):
+class _CompletedImage(ImageOrigin, _ImageEvent):
     """The image itself, and how it was made."""
 
     usage: _TokenUsage
-    model: str
-    seed: int | None
-    num_inference_steps: int | None
-    timings_ms: TimesMs
-    switch: SwitchReport | None
-    encoder_cache: CacheUse
-    warnings: tuple[str, ...]
 
 
 class _Progress(Answer):
@@ -117,13 +110,7 @@ class ImageEvents:
                 total_tokens=0,
                 input_tokens_details={"image_tokens": 0, "text_tokens": 0},
             ),
-            model=result.model,
-            seed=result.seed,
-            num_inference_steps=result.num_inference_steps,
-            timings_ms=rounded(result.timings_ms),
-            switch=result.switch,
-            encoder_cache=result.cache,
-            warnings=result.warnings,
+            **origin_of(result),
             **shared,
         )
         return event_of(json_text(completed), completed.type)

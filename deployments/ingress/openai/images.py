@@ -1,10 +1,10 @@
-"""POST /v1/images/generations, /edits and /variations."""
+"""POST /v1/images/generations, /edits and /variations. Images are read and written in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Awaitable
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
@@ -22,7 +22,7 @@ from deployments.ingress.openai.image_links import ImageLinks
 from deployments.ingress.openai.image_stream import ImageEvents, Task
 from deployments.ingress.openai.image_uploads import read_form
 from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
-from deployments.ingress.responses import EventStream, call_aside, json_response, json_with_list, server_timing
+from deployments.ingress.responses import EventStream, json_response, json_with_list, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
@@ -51,17 +51,17 @@ def create_images_router(
             events = image_events.events_of(first, pieces)
             return EventStream(events, pieces, headers={"Cache-Control": "no-cache"})
         result = await service.generate(record)
-        write = _ImageWriter(body, record, links, str(request.base_url))
-        images = await asyncio.gather(*(write.json_of(result, index) for index in range(len(result.images))))
+        write = partial(_write_image, body, record, links, str(request.base_url), result)
+        images = await asyncio.gather(*(asyncio.to_thread(write, index) for index in range(len(result.images))))
         answer = ImagesAnswer.without_data(result, body.output_format)
-        content = await call_aside(sum(map(len, images)), json_with_list, answer, "data", images)
+        content = await asyncio.to_thread(json_with_list, answer, "data", images)
         return json_response(content, headers=server_timing(result.timings_ms))
 
     @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=_RESPONSES)
     async def generate(body: GenerationBody, request: Request) -> Response:
         """Make images from a prompt, and from images where the model can."""
-        num_chars = sum(map(len, [body.init_image or "", body.mask_image or "", *(use.image for use in body.control)]))
-        return await respond(body, await call_aside(num_chars, body.to_record, limits), request, "image_generation")
+        record = await asyncio.to_thread(body.to_record, limits) if body.has_images else body.to_record(limits)
+        return await respond(body, record, request, "image_generation")
 
     @router.post(
         "/v1/images/edits", response_model=ImagesAnswer, responses=_RESPONSES, openapi_extra=_form_of(EditBody)
@@ -85,30 +85,19 @@ def create_images_router(
     return router
 
 
-class _ImageWriter:
-    """Writes the images of one request as its body asks for them."""
-
-    def __init__(self, body: ImagesBody, record: ImageRequest, links: ImageLinks, base_url: str) -> None:
-        self._body = body
-        self._record = record
-        self._links = links
-        self._base_url = base_url
-
-    def json_of(self, result: ImageResult, index: int) -> Awaitable[bytes]:
-        """Return an item of the answer's `data` to wait for. Disks and large images are left to a thread."""
-        if self._body.response_format == "url":
-            return asyncio.to_thread(self._write, result, index)
-        return call_aside(result.images[index].nbytes, self._write, result, index)
-
-    def _write(self, result: ImageResult, index: int) -> bytes:
-        body = self._body
-        description = describe_image(self._record, result, index)
-        file = encode_image(
-            result.images[index], body.output_format, compression=body.output_compression, description=description
-        )
-        if body.response_format == "url":
-            return to_json(ImageData(url=self._links.add(file, body.output_format, self._base_url)))
-        return to_json(ImageData(b64_json=base64.b64encode(file).decode()))
+def _write_image(
+    body: ImagesBody, record: ImageRequest, links: ImageLinks, base_url: str, result: ImageResult, index: int
+) -> bytes:
+    """Return the item of the answer's `data` for one image, as the body asks for it. Blocks: it compresses, or writes
+    a file.
+    """
+    description = describe_image(record, result, index)
+    file = encode_image(
+        result.images[index], body.output_format, compression=body.output_compression, description=description
+    )
+    if body.response_format == "url":
+        return to_json(ImageData(url=links.keep_file(file, body.output_format, base_url)))
+    return to_json(ImageData(b64_json=base64.b64encode(file).decode()))
 
 
 async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:

@@ -201,7 +201,7 @@ async def _respond(
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
         result = replace(result, warnings=(*result.warnings, *warnings))
         return json_response(form.whole(result), headers=server_timing(result.timings_ms) | headers)
-    chunks = service.stream(record)
+    chunks = service.stream_text(record)
     # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
     first = await anext(chunks)
     include_usage = bool(body.stream_options and body.stream_options.include_usage)

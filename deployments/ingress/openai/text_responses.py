@@ -204,7 +204,7 @@ def create_responses_router(service: Service) -> APIRouter:
         if not body.stream:
             result = await service.chat(record)
             return json_response(form.whole(result, warnings), headers=server_timing(result.timings_ms) | headers)
-        chunks = service.stream(record)
+        chunks = service.stream_text(record)
         # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
         first = await anext(chunks)
         events = _events(form, first, chunks, warnings)

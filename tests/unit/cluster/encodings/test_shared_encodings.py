@@ -104,6 +104,13 @@ async def find_or_claim(client: RaySharedTier, digest: str) -> SharedEncoding | 
     return await client.receive(digest, answer)
 
 
+async def told(client: RaySharedTier, _: None) -> None:
+    """Wait until the actor was told what the client has just been given to tell."""
+    while client._telling:
+        await asyncio.wait(client._telling)
+    await asyncio.sleep(0)
+
+
 def encoding(nbytes: int) -> tuple[Layout, ByteArray]:
     data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
     return (TensorPlace("t", "uint8", (nbytes,), 0, nbytes),), data
@@ -122,7 +129,7 @@ async def test_what_one_publishes_all_find(handle: Handle, store: Store, nbytes:
     waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
     layout, data = encoding(nbytes)
-    await first.publish([Publication("d", layout, 0.5, False)], [data])
+    await told(first, first.publish([Publication("d", layout, 0.5, False)], [data]))
     for found in (await waiting, await find_or_claim(first, "d")):
         assert isinstance(found, SharedEncoding)
         assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
@@ -139,8 +146,10 @@ async def test_what_nobody_can_wait_for_is_published_later_in_one_call(
     client, other = tier(handle), tier(handle)
     encodings = {f"d{number}": encoding(SMALL) for number in range(20)}
     for digest, (layout, data) in encodings.items():
-        await client.publish([Publication(digest, layout, 0.5, False)], [data])  # the actor was never asked for it
-    assert not handle.calls
+        await told(
+            client, client.publish([Publication(digest, layout, 0.5, False)], [data])
+        )  # the actor was never asked for it
+    assert not handle.calls, "it was never asked for any of them"
     await until(lambda: handle.calls["publish"])
     await until(lambda: handle.actor._ledger.stats().entries == 20)
     for digest, (layout, data) in encodings.items():
@@ -148,27 +157,27 @@ async def test_what_nobody_can_wait_for_is_published_later_in_one_call(
         assert isinstance(found, SharedEncoding)
         assert (found.layout, found.data.tobytes(), found.cost_s) == (layout, data.tobytes(), 0.5)
     assert handle.calls["publish"] == 1
-    await client.publish(*published("large", LARGE))
+    await told(client, client.publish(*published("large", LARGE)))
     assert handle.calls["publish"] == 2, "the actor has it: it does not lie here"
-    await client.publish(*published("again", SMALL))
+    await told(client, client.publish(*published("again", SMALL)))
     await until(lambda: handle.calls["publish"] == 3)
 
 
 async def test_what_is_forgotten_is_not_published_later(handle: Handle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_tier, "PUBLISH_EVERY_S", 0.01)
     client, other = tier(handle), tier(handle)
-    await client.publish(*published("mine", SMALL))
-    await client.forget_all()
-    await client.publish(*published("sound", SMALL))
+    await told(client, client.publish(*published("mine", SMALL)))
+    await told(client, client.forget_all())
+    await told(client, client.publish(*published("sound", SMALL)))
     await until(lambda: handle.calls["publish"])
     assert [one.digest for one in handle.arguments["publish"][0][0]] == ["sound"]
 
     assert await find_or_claim(client, "asked") is None  # from now on it hears of what others forget
     await until(lambda: client.generation is not None)
     monkeypatch.setattr(ray_tier, "PUBLISH_EVERY_S", 0.2)
-    await client.publish(*published("theirs", SMALL))
+    await told(client, client.publish(*published("theirs", SMALL)))
     generation = client.generation
-    await other.forget_all()
+    await told(other, other.forget_all())
     await until(lambda: client.generation != generation)
     assert client._publishing is not None
     await client._publishing
@@ -201,7 +210,7 @@ async def test_a_long_computation_keeps_its_claim_and_a_silent_one_loses_it(hand
     clock.now_s = 4.0
     assert await lost is None  # its turn
     assert not long.done()
-    await alive.publish(*published("long", SMALL))
+    await told(alive, alive.publish(*published("long", SMALL)))
     assert await long
     assert (await other.stats()).lost_claims == 1
 
@@ -211,7 +220,7 @@ async def test_an_abandoned_computation_is_the_next_ones(handle: Handle) -> None
     assert await find_or_claim(first, "d") is None
     waiting = asyncio.ensure_future(find_or_claim(second, "d"))
     await until(lambda: handle.calls["wait"])
-    await first.abandon(["d"])
+    await told(first, first.abandon(["d"]))
     assert await waiting is None
     [(_, abandoned_by)] = handle.arguments["abandon"]
     handle.arguments["renew"].clear()
@@ -226,7 +235,7 @@ async def test_what_the_store_has_no_room_for_reaches_who_waits(handle: Handle, 
     await until(lambda: handle.calls["wait"])
     store.full = True
     layout, data = encoding(LARGE)
-    await first.publish([Publication("d", layout, 0.5, False)], [data])
+    await told(first, first.publish([Publication("d", layout, 0.5, False)], [data]))
     found = await waiting
     assert found is not None
     assert found.data.tobytes() == data.tobytes()
@@ -248,9 +257,12 @@ async def test_an_actor_that_does_not_answer_is_left_alone_for_a_while(handle: H
         await client.find_or_claim(["a", "b"])
     setattr(handle, how, False)
     clock.now_s = 4.9
-    for call in (find_or_claim(client, "a"), client.publish(*published("a", SMALL)), client.abandon(["a"])):
-        with pytest.raises(ClusterError, match="asked again"):
-            await call
+    with pytest.raises(ClusterError, match="asked again"):
+        await find_or_claim(client, "a")
+    await told(client, client.publish(*published("a", SMALL)))
+    await told(client, client.abandon(["a"]))
+    assert client.num_untold == 2
+    assert (handle.calls["publish"], handle.calls["abandon"]) == (0, 0)
     assert handle.calls["find_or_claim"] == 1
     clock.now_s = 5.1
     assert await find_or_claim(client, "c") is None
@@ -277,16 +289,16 @@ async def test_when_there_is_no_actor_to_be_had_asking_fails() -> None:
 async def test_all_hear_at_once_that_everything_was_forgotten(handle: Handle) -> None:
     first, second = tier(handle), tier(handle)
     assert (first.generation, await find_or_claim(first, "d")) == (None, None)
-    await first.publish(*published("d", SMALL))
+    await told(first, first.publish(*published("d", SMALL)))
     found = await find_or_claim(second, "d")
     assert found is not None
     await until(lambda: first.generation and second.generation)
     assert first.generation == second.generation == found.generation
-    await first.forget_all()
+    await told(first, first.forget_all())
     await until(lambda: found.generation not in (first.generation, second.generation))
     await until(lambda: first.generation == second.generation)
     assert await find_or_claim(second, "d") is None
-    await second.publish(*published("d", SMALL))
+    await told(second, second.publish(*published("d", SMALL)))
     again = await find_or_claim(first, "d")
     assert again is not None
     assert again.generation == first.generation
@@ -309,9 +321,11 @@ async def test_what_is_being_put_while_everything_is_forgotten_is_not_kept(handl
     await find_or_claim(client, "d")
     put, go = store.put, threading.Event()
     store.put = lambda array: put(array) if go.wait(10) else None  # type: ignore[method-assign, return-value]
-    publishing = asyncio.ensure_future(client.publish(*published("d", LARGE)))
+    client.publish(*published("d", LARGE))
+    publishing = next(iter(client._telling))
     await until(lambda: handle.calls["publish"])
-    await client.forget_all()
+    client.forget_all()
+    await until(lambda: handle.calls["forget_all"])
     go.set()
     await publishing
     assert (await client.stats()).entries == 0

@@ -155,7 +155,7 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
 
     store = WeightStore(tmp_path / "store")
     models = ServedModels({"m": entry, "bad": bad}, store, Registrations(tmp_path / "r"), take_in, "e")
-    await models.start()
+    await models.begin_imports()
     assert (await models.find_model("m")).state == "ready"
     waiting, num_turns = asyncio.ensure_future(models.find_model("bad")), 0
     while not waiting.done():

@@ -83,7 +83,7 @@ async def test_the_registry_hands_out_the_new_places_and_pins_the_new_extents(
     models = ServedModels(
         {"m": entry}, store, Registrations(tmp_path / "r"), lambda found: import_checkpoint(store, found), "epoch"
     )
-    await models.start()
+    await models.begin_imports()
     await models.find_model("m")
     before = await models.manifest("m")
     convert(store, "m", "separate")

@@ -59,7 +59,7 @@ class Life:
             epoch="e",
             forget_source=self.forgotten.append,
         )
-        await models.start()
+        await models.begin_imports()
         return models
 
     def import_checkpoint(self, entry: Entry) -> ModelSummary:

@@ -68,7 +68,7 @@ async def test_a_registry_that_starts_again_opens_no_manifest_until_one_is_asked
     async def begin() -> ServedModels:
         registrations = Registrations(tmp_path / "r")
         models = ServedModels(entries, store, registrations, lambda entry: import_checkpoint(store, entry), "e")
-        await models.start()
+        await models.begin_imports()
         assert {(await models.find_model(id_)).state for id_ in entries} == {"ready"}
         return models
 

@@ -44,7 +44,7 @@ async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModel
     served = ServedModels(
         {entry.id: entry for entry in entries}, store, Registrations(tmp_path / "r"), import_or_fail, "e"
     )
-    await served.start()
+    await served.begin_imports()
     for entry in entries:
         await served.find_model(entry.id)
     return served
@@ -117,7 +117,7 @@ def test_what_it_costs_does_not_grow_with_the_number_of_models(tmp_path: Path) -
         async def start() -> ServedModels:
             entries = {f"m{number}": ModelConfig(id=f"m{number}", path=tmp_path) for number in range(num_models)}
             served = ServedModels(entries, store, Registrations(tmp_path / "r"), import_checkpoint, "e")
-            await served.start()
+            await served.begin_imports()
             for id_ in entries:
                 await served.find_model(id_)
             return served

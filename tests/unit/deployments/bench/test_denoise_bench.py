@@ -21,7 +21,7 @@ def test_all_ways_make_the_same_latents_and_arrivals_are_all_served() -> None:
         states = []
         for pipeline in (model.ours, model.plain):
             request = model.request(2, seed=3)
-            states.append(pipeline.start(request.request, request.conditioning))
+            states.append(pipeline.start_request(request.request, request.conditioning))
             while not states[-1].done:
                 pipeline.step([states[-1]])
         torch.testing.assert_close(states[0].latents, states[1].latents, rtol=0, atol=1e-4)

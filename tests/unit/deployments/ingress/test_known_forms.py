@@ -19,6 +19,7 @@ from cluster.control.lanes import Ask
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
 from deployments.ingress.asking import ask_of
+from deployments.ingress.gate import OuterGate
 from deployments.ingress.http import _why_refused
 from deployments.ingress.known_forms import _MAX_FORMS, Form, KnownForms
 from deployments.ingress.terms import Terms
@@ -150,8 +151,8 @@ async def test_an_overload_is_refused_before_it_is_read_by_the_queue_s_own_rules
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    turns = Turns(app, lambda: 10_000, forms=KnownForms(partial(_why_refused, queue)))
-    transport = httpx.ASGITransport(turns)
+    turns = Turns(lambda: 10_000, KnownForms(partial(_why_refused, queue)))
+    transport = httpx.ASGITransport(OuterGate(app, turns))
 
     def ask(http: httpx.AsyncClient, **headers: str) -> asyncio.Task[httpx.Response]:
         body = IMAGE | {"seed": rng.random()}
@@ -162,7 +163,7 @@ async def test_an_overload_is_refused_before_it_is_read_by_the_queue_s_own_rules
         gate.clear()
         calls = [ask(http, **headers) for _ in range(2 * MAX_TURNS)]
         async with asyncio.timeout(20):
-            while turns._num_waiting < MAX_TURNS:
+            while turns.num_waiting < MAX_TURNS:
                 await asyncio.sleep(0)
         gate.set()
         return list(await asyncio.gather(*calls))

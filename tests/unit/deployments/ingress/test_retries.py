@@ -88,7 +88,7 @@ async def whole(calls: RetriedCalls, name: Any, timeout_s: float = LONG_S) -> An
 
 
 async def streamed(calls: RetriedCalls, name: Any) -> Any:
-    async with aclosing(calls.stream("pieces", name, ask=ask())) as pieces:
+    async with aclosing(calls.stream_pieces("pieces", name, ask=ask())) as pieces:
         (piece,) = [piece async for piece in pieces]
         return piece
 
@@ -126,7 +126,7 @@ async def test_steps_go_on_after_the_last_checkpoint(dies_after: int, checkpoint
     queue = Dispatcher(AdmissionConfig())
     queue.set_replicas(WORKER, [""])
     calls = RetriedCalls(ReplicaCalls(FakeHandle(worker)), queue, LONG_S)
-    async with aclosing(calls.stream("images", 10, ask=ask())) as pieces:
+    async with aclosing(calls.stream_pieces("images", 10, ask=ask())) as pieces:
         found = [piece async for piece in pieces]
     assert [piece.step for piece in found[:-1]] == list(range(1, 11)), "each step is told once"
     assert found[-1] == "images"
@@ -149,7 +149,7 @@ async def test_an_image_that_is_handed_over_goes_on_however_often_and_is_no_susp
 
     calls = calls_of(Moving())
     await calls._suspects.acquire()  # suspects would wait for it
-    async with asyncio.timeout(10), aclosing(calls.stream("images", 9, ask=ask())) as pieces:
+    async with asyncio.timeout(10), aclosing(calls.stream_pieces("images", 9, ask=ask())) as pieces:
         found = [piece async for piece in pieces]
     assert [piece.step for piece in found[:-1]] == list(range(1, 10))
     assert not any(piece.is_moved for piece in found[:-1])

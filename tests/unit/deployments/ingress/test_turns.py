@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -13,8 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.control.lanes import Ask
 from cluster.door.haproxy_rules import RECEIVED
-from deployments.ingress import turns
-from deployments.ingress.turns import MAX_TURNS, WAITED, Turns, end_turn
+from deployments.ingress.gate import WAITED, OuterGate
+from deployments.ingress.turns import MAX_TURNS, Turns, end_turn
 
 ASK = Ask("worker", "m", 1.0, 1.0, 2, "default", 60.0)
 
@@ -58,8 +58,9 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
-def client(app: App, max_waiting: int = 10_000) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(Turns(app, lambda: max_waiting), raise_app_exceptions=False)
+def client(app: App, max_waiting: int = 10_000, clock: Callable[[], float] = time.monotonic) -> httpx.AsyncClient:
+    gate = OuterGate(app, Turns(lambda: max_waiting, clock=clock))
+    transport = httpx.ASGITransport(gate, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://test")
 
 
@@ -150,27 +151,18 @@ async def test_the_time_since_haproxy_got_the_request_counts(noted: Any, waited_
 
 
 class Clock:
-    """A clock that only a test moves on, in place of the module `time`."""
+    """A clock that only a test moves on."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
 
-    def monotonic(self) -> float:
+    def __call__(self) -> float:
         return self.now_s
 
-    time = monotonic
 
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(turns, "time", found)
-    return found
-
-
-async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) -> None:
-    app = App()
-    async with client(app) as http:
+async def test_what_is_too_late_when_its_turn_comes_is_not_read() -> None:
+    app, clock = App(), Clock()
+    async with client(app, clock=clock) as http:
         first = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(MAX_TURNS)]
         await until(lambda: app.reading == MAX_TURNS)
         limits = {"short": "2", "long": "20"}
@@ -194,10 +186,8 @@ async def test_what_is_too_late_when_its_turn_comes_is_not_read(clock: Clock) ->
 
 
 @pytest.mark.parametrize("status", [200, 429])
-async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are_refused(
-    clock: Clock, status: int
-) -> None:
-    read, gate = list[bytes](), asyncio.Event()
+async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are_refused(status: int) -> None:
+    read, gate, clock = list[bytes](), asyncio.Event(), Clock()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         read.append(dict(scope["headers"])[b"x-request-timeout-seconds"])
@@ -206,8 +196,8 @@ async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are
         await send({"type": "http.response.start", "status": status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    http_turns = Turns(app, lambda: 10_000)
-    transport = httpx.ASGITransport(http_turns)
+    http_turns = Turns(lambda: 10_000, clock=clock)
+    transport = httpx.ASGITransport(OuterGate(app, http_turns))
 
     def ask(http: httpx.AsyncClient, timeout_s: str) -> asyncio.Task[httpx.Response]:
         headers = {"x-request-timeout-seconds": timeout_s}
@@ -215,9 +205,9 @@ async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are
 
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         first = [ask(http, "1000") for _ in range(40 + MAX_TURNS)]  # forty of them tell what becomes of those
-        await until(lambda: http_turns._num_waiting == 40)
+        await until(lambda: http_turns.num_waiting == 40)
         late = [ask(http, "8"), ask(http, "80")]
-        await until(lambda: http_turns._num_waiting == 42)
+        await until(lambda: http_turns.num_waiting == 42)
         clock.now_s += 5.0  # more than half the time of one
         gate.set()
         assert {(await call).status_code for call in first} == {status}
@@ -228,9 +218,9 @@ async def test_who_waited_long_is_not_read_while_most_of_those_that_are_read_are
             assert short.json()["error"]["code"] == "queue_full"
 
 
-async def test_what_could_not_be_read_in_time_is_refused_at_once(clock: Clock) -> None:
+async def test_what_could_not_be_read_in_time_is_refused_at_once() -> None:
     """Reading takes a tenth of a second; with forty before it, a request with one second has no chance."""
-    gate = asyncio.Event()
+    gate, clock = asyncio.Event(), Clock()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await gate.wait()
@@ -238,12 +228,12 @@ async def test_what_could_not_be_read_in_time_is_refused_at_once(clock: Clock) -
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    http_turns = Turns(app, lambda: 10_000)
-    transport = httpx.ASGITransport(http_turns)
+    http_turns = Turns(lambda: 10_000, clock=clock)
+    transport = httpx.ASGITransport(OuterGate(app, http_turns))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         for number in (80, 40 + MAX_TURNS):
             calls = [asyncio.create_task(http.post("/v1/embeddings", content=b"{}")) for _ in range(number)]
-            await until(lambda number=number: http_turns._num_waiting == number - MAX_TURNS)
+            await until(lambda number=number: http_turns.num_waiting == number - MAX_TURNS)
             if number == 80:  # it learns how long turns take
                 gate.set()
                 assert {(await call).status_code for call in calls} == {200}
@@ -264,7 +254,7 @@ async def test_what_could_not_be_read_in_time_is_refused_at_once(clock: Clock) -
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_who_stands_at_two_places_gives_one_turn_and_one_answer(refuses: bool) -> None:
     app, seen = App(), list[int]()
-    inner = Turns(app, lambda: 0)
+    inner = OuterGate(app, Turns(lambda: 0))
 
     async def between(scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Any) -> None:
@@ -275,7 +265,7 @@ async def test_who_stands_at_two_places_gives_one_turn_and_one_answer(refuses: b
 
     app.let_go.set()
     app.placed.set()
-    transport = httpx.ASGITransport(Turns(between, lambda: 2, refuses=refuses))
+    transport = httpx.ASGITransport(OuterGate(between, Turns(lambda: 2), refuses=refuses))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         assert (await http.post("/v1/embeddings", content=b"{}")).status_code == 200  # the inner one would refuse it
         app.let_go.clear()
@@ -291,7 +281,8 @@ async def test_who_stands_at_two_places_gives_one_turn_and_one_answer(refuses: b
 
 async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
     app, left = App(), asyncio.Event()
-    wrapped = Turns(app, lambda: 10)
+    turns = Turns(lambda: 10)
+    wrapped = OuterGate(app, turns)
 
     async def ask(leaves: bool) -> None:
         messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
@@ -312,7 +303,7 @@ async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
     first = [asyncio.create_task(ask(False)) for _ in range(MAX_TURNS)]
     await until(lambda: app.reading == MAX_TURNS)
     rest = [asyncio.create_task(ask(leaves)) for leaves in (True, False)]
-    await until(lambda: wrapped._num_waiting == 2)
+    await until(lambda: turns.num_waiting == 2)
     left.set()
     app.let_go.set()
     await asyncio.gather(*first, *rest)

@@ -79,7 +79,7 @@ def service(folders: dict[str, Path], tmp_path: Path) -> TextService:
 async def answer(service: TextService, *uses: tuple[str, float]) -> str:
     lora = tuple({"name": name, "scale": scale} for name, scale in uses)
     request = CompletionRequest(model="adder", prompt=PROMPT, lora=lora, max_tokens=12, temperature=0, ignore_eos=True)
-    return whole_text("adder", [chunk async for chunk in service.stream(request)]).text
+    return whole_text("adder", [chunk async for chunk in service.stream_text(request)]).text
 
 
 def expected(stock: Any, folders: dict[str, Path], tokenizer: Any, *uses: tuple[str, float]) -> str:

@@ -67,7 +67,7 @@ class Pipeline:
 
     device = torch.device("cpu")
 
-    def start(self, request: Any, conditioning: Any, adapters: Any) -> State:
+    def start_request(self, request: Any, conditioning: Any, adapters: Any) -> State:
         sickness = ("", *SICK)[int(conditioning["sickness"])]
         if sickness == "start":
             raise EngineError("start")

@@ -101,7 +101,7 @@ async def test_the_private_weights_are_counted_and_go_with_the_adapter(open_stud
     studio, held = open_studio(), list[Any]()
     await studio.draw(request_of(merges=False))
     before_bytes = studio.charged_bytes
-    start = DenoisePipeline.start
+    start = DenoisePipeline.start_request
 
     def noting(self: DenoisePipeline, *arguments: Any, **options: Any) -> Any:
         state = start(self, *arguments, **options)
@@ -110,7 +110,7 @@ async def test_the_private_weights_are_counted_and_go_with_the_adapter(open_stud
         return state
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DenoisePipeline, "start", noting)
+        patch.setattr(DenoisePipeline, "start_request", noting)
         await studio.draw(request_of())
     weights = [one for one in held if isinstance(one, torch.Tensor)]
     nbytes, finalized = sum(weight.nbytes for weight in weights), [weakref.ref(weight) for weight in weights]

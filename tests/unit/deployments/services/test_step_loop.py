@@ -98,7 +98,7 @@ class Pipeline:
     decoded: list[list[str]] = field(default_factory=list)
     threads: set[int] = field(default_factory=set)
 
-    def start(self, request: DiffusionRequest, conditioning: Any, adapters: Any) -> State:
+    def start_request(self, request: DiffusionRequest, conditioning: Any, adapters: Any) -> State:
         self.threads.add(threading.get_ident())
         state: State = conditioning
         return state

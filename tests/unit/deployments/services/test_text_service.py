@@ -50,7 +50,7 @@ def service(engine: LLMEngine) -> TextService:
 
 
 async def chunks_of(service: TextService, request: Any) -> list[TextChunk]:
-    return [chunk async for chunk in service.stream(request)]
+    return [chunk async for chunk in service.stream_text(request)]
 
 
 async def test_the_generation_config_is_the_default(engine: LLMEngine, service: TextService) -> None:

@@ -26,7 +26,7 @@ def copied(tmp_path: Path, name: str, file: str = "", **changes: Any) -> Path:
 
 def encode(keyed: KeyedEncoder, text: str) -> torch.Tensor:
     [tokens] = keyed.encoder.tokenize([text], as_embedding=True)
-    return encode_batch_or_raise([EncodeJob(keyed.encoder, tokens)])[0]["embedding"]
+    return encode_batch_or_raise([EncodeJob(keyed, tokens)])[0]["embedding"]
 
 
 async def test_equal_weights_with_another_pooling_are_another_encoder(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -62,6 +62,8 @@ class Shared:
         self.kept: set[str] = set()
         self.used: list[str] = []
         self.error: Exception | None = None
+        self.num_untold = 0
+        self._telling: set[asyncio.Task[None]] = set()
 
     async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[SharedEncoding]]:
         self.num_asked += 1
@@ -78,19 +80,36 @@ class Shared:
         await self._answer()
         return await self.elsewhere[digest] if answer.state == "wait" else answer.payload
 
-    async def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
+    def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
         self.num_told += 1
+        self._tell(self._publish(publications, arrays))
+
+    def abandon(self, digests: Sequence[str]) -> None:
+        self._tell(self._abandon(digests))
+
+    def forget_all(self) -> None:
+        self._tell(self._forget_all())
+
+    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
+        self._telling.add(task := asyncio.ensure_future(telling))
+        task.add_done_callback(self._note_told)
+
+    def _note_told(self, task: asyncio.Task[None]) -> None:
+        self._telling.discard(task)
+        self.num_untold += task.exception() is not None
+
+    async def _publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
         await self._answer()
         for new, data in zip(publications, arrays, strict=True):
             self.claims.discard(new.digest)
             self.entries[new.digest] = SharedEncoding(new.layout, data, new.cost_s, self.generation)
             self.kept |= {new.digest} if new.keep else set()
 
-    async def abandon(self, digests: Sequence[str]) -> None:
+    async def _abandon(self, digests: Sequence[str]) -> None:
         await self._answer()
         self.claims.difference_update(digests)
 
-    async def forget_all(self) -> None:
+    async def _forget_all(self) -> None:
         await self._answer()
         self.entries.clear()
         self.generation += "'"

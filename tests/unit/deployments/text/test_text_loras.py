@@ -171,7 +171,7 @@ async def test_one_batch_mixes_adapters(flux: Any, tmp_path: Path) -> None:
     for uses in ({}, {"a": (adapter, 1.0)}, {"a": (adapter, 2.0)}):
         await condition(flux, encoders, uses)
     encoder = flux.encoders["text_encoder"].encoder
-    jobs = [job for batch in made for job in batch if job.encoder is encoder]
+    jobs = [job for batch in made for job in batch if job.keyed.encoder is encoder]
     assert len(jobs) == 3
     jobs = [*jobs, *reversed(jobs)]
     together = encode_batch(jobs)

@@ -94,7 +94,7 @@ def assert_near(
 
     Latents, because images have 8 bits, in which most differences are lost.
     """
-    state = ours.start(request, conditioning, adapters)
+    state = ours.start_request(request, conditioning, adapters)
     while not state.done:
         ours.step([state])
     latents, stock_images = stock

@@ -33,7 +33,7 @@ BAD = [
 @pytest.mark.parametrize(("changes", "message"), BAD, ids=[message for _, message in BAD])
 def test_bad_request(pair, make_request, changes, message):
     with pytest.raises(EngineError, match=message):
-        pair.ours.start(make_request(**changes), pair.conditioning())
+        pair.ours.start_request(make_request(**changes), pair.conditioning())
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_bad_conditioning(pair, make_request, change, message):
     conditioning = {**pair.conditioning(negative=True), **change}
     conditioning = {name: tensor for name, tensor in conditioning.items() if tensor is not None}
     with pytest.raises(EngineError, match=message):
-        pair.ours.start(make_request(guidance_scale=2.0, true_cfg_scale=2.0), conditioning)
+        pair.ours.start_request(make_request(guidance_scale=2.0, true_cfg_scale=2.0), conditioning)
 
 
 @pytest.mark.parametrize("name", ["flux", "sdxl"])
@@ -57,12 +57,12 @@ def test_bad_pooled_text(request, make_request, name):
     pair = request.getfixturevalue(name)
     conditioning = {**pair.conditioning(), "pooled_prompt_embeds": torch.zeros(1, 7)}
     with pytest.raises(EngineError, match=r"shape \(1, 7\), expected \(1, 6\)"):
-        pair.ours.start(make_request(), conditioning)
+        pair.ours.start_request(make_request(), conditioning)
 
 
 def test_sdxl_guidance_needs_a_negative(sdxl, make_request):
     with pytest.raises(EngineError, match="conditioning lacks 'negative_prompt_embeds'"):
-        sdxl.ours.start(make_request(guidance_scale=2.0), sdxl.conditioning())
+        sdxl.ours.start_request(make_request(guidance_scale=2.0), sdxl.conditioning())
 
 
 def test_unknown_pipeline_class(flux):

@@ -114,7 +114,8 @@ def test_six_lengths_of_text_share_their_forwards(flux, make_request, monkeypatc
     )
     lengths = [18, 20, 23, 25, 29, 31]
     states = [
-        flux.ours.start(make_request(seed=length), flux.conditioning(length, length=length)) for length in lengths
+        flux.ours.start_request(make_request(seed=length), flux.conditioning(length, length=length))
+        for length in lengths
     ]
     flux.ours.step(states)
     assert sizes == [(6, 32)]
@@ -130,7 +131,7 @@ def test_images_of_as_many_patches_share_their_forwards(flux, make_request, monk
     shapes = [(32, 64), (64, 32), (32, 64), (32, 32), (16, 128)]
     requests = [make_request(seed=seed, height=h, width=w) for seed, (h, w) in enumerate(shapes)]
     texts = [flux.conditioning(seed) for seed in range(len(shapes))]
-    states = [flux.ours.start(*job) for job in zip(requests, texts, strict=True)]
+    states = [flux.ours.start_request(*job) for job in zip(requests, texts, strict=True)]
     while not states[0].done:
         flux.ours.step(states)
     assert sizes == [[(32, 64), (64, 32)], [(32, 64), (16, 128)], [(32, 32)]] * 3
@@ -142,7 +143,7 @@ def test_images_of_as_many_patches_share_their_forwards(flux, make_request, monk
 def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
     """Beside the stock transformer, which gets the text without padding and without mask."""
     for length in (1, 5, 16, 17, 40):
-        state = flux.ours.start(make_request(seed=length), text := flux.conditioning(length, length=length))
+        state = flux.ours.start_request(make_request(seed=length), text := flux.conditioning(length, length=length))
         assert state.branches[0].prompt.shape[1] == _padded_length(length)
         latents, timestep = state.latents.clone(), state.timestep
         with torch.no_grad():

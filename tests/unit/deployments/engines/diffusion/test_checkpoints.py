@@ -32,8 +32,8 @@ def run_to_end(pipeline, state):
 
 
 def check_resumed(pair, load_pipeline, job, stops):
-    whole = run_to_end(pair.ours, pair.ours.start(*job))
-    state, checkpoints = pair.ours.start(*job), []
+    whole = run_to_end(pair.ours, pair.ours.start_request(*job))
+    state, checkpoints = pair.ours.start_request(*job), []
     while state.step_index < max(stops):
         pair.ours.step([state])
         if state.step_index in stops:
@@ -41,7 +41,7 @@ def check_resumed(pair, load_pipeline, job, stops):
     elsewhere = load_pipeline(pair.folder, type(pair.stock).__name__, pair.denoiser_name)
     assert len(checkpoints) == len(stops)
     for step_index, checkpoint in checkpoints:
-        other = elsewhere.start(job[0], conditioning_of(checkpoint))
+        other = elsewhere.start_request(job[0], conditioning_of(checkpoint))
         restore_checkpoint(other, checkpoint)
         assert other.step_index == step_index
         assert torch.equal(run_to_end(elsewhere, other), whole)
@@ -103,7 +103,7 @@ def test_the_engine_saves_whenever_so_much_time_has_passed_since_the_last(pair, 
 
 
 def test_nothing_is_saved_of_latents_that_are_not_finite(pair, make_request, monkeypatch):
-    state = pair.ours.start(make_request(), pair.conditioning())
+    state = pair.ours.start_request(make_request(), pair.conditioning())
     monkeypatch.setattr(pair.ours, "_forward", lambda rows, height, width: rows.latents * float("inf"))
     pair.ours.step([state])
     assert save_checkpoint(state, {}) is None
@@ -111,13 +111,13 @@ def test_nothing_is_saved_of_latents_that_are_not_finite(pair, make_request, mon
 
 def test_bytes_that_fit_nothing_are_refused(pair, make_request):
     text = pair.conditioning()
-    small, large = (pair.ours.start(make_request(width=width), text) for width in (32, 64))
+    small, large = (pair.ours.start_request(make_request(width=width), text) for width in (32, 64))
     pair.ours.step([small])
     saved = save_checkpoint(small, text)
     with pytest.raises(EngineError, match=r"the checkpoint has latents .* expected"):
         restore_checkpoint(large, saved)
-    brief = pair.ours.start(make_request(num_inference_steps=1), text)
-    small_again = pair.ours.start(make_request(num_inference_steps=5), text)
+    brief = pair.ours.start_request(make_request(num_inference_steps=1), text)
+    small_again = pair.ours.start_request(make_request(num_inference_steps=5), text)
     for _ in range(3):
         pair.ours.step([small_again])
     with pytest.raises(EngineError, match="of step 3, expected 0 to 1"):

@@ -166,7 +166,7 @@ def test_requests_with_one_net_share_a_forward(controlled, make_request):
         make_request(),
     ]
     alone = [controlled.ours.generate(request, conditioning, adapters={"a": net}) for request in requests]
-    states = [controlled.ours.start(request, conditioning, {"a": net}) for request in requests]
+    states = [controlled.ours.start_request(request, conditioning, {"a": net}) for request in requests]
     keys = [batch_key(part) for part in parts_of(states)]
     assert keys[0] == keys[1]
     assert keys[2] != keys[0]  # it does not act yet, and costs nothing
@@ -193,6 +193,6 @@ def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
     ]
     for pair, control, known, message in cases:
         with pytest.raises(EngineError, match=message):
-            pair.ours.start(make_request(control=control), pair.conditioning(), known)
+            pair.ours.start_request(make_request(control=control), pair.conditioning(), known)
     with pytest.raises(EngineError, match=r"unknown adapter 'a' \(known: none\)"):
-        sdxl.ours.start(make_request(adapters=(AdapterUse("a"),)), sdxl.conditioning(), {"a": net})
+        sdxl.ours.start_request(make_request(adapters=(AdapterUse("a"),)), sdxl.conditioning(), {"a": net})

@@ -38,7 +38,7 @@ def run_together(pipeline, jobs, join_every: int = 1):
     waiting, states = list(jobs), []
     while waiting or any(not state.done for state in states):
         if waiting:
-            states.append(pipeline.start(*waiting.pop(0)))
+            states.append(pipeline.start_request(*waiting.pop(0)))
         for _ in range(join_every):
             running = [state for state in states if not state.done]
             if running:
@@ -69,11 +69,11 @@ def test_a_mixed_batch_is_the_same_as_alone(pair, make_request):
 def test_rows_that_fit_share_one_forward(pair, make_request, count_forwards):
     sizes = count_forwards(pair.ours)
     guided = {"guidance_scale": 2.0, "true_cfg_scale": 2.0}
-    early = pair.ours.start(make_request(num_inference_steps=5), pair.conditioning())
+    early = pair.ours.start_request(make_request(num_inference_steps=5), pair.conditioning())
     pair.ours.step([early])
-    late = pair.ours.start(make_request(num_images=2, **guided), pair.conditioning(negative=True))
-    other_size = pair.ours.start(make_request(width=32, height=64), pair.conditioning())
-    other_text = pair.ours.start(make_request(), pair.conditioning(length=40))
+    late = pair.ours.start_request(make_request(num_images=2, **guided), pair.conditioning(negative=True))
+    other_size = pair.ours.start_request(make_request(width=32, height=64), pair.conditioning())
+    other_text = pair.ours.start_request(make_request(), pair.conditioning(length=40))
     sizes.clear()
     pair.ours.step([early, late, other_size, other_text])
     assert sizes == [1 + 2 * 2, 1, 1]
@@ -82,8 +82,8 @@ def test_rows_that_fit_share_one_forward(pair, make_request, count_forwards):
 
 def test_no_state_moves_when_a_forward_fails(pair, make_request, monkeypatch):
     states = [
-        pair.ours.start(make_request(), pair.conditioning()),
-        pair.ours.start(make_request(width=64), pair.conditioning()),
+        pair.ours.start_request(make_request(), pair.conditioning()),
+        pair.ours.start_request(make_request(width=64), pair.conditioning()),
     ]
     before = [state.latents.clone() for state in states]
     forward = pair.ours._forward
@@ -108,7 +108,7 @@ def test_on_step_sees_every_step(pair, make_request):
 
 
 def test_a_finished_state_cannot_step(pair, make_request):
-    state = pair.ours.start(make_request(num_inference_steps=1), pair.conditioning())
+    state = pair.ours.start_request(make_request(num_inference_steps=1), pair.conditioning())
     pair.ours.step([state])
     with pytest.raises(EngineError, match="'r' has no steps left"):
         pair.ours.step([state])
@@ -130,7 +130,7 @@ class CostsOfMerging(StepCosts):
 async def outcomes(pipeline, states):
     """Serve states that have been started already through one engine and its loop."""
     started = {state.request.request_id: state for state in states}
-    with mock.patch.object(pipeline, "start", lambda request, *_: started[request.request_id]):
+    with mock.patch.object(pipeline, "start_request", lambda request, *_: started[request.request_id]):
         loop = EngineLoop(DeviceThread(), DiffusionEngine(pipeline, CostsOfMerging()))
         runs = [last_output(loop, ConditionedRequest(state.request, {})) for state in states]
         found = await asyncio.gather(*runs, return_exceptions=True)
@@ -139,7 +139,7 @@ async def outcomes(pipeline, states):
 
 def start(pair, make_request, count, **changes):
     return [
-        pair.ours.start(make_request(seed=seed, request_id=str(seed), **changes), pair.conditioning(seed))
+        pair.ours.start_request(make_request(seed=seed, request_id=str(seed), **changes), pair.conditioning(seed))
         for seed in range(count)
     ]
 
@@ -242,7 +242,7 @@ def test_forwards_and_decodes_are_bounded_from_the_start(
     monkeypatch.setattr(
         ours._codec, "decode", lambda latents, **options: decoded.append(len(latents)) or decode(latents, **options)
     )
-    states = [ours.start(*job) for job in jobs]
+    states = [ours.start_request(*job) for job in jobs]
     for _ in range(3):
         ours.step(states)
     images = ours.decode(states)
@@ -282,10 +282,10 @@ def test_a_large_image_is_a_forward_of_its_own():
 
 def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, load_pipeline):
     ours = bounded(pair, load_pipeline, BatchBounds(max_rows=16, max_pixels=8 * 64 * 64))
-    small = ours.start(make_request(num_images=2), pair.conditioning())
-    large = ours.start(make_request(width=64, height=64, num_images=2), pair.conditioning())
+    small = ours.start_request(make_request(num_images=2), pair.conditioning())
+    large = ours.start_request(make_request(width=64, height=64, num_images=2), pair.conditioning())
     guided = {"guidance_scale": 2.0, "true_cfg_scale": 2.0, "num_images": 2}
-    twice = ours.start(make_request(**guided), pair.conditioning(negative=True))
+    twice = ours.start_request(make_request(**guided), pair.conditioning(negative=True))
 
     def sizes():
         return [(work.rows, work.max_rows) for work in map(ours.step_work, (small, large, twice))]
@@ -335,7 +335,7 @@ async def test_what_does_not_fit_even_alone_fails_alone(pair, make_request, load
 
     monkeypatch.setattr(ours, "_forward", limited)
     good, large = await outcomes(
-        ours, [*start(pair, make_request, 1), ours.start(make_request(width=64), pair.conditioning())]
+        ours, [*start(pair, make_request, 1), ours.start_request(make_request(width=64), pair.conditioning())]
     )
     assert good.shape == (1, 32, 32, 3)
     assert isinstance(large, torch.OutOfMemoryError)

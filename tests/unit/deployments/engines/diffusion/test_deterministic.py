@@ -72,7 +72,7 @@ def test_little_memory_changes_no_form(sdxl, make_request, rounding):
     """Memory limits that an earlier request has met do not change the forwards of a deterministic one."""
     mine = job(sdxl, make_request, "mine", deterministic=True, num_images=3)
     alone = run(sdxl, mine)["mine"]
-    state = sdxl.ours.start(mine.request, mine.conditioning)
+    state = sdxl.ours.start_request(mine.request, mine.conditioning)
     for kind in (("decode", 32, 32), pipeline.memory_kind(pipeline.parts_of([state])[0])):
         sdxl.ours._memory.ran_out(kind, 2)
     assert np.array_equal(run(sdxl, mine)["mine"], alone)

@@ -76,7 +76,7 @@ def stock_outputs(pair, pipeline: Any, request: Any, conditioning: Any) -> tuple
 
 
 def assert_equals_stock(pair, ours, pipeline: Any, request: Any, conditioning: Any) -> None:
-    state = ours.start(request, conditioning)
+    state = ours.start_request(request, conditioning)
     while not state.done:
         ours.step([state])
     latents, stock_images = stock_outputs(pair, pipeline, request, conditioning)
@@ -157,7 +157,7 @@ def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, stre
     conditioning = pair.conditioning(negative=True)
     assert_equals_stock(pair, pair.ours, stock_pipeline(pair, True), request, conditioning)
     with pytest.raises(EngineError, match="give it an init_image and a mask_image"):
-        pair.ours.start(make_request(), conditioning)
+        pair.ours.start_request(make_request(), conditioning)
 
 
 def test_vae_with_latent_statistics(make_sdxl_pair, make_request):
@@ -176,7 +176,7 @@ def test_bfloat16_encodes_as_stock(sdxl, load_pipeline, make_request):
     request = make_request(init_image=random_image(32, 32), strength=0.7)
     conditioning = {name: tensor.bfloat16() for name, tensor in sdxl.conditioning().items()}
     stock, _ = stock_outputs(sdxl, stock_pipeline(sdxl, False, **parts), request, conditioning)
-    state = ours.start(request, conditioning)
+    state = ours.start_request(request, conditioning)
     while not state.done:
         ours.step([state])
     assert (state.latents.float() - stock.float()).abs().max() <= 0.05  # noise of another sample differs by more than 1
@@ -192,7 +192,7 @@ def test_tasks_share_a_batch(pair, make_request):
     ]
     conditioning = pair.conditioning()
     alone = [pair.ours.generate(request, conditioning) for request in requests]
-    states = [pair.ours.start(request, conditioning) for request in requests]
+    states = [pair.ours.start_request(request, conditioning) for request in requests]
     while running := [state for state in states if not state.done]:
         pair.ours.step(running)
     for together, expected in zip(pair.ours.decode(states), alone, strict=True):
@@ -208,10 +208,10 @@ def test_resumes_between_steps(pair, make_request, has_mask):
         num_inference_steps=6,
     )
     conditioning = pair.conditioning()
-    state = pair.ours.start(request, conditioning)
+    state = pair.ours.start_request(request, conditioning)
     pair.ours.step([state])
     pair.ours.step([state])
-    resumed = pair.ours.start(request, conditioning)
+    resumed = pair.ours.start_request(request, conditioning)
     restore_checkpoint(resumed, save_checkpoint(state, conditioning))
     assert resumed.step_index == 2
     while not resumed.done:
@@ -239,10 +239,10 @@ def test_resumes_between_steps(pair, make_request, has_mask):
 )
 def test_what_is_refused(pair, make_request, changes, message):
     with pytest.raises(EngineError, match=message):
-        pair.ours.start(make_request(**changes), pair.conditioning())
+        pair.ours.start_request(make_request(**changes), pair.conditioning())
 
 
 def test_a_strength_that_leaves_no_step(stable_diffusion, make_request):
     request = make_request(init_image=random_image(32, 32), strength=0.1)
     with pytest.raises(EngineError, match=r"strength 0.1 of 3 steps leaves no step to take"):
-        stable_diffusion.ours.start(request, stable_diffusion.conditioning())
+        stable_diffusion.ours.start_request(request, stable_diffusion.conditioning())

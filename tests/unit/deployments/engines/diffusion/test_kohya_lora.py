@@ -115,4 +115,4 @@ def test_what_is_refused(flux, sdxl, stable_diffusion_3, make_request, tmp_path)
     ]:
         adapters = {"a": load_adapter(tmp_path / f"{name}.safetensors")}
         with pytest.raises(EngineError, match=message):
-            pair.ours.start(make_request(adapters=(AdapterUse("a"),)), pair.conditioning(), adapters)
+            pair.ours.start_request(make_request(adapters=(AdapterUse("a"),)), pair.conditioning(), adapters)

@@ -97,7 +97,7 @@ def test_adapted_and_plain_requests_run_side_by_side(bold, make_request):
     folder, pair = bold
     adapters = {"bold": load_adapter(folder)}
     jobs = [make_request(), make_request(adapters=(AdapterUse("bold", 1.0),))]
-    states = [pair.ours.start(job, pair.conditioning(), adapters) for job in jobs]
+    states = [pair.ours.start_request(job, pair.conditioning(), adapters) for job in jobs]
     del adapters["bold"]  # the running request keeps it
     gc.collect()
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_any_adapters_share_a_forward(bold, make_request, monkeypatch):
     monkeypatch.setattr(
         pair.ours, "_forward", lambda rows, *size: spans.append([s[1:] for s in rows.adapters]) or forward(rows, *size)
     )
-    states = [pair.ours.start(*job) for job in started]
+    states = [pair.ours.start_request(*job) for job in started]
     for _ in range(3):
         pair.ours.step(states)
     assert spans == [[(0, 2), (3, 4), (4, 5)]] * 3  # the first two and the last, without the plain one between
@@ -150,7 +150,7 @@ def test_a_span_is_split_as_its_batch_is():
 
 def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
     folder, pair = bold
-    state = pair.ours.start(
+    state = pair.ours.start_request(
         make_request(adapters=(AdapterUse("bold"),)), pair.conditioning(), {"bold": load_adapter(folder)}
     )
     gc.collect()
@@ -217,11 +217,11 @@ def test_what_a_pipeline_refuses(bold, make_request):
     adapter = load_adapter(folder)
     foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_3": {}})
     with pytest.raises(EngineError, match=f"changes text_encoder_3; of a .*, {pair.denoiser_name}, .* can be adapted"):
-        pair.ours.start(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
+        pair.ours.start_request(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
     for uses, message in [
         ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),
         ((AdapterUse("bold", float("nan")),), "scale nan"),
         ((AdapterUse("bold"), AdapterUse("bold")), "named 2 times"),
     ]:
         with pytest.raises(EngineError, match=message):
-            pair.ours.start(make_request(adapters=uses), pair.conditioning(), {"bold": adapter})
+            pair.ours.start_request(make_request(adapters=uses), pair.conditioning(), {"bold": adapter})

@@ -117,7 +117,9 @@ def test_requests_of_one_share_forwards_and_the_base_has_its_own(bold, make_requ
     )
     forms = [use_of(), {}, use_of(), use_of(), {}]
     requests = [make_request(seed=seed, **form) for seed, form in enumerate(forms)]
-    states = [pair.ours.start(one, pair.conditioning(seed), {"bold": adapter}) for seed, one in enumerate(requests)]
+    states = [
+        pair.ours.start_request(one, pair.conditioning(seed), {"bold": adapter}) for seed, one in enumerate(requests)
+    ]
     pair.ours.step(states)
     assert sizes == [3, 2]
 
@@ -129,17 +131,19 @@ def test_a_request_finds_what_was_merged_ahead(bold, make_request, monkeypatch):
     merged = pair.ours._loras._merged[adapter]
     assert len(merged.forwards) == len(adapter.components[pair.denoiser_name]) > 2
     monkeypatch.setattr("deployments.engines.diffusion.fitted_loras.merge_pairs", None)
-    state = pair.ours.start(request, conditioning, {"bold": adapter})
+    state = pair.ours.start_request(request, conditioning, {"bold": adapter})
     assert state.merged is merged
     monkeypatch.undo()
-    again = pair.ours.start(make_request(**use_of(0.5)), conditioning, {"bold": adapter})  # the last strength is kept
+    again = pair.ours.start_request(
+        make_request(**use_of(0.5)), conditioning, {"bold": adapter}
+    )  # the last strength is kept
     assert again.merged is pair.ours._loras._merged[adapter] is not merged
 
 
 def test_the_private_weights_go_with_the_adapter(pair, make_request, tmp_path):
     save_random_lora(pair, tmp_path)
     adapter = load_adapter(tmp_path)
-    state = pair.ours.start(make_request(**use_of()), pair.conditioning(), {"bold": adapter})
+    state = pair.ours.start_request(make_request(**use_of()), pair.conditioning(), {"bold": adapter})
     held = [weakref.ref(forward) for forward in state.merged.forwards.values()]
     assert len(held) > 2
     del adapter
@@ -168,6 +172,9 @@ def test_what_is_refused(pair, make_request):
         (make_request(adapters=two[:1], merges_adapter=True), r"'nothing' \(1 of 1\) are not in"),
     ]:
         known = {"a": unknown, "b": unknown}
-        for call in (pair.ours.merge_adapter, lambda *args: pair.ours.start(args[0], pair.conditioning(), args[1])):
+        for call in (
+            pair.ours.merge_adapter,
+            lambda *args: pair.ours.start_request(args[0], pair.conditioning(), args[1]),
+        ):
             with pytest.raises(EngineError, match=message):
                 call(request, known)

@@ -39,7 +39,7 @@ def count_calls(monkeypatch):
 def start(pair, make_request, count, **changes):
     guided = {"guidance_scale": 2.5, "true_cfg_scale": 2.0}
     return [
-        pair.ours.start(
+        pair.ours.start_request(
             make_request(seed=seed, request_id=str(seed), **guided, **changes), pair.conditioning(seed, negative=True)
         )
         for seed in range(count)
@@ -102,12 +102,12 @@ def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endin
     }
     known = {"tinted": LoraAdapter("tinted", {modulated.ours.family.denoiser_name: pairs})}
     jobs = [make_request(), make_request(adapters=(AdapterUse("tinted", 1.0),))]
-    states = [modulated.ours.start(job, modulated.conditioning(), known) for job in jobs]
+    states = [modulated.ours.start_request(job, modulated.conditioning(), known) for job in jobs]
     plain, tinted = all_latents(modulated, states)[-1]
     assert (plain - tinted).abs().max() > 1e-3
     monkeypatch.setattr(modulated.ours._modulation, "rows_of", lambda group: ())
     for job, latents in zip(jobs, (plain, tinted), strict=True):
-        state = modulated.ours.start(job, modulated.conditioning(), known)
+        state = modulated.ours.start_request(job, modulated.conditioning(), known)
         assert torch.equal(all_latents(modulated, [state])[-1][0], latents)
 
 

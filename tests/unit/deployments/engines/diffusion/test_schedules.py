@@ -46,4 +46,4 @@ def test_timesteps_and_another_solver(request, make_request, name):
 )
 def test_what_is_refused(sdxl, make_request, changes, message):
     with pytest.raises(EngineError, match=message):
-        sdxl.ours.start(make_request(**changes), sdxl.conditioning())
+        sdxl.ours.start_request(make_request(**changes), sdxl.conditioning())

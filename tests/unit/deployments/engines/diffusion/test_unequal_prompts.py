@@ -46,7 +46,7 @@ def test_equals_a_plain_loop_and_shares_forwards(flux, monkeypatch):
         for seed, count in ((1, 2), (2, 1))
     ]
     conditionings = [unequal(flux, 10 * request.seed) for request in requests]
-    states = [flux.ours.start(request, texts) for request, texts in zip(requests, conditionings, strict=True)]
+    states = [flux.ours.start_request(request, texts) for request, texts in zip(requests, conditionings, strict=True)]
     expected = [plain_loop(flux.stock, state, texts) for state, texts in zip(states, conditionings, strict=True)]
     sizes = []
     forward = flux.ours._forward

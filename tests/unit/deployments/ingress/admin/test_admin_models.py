@@ -132,7 +132,7 @@ async def registry(tmp_path: Path) -> Registry:
     models = ServedModels(
         CONFIG.entries, WeightStore(tmp_path / "store"), registrations, take_in, "first", check_source=check_source
     )
-    await models.start()
+    await models.begin_imports()
     await models.find_model("base")
     return Registry(models)
 

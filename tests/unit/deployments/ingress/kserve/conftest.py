@@ -147,7 +147,7 @@ class FakeService:
         await self._arrived(request)
         return TextResult(request.model, f"more:{request.prompt}", "length", 2, 3, {"total": 1.0})
 
-    async def stream(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
+    async def stream_text(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
         self.requests.append(request)
         for position, piece in enumerate(self.pieces):
             await self.gate.wait()

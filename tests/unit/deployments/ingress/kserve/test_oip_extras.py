@@ -121,11 +121,11 @@ async def test_warnings_come_as_a_parameter(client: httpx.AsyncClient, service: 
 
 
 async def test_pieces_carry_their_warnings(inference: Inference, service: Any) -> None:
-    async def stream(_: Any) -> AsyncIterator[TextChunk]:
+    async def stream_text(_: Any) -> AsyncIterator[TextChunk]:
         yield TextChunk("a", 1, 1)
         yield TextChunk("", 1, 1, "stop", {"total": 1.0}, warnings=("cut",))
 
-    service.stream, service.warnings = stream, ("short",)
+    service.stream_text, service.warnings = stream_text, ("short",)
     asked = InferRequest("adder", (text_tensor("text_input", ["x"]),))
     pieces = [dict(piece.parameters) async for piece in inference.infer_stream(asked)]
     assert pieces == [{"triton_final_response": False}, {"triton_final_response": True, "warnings": "cut"}]

@@ -48,7 +48,7 @@ def name_of(link: str) -> str:
 def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
     clock = Clock()
     links = links_in(tmp_path / "new", clock, ttl_s=60)
-    first = links.add(b"one", "png", SERVER)
+    first = links.keep_file(b"one", "png", SERVER)
     assert re.fullmatch(rf"http://test{PATH}[0-9a-f]{{32}}\.png", first)
     found = links.find(name_of(first))
     assert found is not None
@@ -61,10 +61,10 @@ def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
 def test_ended_files_go_when_another_comes(tmp_path: Path) -> None:
     clock = Clock()
     links = links_in(tmp_path, clock, ttl_s=60)
-    first = tmp_path / name_of(links.add(b"one", "png", SERVER))
+    first = tmp_path / name_of(links.keep_file(b"one", "png", SERVER))
     os.utime(first, (time.time() - 61,) * 2)
     clock.ahead_s = 2  # past the pause between two sweeps
-    second = links.add(b"two", "jpeg", SERVER)
+    second = links.keep_file(b"two", "jpeg", SERVER)
     assert [path.name for path in tmp_path.iterdir()] == [name_of(second)]
 
 
@@ -73,7 +73,7 @@ def test_the_oldest_go_when_room_is_short(tmp_path: Path) -> None:
     links = links_in(tmp_path, clock, max_bytes=1000)
     names = []
     for _ in range(5):
-        names.append(name_of(links.add(bytes(300), "webp", SERVER)))
+        names.append(name_of(links.keep_file(bytes(300), "webp", SERVER)))
         clock.ahead_s += 2  # past the pause between two sweeps
     left = {path.name for path in tmp_path.iterdir()}
     assert left == set(names[-3:])
@@ -88,7 +88,7 @@ def test_other_names_lead_nowhere(tmp_path: Path, name: str) -> None:
 
 
 def test_replicas_that_share_a_folder_serve_each_others_links(tmp_path: Path) -> None:
-    link = links_in(tmp_path, Clock(), base_url="https://pictures.example/base").add(b"x", "png", SERVER)
+    link = links_in(tmp_path, Clock(), base_url="https://pictures.example/base").keep_file(b"x", "png", SERVER)
     assert link.startswith("https://pictures.example/base" + PATH)
     assert links_in(tmp_path, Clock()).find(name_of(link)) is not None
 
@@ -96,7 +96,7 @@ def test_replicas_that_share_a_folder_serve_each_others_links(tmp_path: Path) ->
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(Overloaded, match=r"Not a directory|File exists"):
-        links_in(tmp_path / "file" / "below", Clock()).add(b"x", "png", SERVER)
+        links_in(tmp_path / "file" / "below", Clock()).keep_file(b"x", "png", SERVER)
 
 
 def test_the_config_wants_an_address(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes, routing
 from deployments.ingress.kserve.rest.messages import read_request
 from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.turns import Turns
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}
@@ -41,7 +42,7 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     routing.install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
     access = HttpAccess(Callers(AccessConfig()), AccessConfig(), "127.0.0.1")
-    app.add_middleware(Gate, access=access, limits=limits)
+    app.add_middleware(Gate, turns=Turns(lambda: 1000), access=access, limits=limits)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
