@@ -23,7 +23,7 @@ inline void prepare_group(const float* x, int, int64_t i, int64_t end, int64_t r
 
 // Half of the lanes of a vector that has 16, added to the other half.
 inline __m256 eight_lanes(Floats sums) {
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
     return _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
 #else
     return sums;
@@ -38,7 +38,7 @@ inline __m128 sum_lanes(Floats a, Floats b, Floats c, Floats d) {
 }
 
 // With 4 of them per row of x, as many sums as leave registers for what they are made of.
-constexpr int kDenseRows = kFloats == 16 ? 6 : 3;
+constexpr int kDenseRows = kLanes == 16 ? 6 : 3;
 
 // R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns. HAZARD: without `unroll`, GCC 12 keeps the
 // sums in memory, and a product takes three times as long.
@@ -49,16 +49,16 @@ inline void multiply_dense_tile(const float* const (&w)[4 * Q], int64_t columns,
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-        for (int i = 0; i < 4 * Q; ++i) sums[r][i] = all_floats(0);
-    for (int64_t k = 0; k < columns; k += kFloats) {
+        for (int i = 0; i < 4 * Q; ++i) sums[r][i] = every_float(0);
+    for (int64_t k = 0; k < columns; k += kLanes) {
         Floats xs[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) xs[r] = load_floats(x + r * x_stride + k);
+        for (int r = 0; r < R; ++r) xs[r] = load(x + r * x_stride + k);
 #pragma GCC unroll 8
         for (int i = 0; i < 4 * Q; ++i) {
-            const Floats ws = load_floats(w[i] + k);
+            const Floats ws = load(w[i] + k);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sums[r][i] = multiply_add(ws, xs[r], sums[r][i]);
+            for (int r = 0; r < R; ++r) sums[r][i] = add_product(ws, xs[r], sums[r][i]);
         }
     }
 #pragma GCC unroll 8

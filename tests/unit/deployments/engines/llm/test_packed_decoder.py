@@ -128,7 +128,7 @@ def test_one_call_computes_what_the_layers_do(
     # Float32 sums run in another order. Where an activation lies between two of its 127 steps, that may take the other.
     # So may a key or value that lies between two steps of an int8 cache, and every later token reads it.
     assert float(errors[len(errors) // 10]) < (1e-4 if kv_dtype == "auto" else 1e-2)
-    assert float(errors[len(errors) // 2]) < 1e-2
+    assert float(errors[len(errors) // 2]) < (1e-2 if kv_dtype == "auto" else 2e-2)
     assert float(errors[-1]) < 3e-2
 
 
