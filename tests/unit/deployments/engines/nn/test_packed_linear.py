@@ -103,10 +103,12 @@ def test_int8_products_are_those_of_their_formula(kind: str, num_rows: int) -> N
         reference, columns = torch.from_numpy(dequantize_int8(values, scales, 64)), 768
     else:
         weight, reference = random_weight(kind, 35, columns)
-    x = torch.randn(num_rows, columns) * torch.logspace(-3, 3, columns)
-    groups = x.view(num_rows, -1, 32)
+    groups = (torch.randn(num_rows, columns) * torch.logspace(-3, 3, columns)).view(num_rows, -1, 32)
     steps = groups.abs().amax(-1, keepdim=True) / 127
-    rounded = ((groups / steps).round() * steps).view(num_rows, columns)
+    whole = (groups / steps).round()
+    # Nothing lies half way between two whole numbers, where the last bit of a division decides.
+    x = (whole + 0.9 * (groups / steps - whole)).mul(steps).view(num_rows, columns)
+    rounded = (whole * steps).view(num_rows, columns)
     assert relative(product(x, weight, "fast"), rounded.double() @ reference.double().T) < 1e-5
 
 
