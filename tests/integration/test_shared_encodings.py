@@ -139,6 +139,7 @@ def test_when_one_replica_finds_damaged_weights_no_other_uses_its_copies(replica
 
 def test_when_the_actor_is_killed_replicas_compute_and_it_comes_back_empty(replicas: list[Any], shared: str) -> None:
     ray.get(replicas[0].encode.remote(11, SMALL), timeout=30)
+    wait_for_stats(replicas[0], lambda stats: stats.in_flight == 0)  # else the actor may hear of it when it is back
     actor = ray.get_actor(encodings_name(shared), namespace=NAMESPACE)
     ray.kill(actor, no_restart=False)
     start_s = time.monotonic()
