@@ -42,6 +42,7 @@ QUIET_TIMEOUT_S: Final = 60.0
 NUM_LONG, LONG_ROWS, LONG_STEPS, SHORT_STEPS = 4, 4, 200, 8
 MAX_KILL_REQUESTS: Final = 20_000
 POLL_S: Final = 0.002
+MAX_IDLE_S: Final = 15.0  # in which HAProxy closes connections that nobody uses
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,8 @@ def measure_cancels(load: LoadGenerator, url: str, requests: Requests, effort: O
     start_s = time.monotonic()
     outcomes = load.run("closed", url, asks, num_callers=effort.cancel_callers)
     wall_s = time.monotonic() - start_s
-    after = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
+    after = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes()}
+    after["open_files"] = _num_files_kept(before["open_files"])
     return cancel_figures(outcomes) | {"wall_s": wall_s, "before": before, "after": after}
 
 
@@ -273,3 +275,11 @@ def _ingress_bytes() -> int:
 
 def _num_open_files() -> int:
     return sum(process.num_fds() for process in _ingress_processes())
+
+
+def _num_files_kept(number_before: int) -> int:
+    """Return the number of open files once HAProxy, which keeps idle connections for a while, has closed them."""
+    deadline_s = time.monotonic() + MAX_IDLE_S
+    while (number := _num_open_files()) > number_before and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    return number

@@ -13,11 +13,11 @@ from typing import Final
 
 import uvicorn
 
-_MOST_AT_ONCE: Final = 64
+_MOST_AT_ONCE: Final = 16
 
 
 def accept_many(server: uvicorn.Server) -> None:
-    """Let a server that has not started yet accept up to 64 connections at each look."""
+    """Let a server that has not started yet accept up to 16 connections at each look."""
     startup = server.startup
 
     async def start(sockets: Sequence[socket.socket] | None = None) -> None:
