@@ -19,10 +19,6 @@ TIMEOUT_S: Final = 300.0
 _MAX_TEXT: Final = 1024  # bytes of an answer that are kept
 
 
-class ConnectionLost(ConnectionError):
-    """The connection ended before the answer did."""
-
-
 @dataclass(slots=True)
 class Answer:
     """The end of a request. Times are those of `time.perf_counter`; one in `pieces_s` for each read of the body."""
@@ -60,7 +56,7 @@ class Client:
         connection = self._idle.pop() if self._idle else await self._connect()
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                answer = await connection.ask(message)
+                answer = await connection.exchange(message)
         except BaseException:
             connection.close()
             raise
@@ -94,7 +90,7 @@ class _Connection(asyncio.Protocol):
     def is_open(self) -> bool:
         return self._transport is not None
 
-    def ask(self, message: bytes) -> asyncio.Future[Answer]:
+    def exchange(self, message: bytes) -> asyncio.Future[Answer]:
         """Send a request; its answer is the future's."""
         self._waiter = asyncio.get_running_loop().create_future()
         if self._transport is None:
@@ -143,4 +139,4 @@ class _Connection(asyncio.Protocol):
 
     def _fail(self, problem: str) -> None:
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(ConnectionLost(problem))
+            self._waiter.set_exception(ConnectionError(problem))

@@ -48,7 +48,7 @@ sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode
 """
 
 
-def write_llm_files(folder: Path) -> None:
+def _write_files(folder: Path) -> None:
     """Write `bf16`, `kuiper` (folders), `Q8_0.gguf`, `Q4_0.gguf` and, where llama.cpp is there, `Q4_K.gguf`; 6 GB."""
     source = folder / "bf16"
     _write_model(source)
@@ -98,4 +98,4 @@ def _write_tokenizer(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    write_llm_files(Path(sys.argv[1]))
+    _write_files(Path(sys.argv[1]))

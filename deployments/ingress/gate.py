@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -27,7 +29,6 @@ from deployments.errors import RequestTooLarge, ServiceError
 from deployments.ingress.access.callers import acting_for
 from deployments.ingress.access.http import HttpAccess
 from deployments.ingress.kserve.rest.routing import error_response_at
-from deployments.ingress.listening import accept_many
 from deployments.ingress.terms import current_terms, read_terms
 from deployments.ingress.turns import Turns, takes_turns
 
@@ -38,6 +39,8 @@ _RECEIVED: Final = RECEIVED.encode()
 _MAX_AGE_S: Final = 3600.0
 _MAX_DIGITS: Final = 10  # of an announced size
 _MAX_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn
+# Connections accepted at one look of the event loop at its sockets; more cost every single connection something.
+_MOST_ACCEPTED: Final = 16
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
 
 
@@ -171,10 +174,26 @@ def put_gate_before_serve(turns: Turns, *, refuses: bool) -> None:
 
     async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
         running, server = await start_server(OuterGate(app, turns, refuses=refuses), *arguments, **options)
-        accept_many(server)  # it begins when this coroutine ends
+        _accept_many(server)  # it begins when this coroutine ends
         return running, server
 
     replica.start_asgi_http_server = start
+
+
+def _accept_many(server: uvicorn.Server) -> None:
+    """Let a server that has not started yet accept several connections at each look of the event loop at its sockets.
+
+    libuv, below uvloop, takes one from a listening socket (since 1.45). Where requests are read between two looks, ten
+    milliseconds and more under load, the last of a thousand that HAProxy opens at once would wait for seconds, and
+    every probe behind them. Each further descriptor of the same socket is good for one more.
+    """
+    startup = server.startup
+
+    async def start(sockets: Sequence[socket.socket] | None = None) -> None:
+        further = [one.dup() for one in sockets or () for _ in range(_MOST_ACCEPTED - 1)]
+        await startup([*sockets, *further] if sockets else None)
+
+    server.startup = start  # type: ignore[method-assign]
 
 
 def _too_large(nbytes: float, most: int) -> RequestTooLarge:

@@ -1,4 +1,4 @@
-"""What a denoiser makes of a row's time and text alone, computed ahead for several steps of a request.
+"""A denoiser's results of a row's time and text alone, computed ahead for several steps of a request.
 
 A block scales and shifts by a linear function of the row's time and pooled text, of one row for each image: its
 weights, more than a quarter of those of a Flux, are read for the sake of one row, and on the CPU few rows are padded

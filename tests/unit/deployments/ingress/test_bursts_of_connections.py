@@ -11,7 +11,7 @@ import uvicorn
 import uvloop
 from starlette.types import Receive, Scope, Send
 
-from deployments.ingress.listening import accept_many
+from deployments.ingress.gate import _accept_many
 
 NUM_CONNECTIONS = 120
 
@@ -27,7 +27,7 @@ def test_a_burst_of_connections_is_accepted_within_a_few_looks_and_the_port_is_f
         listening.bind(("127.0.0.1", 0))
         address = listening.getsockname()
         server = uvicorn.Server(uvicorn.Config(_says_yes, log_config=None, lifespan="off"))
-        accept_many(server)
+        _accept_many(server)
         running = asyncio.create_task(server.serve(sockets=[listening]))
         while not server.started:
             await asyncio.sleep(0.001)
