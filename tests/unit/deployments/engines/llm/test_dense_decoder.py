@@ -143,7 +143,7 @@ def test_a_row_has_the_same_bits_in_any_company_however_its_prompt_is_cut_and_on
 
 
 def test_weights_are_read_where_they_lie_and_never_written(tiny: Any) -> None:
-    """What becomes of the memory of the weights is what is computed with; two models of a shape do not meet."""
+    """A step computes with the memory of the weights as it is then; two models of a shape do not meet."""
     model, other = new_model(tiny, hidden_size=64), new_model(tiny, hidden_size=64)
     (text,) = drawn_sequences(30)
     ids = torch.tensor([text.token_ids])
