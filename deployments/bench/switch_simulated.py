@@ -25,14 +25,14 @@ LINKS_GBPS: Final = (25, 64)  # PCIe 4 and 5, 16 lanes
 FLUX, TUNED, SDXL = "digits-flux", "digits-flux-inverted", "digits-sdxl"
 SWITCHES: Final = {
     "flux -> sdxl": (FLUX, SDXL),
-    "sdxl -> flux, the way back": (SDXL, FLUX),
-    "flux -> its sibling": (FLUX, TUNED),
-    "sdxl -> sibling, one shared VAE": (SDXL, TUNED),
+    "sdxl -> flux": (SDXL, FLUX),
+    "flux -> sibling": (FLUX, TUNED),
+    "sdxl -> sibling": (SDXL, TUNED),
 }
 WAYS: Final = {
-    "whole": "whole pipeline, the old one dropped",
-    "module_to": "Module.to, there and back",
-    "offload": "enable_model_cpu_offload, one image",
+    "whole": "whole pipeline",
+    "module_to": "Module.to, out and in",
+    "offload": "cpu_offload, an image",
     "atelier": "Atelier",
 }
 NUM_CALLS: Final = 2000
@@ -50,13 +50,14 @@ def measure_simulated(stock: Path) -> dict[str, Any]:
 
 def simulated_tables(found: dict[str, Any]) -> list[Table]:
     """Return the tables of what `measure_simulated` gave."""
-    links = [f"ms at {gbps} GB/s" for gbps in LINKS_GBPS]
-    switches = Table("switch on a simulated device (demo models)", "way", "bytes over the link", *links)
+    links = [f"{gbps} GB/s" for gbps in LINKS_GBPS]
+    title = "Demo models on a simulated device: bytes over the link, and milliseconds"
+    switches = Table("switch", "way", "bytes", *links, title=title, title_justify="left")
     for name, ways in found["switches"].items():
-        for way, title in WAYS.items():
+        for way, text in WAYS.items():
             times = [f"{ways[way] / gbps / 1e6:.3f}" for gbps in LINKS_GBPS]
-            switches.add_row(name, title, f"{ways[way]:,}", *times)
-    overhead = Table("what simulating costs", "us on the host", "us on the simulated device")
+            switches.add_row(name, text, f"{ways[way]:,}", *times, end_section=way == list(WAYS)[-1])
+    overhead = Table("", "host, us", "simulated, us", title="The cost of simulating", title_justify="left")
     for name, times in found["op_us"].items():
         overhead.add_row(name, f"{times['cpu']:.1f}", f"{times['sim']:.1f}")
     return [switches, overhead]

@@ -13,14 +13,13 @@ from deployments.bench.switch_simulated import simulated_tables
 
 TARGETS_MS = {"new_replica": 50, "kept_skeleton": 5}
 LEGS = {
-    "switch_ms": "Atelier, resident weights",
-    "touched_ms": "Atelier, and every byte read",
-    "everything_ms": "Atelier, both built",
-    "diffusers_ms": "diffusers, from_pretrained again",
-    "diffusers_freeing_ms": "diffusers, freeing the other before",
-    "diffusers_touched_ms": "diffusers again, and every byte read",
-    "moved_ms": "diffusers, kept in RAM and copied",
-    "lookup_ms": "diffusers, both built",
+    "switch_ms": "Atelier",
+    "touched_ms": "  every byte read",
+    "diffusers_ms": "diffusers, loaded",
+    "diffusers_touched_ms": "  every byte read",
+    "diffusers_freeing_ms": "  freeing the other",
+    "moved_ms": "diffusers, copied",
+    "lookup_ms": "diffusers, kept",
 }
 
 
@@ -45,28 +44,26 @@ def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:
 
 
 def _attach_table(attaches: dict[str, Any]) -> Table:
-    table = Table("attach of resident Flux", "p50 ms", "p95 ms", "range", "n", "target p95 ms")
+    table = _table("Attach of resident Flux", "", "p50 ms", "p95 ms", "range", "n", "target")
     for name, found in attaches.items():
         table.add_row(name, *_times(found), str(TARGETS_MS.get(name, "")))
     return table
 
 
 def _legs_table(title: str, legs: dict[str, Any]) -> Table:
-    table = Table(f"flux -> sdxl -> flux, third leg ({title})", "p50 ms", "p95 ms", "range", "n", "/ Atelier")
+    table = _table(f"flux -> sdxl -> flux, third leg ({title})", "", "p50 ms", "p95 ms", "range", "n", "x ours")
     for name, text in LEGS.items():
         table.add_row(text, *_times(legs[name]), f"{legs[name]['p50'] / legs['switch_ms']['p50']:.2f}")
     return table
 
 
 def _bytes_table(title: str, sibling: dict[str, Any]) -> Table:
-    table = Table(f"flux -> flux-tuned ({title})", "bytes moved", "bytes different", "moved / different")
+    table = _table(f"flux -> flux-tuned ({title})", "", "bytes moved", "different", "ratio or time")
     for tier in ("host", "cpu-private"):
         found = sibling[tier]
         table.add_row(tier, f"{found['bytes_moved']:,}", f"{sibling['bytes_different']:,}", f"{found['ratio']:.4f}")
     for tier, same in sibling["same_weights"].items():
-        table.add_row(
-            f"same weights, other name: {tier}", f"{same['bytes_moved']:,}", "0", f"{same['ms']['p50']:.1f} ms"
-        )
+        table.add_row(f"renamed: {tier}", f"{same['bytes_moved']:,}", "0", f"{same['ms']['p50']:.1f} ms")
     return table
 
 
@@ -81,6 +78,10 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         f"keeper killed: attached elsewhere after {recovery['ms']['p50']:.0f} ms "
         f"({recovery['ms']['low']:.0f} to {recovery['ms']['high']:.0f}), {recovery['read_bytes']:,} bytes read",
     ]
+
+
+def _table(title: str, *headers: str) -> Table:
+    return Table(*headers, title=title, title_justify="left")
 
 
 def _times(found: dict[str, Any]) -> tuple[str, str, str, str]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from weights.errors import WeightsError
-from weights.loading.views import Views
+from weights.loading.views import Setters, Views, setters_of
 
 __all__ = [
     "Binding",
@@ -104,17 +104,15 @@ class Binding:
         self._places = tuple(places)
         self._computed = tuple(computed)
         self._parameters: dict[str, nn.Parameter] = {}  # by the names of their tensors, once some were bound
+        self._setters: Setters = {}  # of these
         self._buffers = tuple(place for place in places if not place.is_parameter)
 
     def put_tensors(self, named: Mapping[str, torch.Tensor]) -> None:
         """Bind these tensors, which must have the names and shapes that the module was checked for."""
         if not self._parameters:
             self._make_parameters(named)
-        elif isinstance(named, Views) and not self._buffers:  # a buffer wants a tensor
-            named.put_into(self._parameters)
-        else:
-            for name, parameter in self._parameters.items():
-                parameter.data = named[name]
+        elif self._buffers or not isinstance(named, Views) or not named.put_into(self._setters):
+            self._replace_data(named)
         for owner, leaf, name, _ in self._buffers:
             owner[leaf] = named[name]
         if self._computed:
@@ -138,6 +136,12 @@ class Binding:
                 if name not in self._parameters:
                     self._parameters[name] = nn.Parameter(named[name], requires_grad=False)
                 owner[leaf] = self._parameters[name]
+        self._setters = setters_of(self._parameters)
+
+    def _replace_data(self, named: Mapping[str, torch.Tensor]) -> None:
+        for name, parameter in self._parameters.items():
+            parameter.data = named[name]
+        self._setters = setters_of(self._parameters)  # of other types, perhaps
 
     def copied(self, copies: Mapping[int, Any]) -> Binding:
         """Return the binding of a copy: `copies` has its tables by the ids of these."""

@@ -14,7 +14,8 @@ from torch import nn
 from weights.externalize import externalize
 from weights.loading import views
 from weights.loading.external_memory import bytes_tensors
-from weights.loading.views import Views, attach
+from weights.loading.modules import find_places
+from weights.loading.views import Views, attach, setters_of
 from weights.manifest import Component
 from weights.provider import LocalExtents
 from weights.store import WeightStore
@@ -51,10 +52,18 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
         assert found.data_ptr() == expected.data_ptr()
 
 
+def put(views: Views, parameters: dict[str, nn.Parameter]) -> bool:
+    return views.put_into(setters_of(parameters))
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.nbytes > 0
+
+
 def test_parameters_become_the_tensors_that_attach_makes(case: Case) -> None:
-    expected = attach(*case)
+    expected = {name: tensor for name, tensor in attach(*case).items() if is_plain(tensor)}
     parameters = parameters_of(expected)
-    Views(*case).put_into(parameters)
+    assert put(Views(*case), parameters)
     for name, tensor in expected.items():
         assert_same(parameters[name], tensor)
         assert not parameters[name].requires_grad
@@ -62,41 +71,79 @@ def test_parameters_become_the_tensors_that_attach_makes(case: Case) -> None:
 
 def test_no_tensor_is_made_for_plain_parameters(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     component, buffers = case
-    expected = {name: tensor for name, tensor in attach(component, buffers).items() if tensor.nbytes}
+    expected = {name: tensor for name, tensor in attach(component, buffers).items() if is_plain(tensor)}
     monkeypatch.setattr(views, "attach", None)
     parameters = parameters_of(expected)
-    Views(component, buffers).put_into(parameters)
+    assert put(Views(component, buffers), parameters)
     assert_same(parameters["scalar"], expected["scalar"])
 
 
-def test_parameters_of_another_type_and_unaligned_bytes_get_their_tensors(case: Case) -> None:
-    component, buffers = case
-    expected = attach(component, buffers)
-    parameters = {name: nn.Parameter(torch.empty(3, dtype=torch.uint8), requires_grad=False) for name in expected}
-    Views(component, buffers).put_into(parameters)
-    for name, tensor in expected.items():
-        assert_same(parameters[name], tensor)
+def unaligned(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the same bytes at odd addresses."""
     odd = {}
     for id_, base in buffers.items():
         memory = np.empty(base.numel() + 64, np.uint8)
         start = 1 - memory.ctypes.data % 64 + 64 * (memory.ctypes.data % 64 > 1)
         memory[start : start + base.numel()] = base.numpy()
         odd[id_] = torch.from_numpy(memory)[start : start + base.numel()]
-    parameters = parameters_of(expected)
-    Views(component, odd).put_into(parameters)
-    for name, tensor in expected.items():
-        assert parameters[name].shape == tensor.shape
-        assert torch.equal(parameters[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+    return odd
+
+
+def test_what_has_no_plain_view_is_told_and_sees_what_it_saw(case: Case) -> None:
+    component, buffers = case
+    expected = attach(component, buffers)
+    wide = {name: tensor for name, tensor in expected.items() if is_plain(tensor) and tensor.itemsize > 1}
+    for views_, tensors in (
+        (Views(component, buffers), {"empty": expected["empty"]}),
+        (Views(component, buffers), {"absent": expected["scalar"]}),
+        (Views(component, buffers), {"scalar": expected["scalar"].to(torch.uint8)}),
+        (Views(component, unaligned(buffers)), wide),
+    ):
+        parameters = parameters_of(tensors)
+        assert not put(views_, parameters)
+        assert all(parameter.shape == (0,) for parameter in parameters.values())
+
+
+class Bare(nn.Module):
+    """A module with a parameter for each tensor."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(torch.empty_like(tensor), requires_grad=False))
+
+
+def test_a_module_gets_all_tensors_however_they_lie_and_whatever_types_it_had(case: Case) -> None:
+    component, buffers = case
+    expected = attach(component, buffers)
+    module = Bare(expected)
+    binding = find_places(module, expected.keys())
+    rounds = [
+        {name: tensor.to(torch.complex128) for name, tensor in expected.items()},
+        Views(component, buffers),
+        Views(component, buffers),
+        Views(component, unaligned(buffers)),
+    ]
+    for named in rounds:
+        binding.put_tensors(named)
+        for name, tensor in named.items():
+            found = getattr(module, name)
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+        binding.clear()
 
 
 def test_names_that_the_module_lacks_are_passed_over_and_missing_ones_are_told(case: Case) -> None:
     component, buffers = case
     expected = attach(component, buffers)
     few = parameters_of({"scalar": expected["scalar"]})
-    Views(component, buffers).put_into(few)
+    assert put(Views(component, buffers), few)
     assert few["scalar"].item() == 2.5
+    module = Bare({"absent": expected["scalar"]})
+    binding = find_places(module, ["absent"])
+    binding.put_tensors({"absent": expected["scalar"]})
     with pytest.raises(KeyError, match="absent"):
-        Views(component, buffers).put_into({"absent": few["scalar"]})
+        binding.put_tensors(Views(component, buffers))
 
 
 def test_as_a_mapping_it_is_what_attach_returns(case: Case) -> None:
@@ -109,11 +156,13 @@ def test_as_a_mapping_it_is_what_attach_returns(case: Case) -> None:
 
 def test_memory_is_free_once_the_parameters_see_other_bytes(case: Case) -> None:
     component, buffers = case
-    parameters = parameters_of(attach(component, buffers))
+    expected = {name: tensor for name, tensor in attach(component, buffers).items() if is_plain(tensor)}
+    parameters = parameters_of(expected)
+    del expected
     memory = {id_: np.array(base.numpy()) for id_, base in buffers.items()}
     gone = [weakref.ref(array) for array in memory.values()]
-    Views(component, bytes_tensors(memory)).put_into(parameters)
+    assert put(Views(component, bytes_tensors(memory)), parameters)
     memory.clear()
     assert all(ref() is not None for ref in gone)
-    Views(component, buffers).put_into(parameters)
+    assert put(Views(component, buffers), parameters)
     assert all(ref() is None for ref in gone)
