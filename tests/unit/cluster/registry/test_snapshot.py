@@ -39,7 +39,7 @@ class Registry:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
         self.num_polls += 1
         while not self.dead and not (change := self.directory.changes_since(revision, epoch)):
             await self._changed.wait()
