@@ -12,19 +12,22 @@ from typing import Any
 
 import httpx
 import ray
-from integration.harness import DEMO_MODELS, free_port, replica_processes, wait_for
+from integration.harness import DEMO_MODELS, free_port, wait_for
 from ray import serve
 from ray.cluster_utils import Cluster
 
 from cluster.actor_names import APP_NAME, cluster_key
 from cluster.ending import named_actors
+from cluster.keeper.ray_extents import RayExtents
 from cluster.registry.actor import connect_registry
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig
 from deployments.app import AppArgs, build_app
 
 STORE_BYTES = 256 * 2**20
-GONE_S = 90.0
+GONE_S = 60.0
+LOOK_S, UNUSED_S = 0.2, 3.0
+NUM_LOOKS = 2 * int(UNUSED_S / LOOK_S)
 ROLES = ["admission", "controller", "encodings", "keeper", "registry"]
 
 
@@ -53,15 +56,30 @@ def main(folder: Path) -> None:
 
 
 def supersede(old: ClusterConfig, new: ClusterConfig, port: int) -> dict[str, Any]:
-    """Deploy the new config, and look at the old one's actors until they are gone."""
-    before = {process for name in ("worker", "text_encoder", "ingress") for process in replica_processes(name)}
-    kept = roles_of(old) == ROLES
+    """Deploy the new config while one of the old one's replicas still drains. Look at the old one's actors."""
+    registry = connect_registry(old)
+    draining = Draining.remote(ray.get(registry.keeper.remote(ray.get_runtime_context().get_node_id())))
+    ray.get(draining.beat.remote())
     deploy(new)
-    while any(process.is_running() for process in before):
-        left = roles_of(old)
-        kept = kept and (left == ROLES or not any(process.is_running() for process in before))
+    answers = ask(port)
+    num_looks = ray.get(registry.__ray_call__.remote(count_looks))
+    wait_for(lambda: ray.get(registry.__ray_call__.remote(count_looks)) >= num_looks + NUM_LOOKS, "looks")
+    kept = roles_of(old)
+    ray.kill(draining)
     wait_for(lambda: not roles_of(old), "the end of the old control plane", GONE_S)
-    return {"kept while it drained": kept, "new": roles_of(new), "new answers": ask(port)}
+    return {"kept": kept, "new": roles_of(new), "new answers": [answers, ask(port)]}
+
+
+@ray.remote(num_cpus=0)
+class Draining:
+    """A process that is to the keeper what a replica is that finishes its requests."""
+
+    def __init__(self, keeper: Any) -> None:
+        self._extents = RayExtents(keeper, "draining")
+        self._extents.start_beating()
+
+    def beat(self) -> None:
+        self._extents.beat()
 
 
 def config(name: str, folder: Path, address: str, max_tokens: int) -> ClusterConfig:
@@ -85,9 +103,20 @@ def begin(config: ClusterConfig) -> Any:
 
 
 def look_often() -> None:
-    sys.modules["cluster.registry.actor"]._NODE_POLL_S = 0.2  # type: ignore[attr-defined]
-    superseding = sys.modules["cluster.registry.superseding"]
-    superseding.UNUSED_S, superseding.EXPECTED_S = 3.0, 6.0  # type: ignore[attr-defined]
+    """In the registry's process: look whether it is superseded often, with little patience, and count the looks."""
+    registry, superseding = sys.modules["cluster.registry.actor"], sys.modules["cluster.registry.superseding"]
+    leave: Any = registry.leave_when_superseded  # type: ignore[attr-defined]
+
+    async def look(*arguments: Any) -> None:
+        await leave(*arguments)
+        registry.num_looks += 1  # type: ignore[attr-defined]
+
+    registry._NODE_POLL_S, registry.num_looks, registry.leave_when_superseded = LOOK_S, 0, look  # type: ignore[attr-defined]
+    superseding.UNUSED_S, superseding.EXPECTED_S = UNUSED_S, 2 * UNUSED_S  # type: ignore[attr-defined]
+
+
+def count_looks(_: Any) -> int:
+    return int(sys.modules["cluster.registry.actor"].num_looks)  # type: ignore[attr-defined]
 
 
 def deploy(config: ClusterConfig) -> None:
