@@ -7,6 +7,7 @@ cluster has no colon.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from typing import Final
 
 from configs.cluster import ClusterConfig
@@ -59,8 +60,21 @@ def keeper_node(key: str, name: str) -> str | None:
     return node_id if node_id != name else None
 
 
-def names_of_cluster(cluster: str, names: list[str]) -> list[str]:
+def names_of_cluster(cluster: str, names: Iterable[str]) -> list[str]:
     """Return the names of the cluster's actors, whatever its config, in the order of ending them."""
     found = [(name.split(":"), name) for name in names]
     mine = [(_ROLES.index(parts[0]), name) for parts, name in found if parts[0] in _ROLES and parts[1:2] == [cluster]]
     return [name for _, name in sorted(mine)]
+
+
+def other_registries(config: ClusterConfig, names: Iterable[str]) -> list[str]:
+    """Return the names of the registries that the same cluster has with other configs."""
+    own = registry_name(config)
+    return [name for name in names_of_cluster(config.name, names) if name.startswith("registry:") and name != own]
+
+
+def names_beside_registry(config: ClusterConfig, names: Iterable[str]) -> list[str]:
+    """Return the names of the other actors of the registry's own config, in the order of ending them."""
+    key = cluster_key(config).split(":")
+    found = names_of_cluster(config.name, names)
+    return [name for name in found if name.split(":")[1:3] == key and name != registry_name(config)]

@@ -12,7 +12,6 @@ import os
 import secrets
 import signal
 import socket
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Final, Self
 
 import psutil
 
-from cluster.actor_names import NAMESPACE, names_of_cluster
+from cluster.actor_names import NAMESPACE
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
 from cluster.templates.starting import workers_by_templates
@@ -29,7 +28,6 @@ from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
 _STOP_TIMEOUT_S = 60.0
-_END_TIMEOUT_S = 20.0
 _POLL_S = 0.1
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
 # The autoscaler's loop, of which one node has no use; what copies the workers' logs to the driver, which does not ask
@@ -127,7 +125,7 @@ def _check_port_free(where: HttpConfig | GrpcConfig) -> None:
 def ray_session(config: ClusterConfig) -> Iterator[None]:
     """Start Ray, or connect to it, for the length of the block. A private Ray ends with the block.
 
-    On a Ray that was running before, `end_actors` ends what belongs to the cluster. Raises SessionError.
+    On a Ray that was running before, `end_actors` (`ending.py`) ends what belongs to the cluster. Raises SessionError.
     """
     import ray
     from ray.exceptions import AuthenticationError
@@ -193,41 +191,6 @@ def _make_private_token(path: Path) -> None:
         if not file.read().strip():
             file.seek(0)
             file.write(secrets.token_hex(32))
-
-
-def end_actors(cluster: str, timeout_s: float = _END_TIMEOUT_S) -> None:
-    """End registry, keepers and shared encodings of the cluster, whatever config they were started with.
-
-    Detached actors outlive the application, and an `atelier up` that was killed leaves all of its own. Returns when
-    their names are free again. Raises SessionError naming the actors that did not end in time.
-    """
-    deadline_s = time.monotonic() + timeout_s
-    while names := names_of_cluster(cluster, _named_actors()):
-        problems = {name: problem for name in names if (problem := _end_actor(name))}
-        if time.monotonic() >= deadline_s:
-            what = "; ".join(f"{name}: {problems.get(name, 'it stays')}" for name in names)
-            raise SessionError(f"actors of cluster {cluster!r} that would not end: {what}")
-        time.sleep(_POLL_S)
-
-
-def _named_actors() -> list[str]:
-    import ray
-
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-
-
-def _end_actor(name: str) -> str:
-    """Kill the actor. Return the problem, "" for none, so that the other actors are still ended."""
-    import ray
-
-    try:
-        ray.kill(ray.get_actor(name, namespace=NAMESPACE))
-    except ValueError:  # it has ended just now
-        return ""
-    except Exception as error:
-        return str(error).partition("\n")[0] or repr(error)
-    return ""
 
 
 class SessionFile:

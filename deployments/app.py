@@ -28,7 +28,8 @@ from cluster.actor_names import cluster_key
 from cluster.control.shared_queue import connect_shared_queue
 from cluster.controller.actor import connect_controller
 from cluster.encodings.actor import connect_shared_encodings
-from cluster.registry.actor import connect_registry
+from cluster.ray_calls import call_actor
+from cluster.registry.actor import WeightRegistry, connect_registry
 from cluster.templates.starting import template_environment
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
@@ -55,7 +56,7 @@ def build_app(args: AppArgs) -> Application:
         load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
     if ray.is_initialized():  # `serve run` and `serve build` come here before Ray: then the replicas start them
-        connect_registry(config)
+        call_actor(connect_registry(config), WeightRegistry.expect_replicas)
         if config.text_encoder.shared_cache_bytes:
             connect_shared_encodings(cluster_key(config), config.text_encoder.shared_cache_bytes)
         if config.ingress.num_replicas > 1:

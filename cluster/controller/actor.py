@@ -63,7 +63,7 @@ class Controller:
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
         self._config = config.controller
-        self._registry = RegistrySnapshot(lambda: connect_registry(config))
+        self._registry = RegistrySnapshot(lambda: connect_registry(config), of_replica=False)
         self._observations = Observations(self._slo_of, time.monotonic())
         policy = _POLICIES[self._config.policy]
         self._deciding = Deciding(policy, self._observations, lambda: uuid.uuid4().hex[:16])

@@ -16,6 +16,7 @@ import functools
 import inspect
 import logging
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -27,13 +28,15 @@ import ray
 from cluster.actor_names import NAMESPACE, cluster_key, registry_name
 from cluster.controller.overrides import Overrides
 from cluster.keeper.actor import NodeKeeper
-from cluster.registry.directory import Entry
+from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.importing import ImportProcess, ImportSettings
+from cluster.registry.leaving import leave_when_superseded
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
 from cluster.registry.registrations import OverridesFile, Registrations
 from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
+from cluster.registry.superseding import Use, UseBook
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -128,6 +131,7 @@ class WeightRegistry:
         def import_model(entry: Entry) -> ModelSummary:
             return (local if isinstance(entry.path, Path) else remote).import_model(entry, roots_of(entry))
 
+        self._uses = UseBook(time.monotonic)
         registrations = Registrations(store.path / "registrations" / config.name)
         self._models = ServedModels(
             config.entries,
@@ -146,6 +150,7 @@ class WeightRegistry:
             key=cluster_key(config),
             extents_of=self._models.extents,
             is_known=self._models.directory.__contains__,
+            on_replica=self._uses.note,
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret
@@ -160,10 +165,15 @@ class WeightRegistry:
     register = _in_group(WAITING)(_expose("_models", ServedModels.register))
     find_model = _in_group(WAITING)(_expose("_models", ServedModels.find_model))
     list_models = _expose("_models", ServedModels.list_models)
-    watch = _in_group(WATCHING)(_expose("_models", ServedModels.watch))
     manifest = _expose("_models", ServedModels.manifest)
     report_attach = _expose("_models", ServedModels.report_attach)
     want = _expose("_models", ServedModels.want)
+
+    @_in_group(WATCHING)
+    async def watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool = True) -> DirectoryChange:
+        """Return changes of the directory, as `ServedModels.watch`. Replicas that watch are why a registry stays."""
+        with self._uses.watching() if for_replica else contextlib.nullcontext():
+            return await self._models.watch(revision, epoch, timeout_s)
 
     @_in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
@@ -178,6 +188,17 @@ class WeightRegistry:
     report_residency = _expose("_residency", ResidencyMap.report_residency)
     locate = _expose("_residency", ResidencyMap.locate)
     nodes_with = _expose("_residency", ResidencyMap.nodes_with)
+
+    async def expect_replicas(self) -> None:
+        """Stay for replicas that have been deployed, and may take a while to come."""
+        self._uses.expect()
+
+    async def use(self) -> Use:
+        """Return whether replicas use this control plane."""
+        return self._use()
+
+    def _use(self) -> Use:
+        return self._uses.use(is_unclear=self._keepers.has_silent)
 
     async def peer_secret(self) -> bytes:
         """Return the secret by which the cluster's keepers know each other."""
@@ -263,6 +284,7 @@ class WeightRegistry:
                 running = alive if to_start else await asyncio.to_thread(nodes_with_keeper, cluster_key(config))
                 await self._keepers.follow(alive, running)
                 to_start = False
+                await leave_when_superseded(config, self._use)
             except Exception:  # Ray's own: the next round may do better
                 logger.exception("the nodes could not be looked at")
             await asyncio.sleep(_NODE_POLL_S)

@@ -64,7 +64,7 @@ class NodeKeepers:
     `key` is the cluster's, `options` are further arguments of a keeper. Without `budget_bytes`, each keeper takes its
     share of its own node's object store. `extents_of` returns the extent ids of the served version of each model, and
     `is_known` whether there is a model of that id, served or not yet: what a keeper still pins for others ends.
-    `residency` is the map of what the keepers hold.
+    `residency` is the map of what the keepers hold. `on_replica` is called whenever a replica is seen.
     """
 
     def __init__(
@@ -78,6 +78,7 @@ class NodeKeepers:
         key: str = "",
         extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
         is_known: Callable[[str], bool] = lambda model: True,
+        on_replica: Callable[[], None] = lambda: None,
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
@@ -91,6 +92,8 @@ class NodeKeepers:
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
         self._is_known = is_known
+        self._on_replica = on_replica
+        self._silent: set[str] = set()  # nodes
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
         self.residency = ResidencyMap(clock, random.Random())
@@ -101,6 +104,15 @@ class NodeKeepers:
         Raises KeeperFailed while one that could not start may not be tried again.
         """
         self._needed_s[node_id] = self._clock()
+        self._on_replica()
+        return self._begin(node_id)
+
+    @property
+    def has_silent(self) -> bool:
+        """True while a keeper does not say whether it has replicas."""
+        return bool(self._silent)
+
+    def _begin(self, node_id: str) -> Any:
         if node_id not in self._handles:
             failure = self._failures.get(node_id)
             if failure and self._clock() < failure.again_s:
@@ -118,7 +130,8 @@ class NodeKeepers:
             self._end(node_id)  # Ray would look for its node for ever
         due = [node_id for node_id, failure in self._failures.items() if self._clock() >= failure.again_s]
         for node_id in {*due, *(set(running) - self._failures.keys())} & set(alive) - self._handles.keys():
-            self.keeper(node_id)
+            self._needed_s.setdefault(node_id, self._clock())
+            self._begin(node_id)
         await asyncio.gather(*map(self._look_at, list(self._handles)))
         for node_id in [found for found in self._handles if self._clock() - self._needed_s[found] >= IDLE_S]:
             logger.info("no replica on node %s any more: its keeper ends", node_id)
@@ -150,10 +163,12 @@ class NodeKeepers:
     async def _look_at(self, node_id: str) -> None:
         try:
             await self._refresh(node_id)
+            self._silent.discard(node_id)
         except ray.exceptions.ActorDiedError as error:
             self._failed(node_id, error)
         except Exception as error:  # it is starting, or Ray restarts it: the next round asks again
             logger.info("keeper of node %s does not answer: %s", node_id, error)
+            self._silent.add(node_id)
 
     def _failed(self, node_id: str, error: ray.exceptions.ActorDiedError) -> None:
         """Plan another start: Ray does not restart an actor whose constructor has failed."""
@@ -163,6 +178,7 @@ class NodeKeepers:
         reason = f"the keeper of node {node_id} cannot start: {_last_line(error)}"
         logger.warning("%s; tried again in %.0f s", reason, pause_s)
         self._handles.pop(node_id, None)
+        self._silent.discard(node_id)
         self.residency.forget(node_id)
         self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
 
@@ -170,6 +186,7 @@ class NodeKeepers:
         keeper = self._handles.pop(node_id, None)
         if keeper is not None:
             ray.kill(keeper)
+        self._silent.discard(node_id)
         self._failures.pop(node_id, None)
         self._needed_s.pop(node_id, None)
         self._refreshing.pop(node_id, None)
@@ -187,6 +204,7 @@ class NodeKeepers:
             self._failures.pop(node_id, None)
             if stats.num_holders:
                 self._needed_s[node_id] = self._clock()
+                self._on_replica()
             life = _Life(stats.generation, stats.budget_bytes, last.pins if last else {})
             if last is None or last.generation != life.generation:
                 life = await self._meet(node_id, life, last, stats.address)

@@ -29,11 +29,19 @@ class RegistrySnapshot:
     """A copy of the directory of models, and the way to the registry itself. Lives on one event loop.
 
     The copy stays as it was while the registry is gone. `connect` returns a handle of the registry, of a new one when
-    the one before is gone for good; it may block.
+    the one before is gone for good; it may block. A registry whose config was superseded stays while a snapshot
+    `of_replica` follows it.
     """
 
-    def __init__(self, connect: Callable[[], Any], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        *,
+        of_replica: bool = True,
+    ) -> None:
         self._connect = connect
+        self._of_replica = of_replica
         self._sleep = sleep
         self._registry: Any = None
         self._copy = Directory("")
@@ -114,7 +122,8 @@ class RegistrySnapshot:
         while True:
             try:
                 registry = self._registry or await self._reconnect()
-                change = await call_actor(registry, WeightRegistry.watch, self._copy.revision, self._copy.epoch, POLL_S)
+                known = self._copy.revision, self._copy.epoch
+                change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._of_replica)
             except Exception as error:  # whatever it is, the copy serves and the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
                 if isinstance(error, RayActorError):

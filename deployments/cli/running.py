@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import logging
 import signal
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from cluster.actor_names import APP_NAME, NAMESPACE, registry_name
+from cluster.actor_names import APP_NAME, NAMESPACE, names_of_cluster, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
+from cluster.ending import end_actors
 from cluster.errors import ProxyUnavailable, SessionError
-from cluster.session import SessionFile, check_can_start, end_actors, ray_session, record_folder
+from cluster.session import SessionFile, check_can_start, ray_session, record_folder
 from cluster.templates.launch import BASE
 from cluster.templates.starting import running_templates, say_ordinary, template_environment, template_problems
 from cluster.templates.template import Template
@@ -97,15 +99,16 @@ def _left_clean(config: ClusterConfig) -> Iterator[None]:
     if config.ray.address is None:  # a private one ends with everything on it
         yield
         return
+    of_cluster = functools.partial(names_of_cluster, config.name)
     _stop_serving()
-    end_actors(config.name)
+    end_actors(of_cluster)
     try:
         yield
     finally:
         try:
             _stop_serving()
         finally:
-            end_actors(config.name)
+            end_actors(of_cluster)
 
 
 @contextlib.contextmanager

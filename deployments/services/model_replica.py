@@ -9,8 +9,9 @@ import math
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 
 import ray
 import torch
@@ -19,7 +20,7 @@ from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
 from cluster.loopback import replica_calls_on_loopback
 from cluster.ray_calls import call_actor, get
-from cluster.registry.actor import WeightRegistry, connect_registry
+from cluster.registry.actor import Method, WeightRegistry, connect_registry
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
@@ -35,6 +36,9 @@ from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
 KEEPER_TIMEOUT_S: Final = 30.0
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("atelier.replica")
 
@@ -82,7 +86,8 @@ class ModelReplica:
         limit_torch_threads(num_threads, settings.num_cpus)
         open_device(settings.device, config.simulated)
         self._builder = builder
-        self._registry: Any = connect_registry(config)
+        self._connect_registry = partial(connect_registry, config)
+        self._registry: Any = self._connect_registry()
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         provider = await self._connect_keeper(role, keeps=keeps)
 
@@ -109,7 +114,7 @@ class ModelReplica:
         """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""
         node_id = ray.get_runtime_context().get_node_id()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
-        keeper: Any = await call_actor(self._registry, WeightRegistry.keeper, node_id)
+        keeper: Any = await self._call_registry(WeightRegistry.keeper, node_id)
         loop = asyncio.get_running_loop()
 
         def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
@@ -119,14 +124,26 @@ class ModelReplica:
             loop.call_soon_threadsafe(self._condemn, extents)
 
         def reconnect() -> Any:
-            return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+            try:
+                return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+            except ray.exceptions.ActorDiedError:
+                self._registry = self._connect_registry()
+                raise  # it is asked again after a moment
 
         holder = f"{role}-{uuid.uuid4().hex[:8]}"
         return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
 
+    async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call the registry; another one, if it has been ended because its config was superseded."""
+        try:
+            return await call_actor(self._registry, method, *args, **kwargs)
+        except ray.exceptions.ActorDiedError:
+            self._registry = await asyncio.to_thread(self._connect_registry)
+            return await call_actor(self._registry, method, *args, **kwargs)
+
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:
-            return await call_actor(self._registry, WeightRegistry.manifest, model, version)
+            return await self._call_registry(WeightRegistry.manifest, model, version)
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
 

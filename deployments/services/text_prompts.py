@@ -100,12 +100,14 @@ def _tool_use(engine: LLMEngine, request: ChatRequest) -> ToolUse | None:
 
 
 def _encode_chat(engine: LLMEngine, request: ChatRequest, tools: ToolUse | None) -> tuple[int, ...]:
-    """Return the prompt of a chat; where a tool must be called, with the opening of a call."""
+    """Return the prompt of a chat; where a tool must be called, with the opening of a call. Raises EngineError."""
     messages = [message.for_template() for message in request.messages]
-    if tools is None:
-        return engine.encode_chat(messages)
-    begun = tools.form.opening if tools.functions else ""
-    return engine.encode_chat(messages, [tool.for_template() for tool in request.tools], begun)
+    shown = [] if tools is None else [tool.for_template() for tool in request.tools]
+    begun = tools.form.opening if tools is not None and tools.functions else ""
+    try:
+        return engine.encode_chat(messages, shown, begun)
+    except EngineError as error:
+        raise EngineError(f"model {request.model!r}: {error}") from error
 
 
 def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: ToolUse | None) -> TokenConstraint | None:

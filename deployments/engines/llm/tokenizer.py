@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from deployments.engines.build import read_config
+from deployments.engines.llm.chat_rendering import prepare_chat_template, render_chat_template
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
@@ -19,11 +20,16 @@ from deployments.engines.protocol import EngineError
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of the folder: stock files, or a GGUF model's. Raises EngineError when none can be read."""
     if headers := gguf_headers(folder):
-        return gguf_tokenizer(headers[0].metadata)
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
-        raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error
+        tokenizer = gguf_tokenizer(headers[0].metadata)
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
+            raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error
+    found = tokenizer.chat_template or ""
+    for source in found.values() if isinstance(found, dict) else [found]:
+        prepare_chat_template(source)
+    return tokenizer
 
 
 def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]:
@@ -54,19 +60,16 @@ def encode_chat(
     """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
 
     Raises:
-        EngineError: the tokenizer has no chat template, the template refuses the messages or knows no tool messages, or
-        the text is no Unicode.
+        EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
+        knows no tool messages, or the text is no Unicode.
     """
     template = chat_template(tokenizer, has_tools=bool(tools))
     uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if uses_tools and not re.search(r"\btool", template):
         raise EngineError("the model's chat template does not know tools")
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-        )
-    except Exception as error:  # templates are programs of the model's author and may raise anything
-        raise EngineError(f"the model's chat template refuses the messages: {error}") from error
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    name = next((found for found, source in named.items() if source == template), "default")
+    text = render_chat_template(template, name, messages, tools, tokenizer.special_tokens_map)
     # The template has written the special tokens already.
     return tuple(tokenizer(_characters(text + begun), add_special_tokens=False)["input_ids"])
 

@@ -11,7 +11,9 @@ from cluster.actor_names import (
     encodings_name,
     keeper_name,
     keeper_node,
+    names_beside_registry,
     names_of_cluster,
+    other_registries,
     registry_name,
 )
 from configs.cluster import ClusterConfig
@@ -59,3 +61,13 @@ def test_a_keepers_name_has_its_node() -> None:
     assert keeper_node(key, keeper_name(key, "n1")) == "n1"
     assert keeper_node(key, registry_name(config())) is None
     assert keeper_node(cluster_key(config("other")), keeper_name(key, "n1")) is None
+
+
+def test_a_config_knows_its_own_actors_and_the_registries_of_others_of_its_cluster() -> None:
+    old, new, other = config(), config(http={"port": 8123}), config("one-2")
+    found = [*names(other), *names(old), *names(new)]
+    assert other_registries(old, found) == [registry_name(new)]
+    assert other_registries(other, found) == []
+    own = names_beside_registry(old, found)
+    assert sorted([*own, registry_name(old)]) == sorted(names(old))
+    assert own[0] == controller_name(old)

@@ -18,7 +18,8 @@ CONFIG = {"name": "one", "models": [{"id": "m", "path": "/m"}]}
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the actor kinds that were started."""
     names: list[str] = []
-    monkeypatch.setattr(root, "connect_registry", lambda config: names.append("registry"))
+    monkeypatch.setattr(root, "connect_registry", lambda config: "registry")
+    monkeypatch.setattr(root, "call_actor", lambda actor, method: names.append(f"{actor} {method.__name__}"))
     monkeypatch.setattr(root, "connect_controller", lambda config: names.append("controller"))
     monkeypatch.setattr(root, "connect_shared_encodings", lambda key, max_bytes: names.append(f"encodings {max_bytes}"))
     return names
@@ -31,8 +32,8 @@ def config_with(shared_cache_bytes: int | None) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("is_connected", "shared_cache_bytes", "expected"),
     [
-        (True, 2**20, ["registry", f"encodings {2**20}", "controller"]),
-        (True, None, ["registry", "controller"]),
+        (True, 2**20, ["registry expect_replicas", f"encodings {2**20}", "controller"]),
+        (True, None, ["registry expect_replicas", "controller"]),
         (False, 2**20, []),
     ],
 )

@@ -342,3 +342,42 @@ async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_w
     await keepers.follow(["n1", "n2"])
     done.now_s += FIRST_PAUSE_S
     assert keepers.keeper("n1") is nodes["n1"]  # it begins with a short pause again
+
+
+async def test_every_replica_that_is_seen_is_told_of_and_a_keeper_that_starts_is_none(
+    nodes: dict[str, Keeper], start: Callable[[], NodeKeepers], done: Ray
+) -> None:
+    seen: list[float] = []
+    keepers = start()
+    keepers._on_replica = lambda: seen.append(done.now_s)
+    await keepers.follow(["n1", "n2"])
+    assert seen == [0.0, 0.0]
+    nodes["n1"].num_holders = nodes["n2"].num_holders = 0
+    done.now_s = 1.0
+    nodes["n3"] = Keeper(7003)
+    nodes["n3"].num_holders = 0
+    await keepers.follow(["n1", "n2", "n3"], running=["n3"])
+    assert done.started[-1] == "n3"
+    assert seen == [0.0, 0.0]
+    keepers.keeper("n1")
+    assert seen == [0.0, 0.0, 1.0]
+
+
+async def test_a_keeper_that_does_not_say_is_silent_until_it_does_or_is_known_to_be_broken(
+    keepers: NodeKeepers, nodes: dict[str, Keeper]
+) -> None:
+    await keepers.follow(["n1", "n2"])
+    assert not keepers.has_silent
+    nodes["n1"].reachable = nodes["n2"].reachable = False
+    await keepers.follow(["n1", "n2"])
+    nodes["n1"].reachable = True
+    await keepers.follow(["n1", "n2"])
+    assert keepers.has_silent
+    nodes["n2"].broken = "WeightsError: no such folder"
+    await keepers.follow(["n1", "n2"])
+    assert not keepers.has_silent
+    nodes["n1"].reachable = False
+    await keepers.follow(["n1", "n2"])
+    assert keepers.has_silent
+    await keepers.follow(["n2"])
+    assert not keepers.has_silent

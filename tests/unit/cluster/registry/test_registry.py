@@ -28,6 +28,7 @@ from cluster.registry.importing import ImportSettings, import_checkpoint
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.residency import ResidencyMap
 from cluster.registry.served_models import ServedModels
+from cluster.registry.superseding import Use, UseBook
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -317,3 +318,28 @@ async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, che
     watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
     await models.report_attach("near", "torn")
     assert [record.error for record in (await watching).changed] == ["torn"]
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_only_replicas_that_watch_are_why_a_registry_stays(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    now_s = 0.0
+    models._uses = UseBook(lambda: now_s)
+    await asyncio.gather(models.find_model("near"), models.find_model("far"))
+    first = await models.watch(0, "", 20, False)
+    others = asyncio.ensure_future(models.watch(first.revision, first.epoch, 20, False))
+    await asyncio.sleep(0)
+    now_s = 7.0
+    assert await models.use() == Use(7.0, is_expected=True)
+    replica = asyncio.ensure_future(models.watch(first.revision, first.epoch, 20))
+    await models.watch(0, "", 20, False)  # the replica's call has run on the same loop by now
+    now_s = 9.0
+    assert await models.use() == Use(0.0)
+    await models.report_attach("near", "torn")
+    await asyncio.gather(replica, others)
+    now_s = 10.0
+    assert await models.use() == Use(1.0)
+    await models.expect_replicas()
+    assert await models.use() == Use(0.0, is_expected=True)

@@ -24,6 +24,7 @@ class Registry:
         self.directory = Directory(epoch)
         self.dead = False
         self.num_polls = 0
+        self.replicas: list[bool] = []
         self._changed = asyncio.Event()
         for id_ in ids:
             self.put(id_)
@@ -39,8 +40,9 @@ class Registry:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
         self.num_polls += 1
+        self.replicas.append(for_replica)
         while not self.dead and not (change := self.directory.changes_since(revision, epoch)):
             await self._changed.wait()
         if self.dead:
@@ -164,3 +166,11 @@ async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
     await asyncio.wait_for(snapshot.ready(), 10)
     assert (len(tries), version(snapshot, "a")) == (3, "one")
     snapshot.close()
+
+
+@pytest.mark.parametrize("of_replica", [True, False])
+async def test_a_registry_knows_whether_a_replica_watches_it(place: Place, of_replica: bool) -> None:
+    snapshot = RegistrySnapshot(lambda: place.registry, of_replica=of_replica)
+    await snapshot.ready()
+    snapshot.close()
+    assert set(place.registry.replicas) == {of_replica}

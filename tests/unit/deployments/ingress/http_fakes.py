@@ -106,7 +106,7 @@ class Replicas:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
         if epoch:
             await asyncio.Event().wait()
         directory = Directory("first")

@@ -264,7 +264,7 @@ async def test_health_follows_the_directory_and_counts_it_once_for_each_change(m
         directory.apply(record)
 
     class Changing(Replicas):
-        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
             if epoch:
                 directory.apply(await changes.get())
             return directory.changes_since(revision, epoch)
@@ -291,7 +291,7 @@ async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatc
     monkeypatch.setattr("deployments.ingress.kserve.models.PROBE_TIMEOUT_S", 0.01)
 
     class Silent(Replicas):
-        async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+        async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
             await asyncio.Event().wait()
             raise AssertionError
 

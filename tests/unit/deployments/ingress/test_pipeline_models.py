@@ -187,7 +187,7 @@ class Registry:
         self.is_open = asyncio.Event()
         self.watch = SimpleNamespace(remote=self._watch)
 
-    async def _watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+    async def _watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
         if revision:
             await asyncio.Event().wait()
         await self.is_open.wait()

@@ -134,3 +134,23 @@ async def test_a_text_encoder_forgets_what_damaged_weights_may_have_encoded(clus
     async with service._module_cache.lease(MODEL, is_text_encoder) as lease:
         assert lease.modules["text_encoder_2"] is not encoders["text_encoder_2"]
         assert lease.modules["text_encoder"] is encoders["text_encoder"]
+
+
+async def test_a_registry_that_was_ended_is_started_anew_by_a_replica_that_comes_or_is_still_there(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another config may have superseded it, and Ray told the replica only after it had its handle."""
+
+    async def die(*_: Any) -> Any:
+        raise ray.exceptions.ActorDiedError
+
+    ended = SimpleNamespace(keeper=SimpleNamespace(remote=die), manifest=SimpleNamespace(remote=die))
+    found = iter([ended, cluster.registry, cluster.registry])
+    monkeypatch.setattr("deployments.services.model_replica.connect_registry", lambda config: next(found))
+    worker = object.__new__(Worker)
+    settings = cluster.config.worker
+    await worker._open(cluster.config, "worker", settings, ComponentBuilder(settings))
+    assert worker._registry is cluster.registry
+    worker._registry = ended
+    assert await worker._fetch_manifest(MODEL, None) == cluster.store.manifest(MODEL)
+    assert next(found, None) is None

@@ -70,7 +70,7 @@ class Registry:
 
         return SimpleNamespace(remote=call)
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
         change = await self.models.watch(revision, epoch, timeout_s)
         await self.news.wait()
         return change
