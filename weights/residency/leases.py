@@ -269,10 +269,6 @@ class Leases(Generic[Thing]):
         for entry in list(self._leases.get(holder, ())):
             self._end_leases(entry, holder)
 
-    def has_leases(self, holder: str) -> bool:
-        """Return whether the holder has any lease."""
-        return holder in self._leases
-
     def has_firm_leases(self, holder: str) -> bool:
         """Return whether the holder has firm leases that it was not asked to give back. Looks at all that it has."""
         found = self._leases.get(holder, ())
