@@ -26,10 +26,11 @@ DIVIDED: dict[str, Size] = {
     "e": {"d0": 40, "e1": 10},
     "f": {"f0": 60},
 }
-HOLDERS = "vwx"
+HOLDERS = "uvwxyz"
 
 keys = st.sampled_from("abcdef")
 some_keys = st.lists(keys, min_size=1, max_size=4, unique=True)
+few_keys = st.lists(keys, min_size=1, max_size=2, unique=True)
 holders = st.sampled_from(HOLDERS)
 
 
@@ -69,9 +70,11 @@ class Tier(RuleBasedStateMachine):
     sizes = PLAIN
 
     @initialize(
-        budget_bytes=st.integers(60, 120), asked=st.lists(st.tuples(some_keys, holders), min_size=2, max_size=8)
+        budget_bytes=st.integers(60, 110),
+        asked=st.lists(st.tuples(few_keys, holders), min_size=4, max_size=8),
+        pause_s=st.sampled_from((0.0, PATIENCE_S)),
     )
-    def begin(self, budget_bytes: int, asked: list[tuple[list[str], str]]) -> None:
+    def begin(self, budget_bytes: int, asked: list[tuple[list[str], str]], pause_s: float) -> None:
         """Begin with requests, so that most of what follows happens while somebody waits."""
         self.now_s = 1000.0
         self.known: list[Known] = []
@@ -86,6 +89,7 @@ class Tier(RuleBasedStateMachine):
         self.admission = Admission(self.book, lambda: self.now_s, "the test")
         for wanted, holder in asked:
             self.ask(wanted, holder)
+        self.now_s += pause_s
 
     # what the core tells
 
