@@ -1,7 +1,7 @@
 """The extents of a node, shared by many threads: leases, pins, and the byte budget. Ray-free.
 
-The lock is held for as long as it takes to look at what is asked for, not at all that is here. `room_queue` says whose
-turn it is when room is short.
+The lock is held for as long as it takes to look at what is asked for, not at all that is here. The residency core says
+whose turn it is when room is short, and what goes for it.
 """
 
 from __future__ import annotations
@@ -10,18 +10,20 @@ import concurrent.futures
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, cast
 
 from cluster.keeper.holder_watch import HolderLives
-from cluster.keeper.holdings import callable_bytes_of, residents_of, totals_of
+from cluster.keeper.holdings import callable_bytes_of, named, residents_of, totals_of, wanted_bytes_of
 from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source, Totals
-from cluster.keeper.room_queue import RoomQueue
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
+from weights.residency.admission import Admission, Ticket
 from weights.residency.entries import Book
 from weights.residency.leases import Entry
 
@@ -75,8 +77,8 @@ class HeldExtents:
         # By extent id, of what is being loaded.
         self._coming: dict[str, tuple[ExtentRef, concurrent.futures.Future[Held]]] = {}
         self._lives = HolderLives()
-        self._recalls = Recalls(self._book, clock)
-        self._queue = RoomQueue(self._book, self._recalls, clock)
+        self._queue = Admission(self._book, clock, "the node")
+        self._recalls = Recalls(self._book, self._queue, clock)
 
     @property
     def budget_bytes(self) -> int:
@@ -95,32 +97,27 @@ class HeldExtents:
         return len(self._queue)
 
     def claim(self, extents: Sequence[ExtentRef], holder: str) -> Claim:
-        """Lease each of the extents to the holder once: all of them or none.
+        """Lease each of the extents to the holder, as often as it is named: all of them or none.
 
         Raises BudgetExceeded at once when they cannot fit beside what is pinned, and after the wait when others
         still have the room.
         """
+        claims: list[Claim] = []
+        sizes = {extent.id: extent.nbytes for extent in extents}
         with self._changed:
-            ticket = self._queue.join(extents)
+            ticket = self._queue.ask(named(extents), sizes, holder, partial(self._on_settled, extents, claims))
             try:
-                while not self._queue.may_go(ticket, holder):
-                    left_s = ticket.since_s + self._max_wait_s - self._clock()
-                    if left_s <= 0 or self._queue.never_fits(ticket):
-                        raise BudgetExceeded(self._queue.refusal(ticket))
+                self._serve()
+                while ticket.is_waiting and (left_s := ticket.since_s + self._max_wait_s - self._clock()) > 0:
+                    self._changed.wait(min(left_s, CHECK_S) if self._recalls.is_pending_for(ticket) else left_s)
                     self._end_silent()
-                    is_asking = self._queue.call_back(ticket)
-                    self._changed.wait(min(left_s, CHECK_S) if is_asking else left_s)
-                to_load = self._queue.missing(ticket)
-                self._book.evict(self._book.plan_room(ticket.sizes).evict)
-                for extent in to_load:
-                    self._expect(extent)
-                entries = tuple(self._book.entries[extent.id] for extent in extents)
-                for entry in entries:
-                    self._lease(entry, holder)
-                return Claim(entries, tuple(map(self._arrival, entries)), tuple(to_load), self._lives.number(holder))
             finally:
-                self._queue.leave(ticket)
-                self._changed.notify_all()
+                if ticket.is_waiting:
+                    self._queue.end_ticket(ticket)
+                    self._serve()
+            if ticket.refusal:
+                raise BudgetExceeded(ticket.refusal)
+            return claims[0]
 
     def settle(self, claim: Claim, holder: str) -> dict[str, Any]:
         """Return references by id, once all of the claim is here. Raises what loading raised; the leases end then."""
@@ -139,7 +136,8 @@ class HeldExtents:
             take, evict = self._book.plan_prefetch({id_: extent.nbytes for id_, extent in wanted.items()})
             self._book.evict(evict)
             for id_ in take:
-                self._expect(wanted[id_], prefetched=True)
+                self._book.expect(id_, wanted[id_].nbytes, prefetched=True)
+                self._coming[id_] = wanted[id_], concurrent.futures.Future()
             return [wanted[id_] for id_ in take]
 
     def has_room_for(self, extents: Sequence[ExtentRef]) -> bool:
@@ -154,7 +152,7 @@ class HeldExtents:
             held = Held(extent, ref, view, source)
             self._book.arrive(self._book.entries[id_], held, source)
             self._on_change([id_], [])
-            self._freed()
+            self._serve()
         arrival.set_result(held)
 
     def failed(self, id_: str, error: Exception) -> None:
@@ -162,7 +160,7 @@ class HeldExtents:
             _, arrival = self._coming.pop(id_)
             self._book.fail(self._book.entries[id_])
             self._on_change([], [id_])  # who waits for this node to have it need not
-            self._freed()
+            self._serve()
         arrival.set_exception(error)
 
     def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
@@ -172,7 +170,7 @@ class HeldExtents:
             if held is None or held.ref != ref:
                 return False
             self._lease(self._book.entries[id_], holder, num_leases)
-            self._changed.notify_all()  # who has leases need not wait for what is here
+            self._serve()  # who has leases need not wait for what is here
             return True
 
     def adopt(self, held: Held, holder: str, num_leases: int) -> bool:
@@ -188,7 +186,7 @@ class HeldExtents:
                 self._lease(entry, holder, num_leases)
             elif not self.lease_same(extent.id, held.ref, holder, num_leases):
                 self.set_apart(held, holder, num_leases)
-            self._freed()
+            self._serve()
             return is_new
 
     def set_apart(self, held: Held, holder: str, num_leases: int) -> None:
@@ -197,7 +195,7 @@ class HeldExtents:
             if self._lives.number(holder):  # the dead give nothing back
                 entry = self._book.set_apart(held.extent.id, held.extent.nbytes, held, holder, num_leases)
                 self._recalls.lend(entry, holder)
-            self._freed()
+            self._serve()
 
     def wait_until_known(self, ids: Sequence[str], timeout_s: float) -> bool:
         """Wait until all of them are here or coming. Return False when some are not after `timeout_s`."""
@@ -210,7 +208,7 @@ class HeldExtents:
             if life is None or self._lives.is_of(life, holder):
                 for id_ in ids:
                     self._book.release(id_, holder)
-            self._freed()
+            self._serve()
 
     def next_recall(self, holder: str, answer: RecallAnswer | None, life: int | None, timeout_s: float) -> Recall:
         """Wait until something is wanted back from the holder. Empty after the time, or when it counts as dead.
@@ -221,7 +219,7 @@ class HeldExtents:
             heard = threading.Condition(self._lock)
             is_answer = answer is not None and life is not None and self._lives.is_of(life, holder)
             number = self._recalls.open_poll(holder, heard.notify_all, answer if is_answer else None)
-            self._freed()
+            self._serve()
             heard.wait_for(lambda: not self._recalls.is_open(holder, number), timeout_s)
             return self._recalls.take_recall(holder, number)
 
@@ -249,7 +247,7 @@ class HeldExtents:
             self._recalls.end_holder(holder)
             self._lives.end_life(holder)
             self._book.end_holder(holder)
-            self._freed()
+            self._serve()
 
     def set_pins(self, ids: Iterable[str]) -> None:
         """Pin these extents and no others, here or not yet: what is pinned is not evicted."""
@@ -257,13 +255,13 @@ class HeldExtents:
             pinned = set(ids)
             self._book.unpin(set(self._book.pinned) - pinned)
             self._book.pin(pinned)
-            self._freed()
+            self._serve()
 
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. What is over it goes at once if it may, else when it is given back."""
         with self._changed:
             self._book.budget_bytes = budget_bytes
-            self._freed()
+            self._serve()
 
     def drop(self, ids: Sequence[str]) -> list[str]:
         """Evict extents; return those that went. What is leased or pinned stays, what is only kept is called back."""
@@ -275,7 +273,7 @@ class HeldExtents:
             self._book.recall(entry for entry in free if not entry.firm)
             gone = [entry for entry in free if not entry.is_leased]
             self._book.evict(gone)
-            self._changed.notify_all()
+            self._serve()
             return [entry.key for entry in gone]
 
     def shed(self, nbytes: int) -> bool:
@@ -288,7 +286,7 @@ class HeldExtents:
                 self._book.budget_bytes = budget_bytes
                 self._end_silent()
                 if self._book.num_evicted > before:
-                    self._changed.notify_all()
+                    self._serve()
                     return True
                 if not self._recalls.is_waiting:
                     return False
@@ -302,7 +300,7 @@ class HeldExtents:
                 return False
             self._on_change([], [id_])
             self._book.condemn(self._book.entries[id_])
-            self._changed.notify_all()
+            self._serve()
             return True
 
     def held(self, id_: str) -> Held | None:
@@ -337,29 +335,40 @@ class HeldExtents:
     def wanted_bytes(self) -> int:
         """Bytes that the first waiter lacks; without one, bytes over the budget."""
         with self._changed:
-            return self._queue.wanted_bytes
+            return wanted_bytes_of(self._book, self._queue)
 
     def holders_text(self) -> str:
-        """Return who has leases on how much, the greatest first, and how much is pinned."""
+        """Return who has the room: see `Book.describe_holders`."""
         with self._changed:
-            return self._queue.holders_text()
+            return self._book.describe_holders()
 
     def _give_back(self, claim: Claim, holder: str) -> None:
-        """Give back the leases of a claim that came to nothing."""
-        # From the entries themselves: an extent that failed may be loading anew for somebody by now.
+        """Give back the leases of a claim that came to nothing. Of its own entries: some may be loading anew by now."""
         with self._changed:
             for entry in claim.entries:
                 self._book.unlease(entry, holder)
-            self._freed()
+            self._serve()
 
     def _on_gone(self, entries: Sequence[Entry[Held]]) -> None:
         """Tell of extents that went. What was condemned has been told before."""
         if gone := [entry.key for entry in entries if entry.is_current]:
             self._on_change([], gone)
 
-    def _expect(self, extent: ExtentRef, *, prefetched: bool = False) -> None:
-        self._book.expect(extent.id, extent.nbytes, prefetched=prefetched)
-        self._coming[extent.id] = extent, concurrent.futures.Future()
+    def _on_settled(self, extents: Sequence[ExtentRef], claims: list[Claim], ticket: Ticket[Held]) -> None:
+        """Add the claim of a request that was granted its leases. A holder that has died keeps none."""
+        if ticket.entries is None:
+            return
+        by_id = {extent.id: extent for extent in extents}
+        to_load = tuple(by_id[entry.key] for entry in ticket.fresh)
+        self._coming |= {extent.id: (extent, concurrent.futures.Future()) for extent in to_load}
+        for id_, count in Counter(extent.id for extent in extents).items():
+            if count > 1:
+                self._book.lease(self._book.entries[id_], ticket.holder, count - 1)
+            self._recalls.lend(self._book.entries[id_], ticket.holder)
+        if not (life := self._lives.number(ticket.holder)):
+            self._book.end_holder(ticket.holder)
+        entries = tuple(self._book.entries[extent.id] for extent in extents)
+        claims.append(Claim(entries, tuple(map(self._arrival, entries)), to_load, life))
 
     def _arrival(self, entry: Entry[Held]) -> concurrent.futures.Future[Held]:
         if not entry.is_here:
@@ -381,6 +390,7 @@ class HeldExtents:
             logger.warning("%s does not answer: it counts as dead until it is heard of", holder)
             self.end_holder(holder)
 
-    def _freed(self) -> None:
-        self._book.shrink()
+    def _serve(self) -> None:
+        """Let those go on who can."""
+        self._recalls.serve_queue()
         self._changed.notify_all()

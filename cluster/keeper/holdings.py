@@ -5,10 +5,12 @@ The caller holds the lock of the book.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from cluster.keeper.records import Held, ResidentExtent, Totals
-from weights.residency.entries import Book
+from weights.manifest import ExtentRef
+from weights.residency.admission import Admission
+from weights.residency.entries import MAX_NAMED, Book
 
 
 def residents_of(book: Book[Held], ids: Iterable[str] | None = None) -> list[ResidentExtent]:
@@ -40,3 +42,17 @@ def totals_of(book: Book[Held], *, num_coming: int) -> Totals:
 def callable_bytes_of(book: Book[Held]) -> int:
     """Return the bytes of extents that every holder may give back when asked."""
     return sum(entry.nbytes for entry in book.entries.values() if entry.callable and not entry.firm)
+
+
+def wanted_bytes_of(book: Book[Held], queue: Admission[Held]) -> int:
+    """Return the bytes that the first in the queue lacks; without one, the bytes over the budget."""
+    if queue.first is not None:
+        return book.plan_room(queue.first.wanted).lacking_bytes
+    return max(0, book.used_bytes - book.budget_bytes)
+
+
+def named(extents: Sequence[ExtentRef]) -> str:
+    """Return what a refusal calls these extents."""
+    packs = sorted({extent.pack for extent in extents})
+    more = f" and {len(packs) - MAX_NAMED} more" if len(packs) > MAX_NAMED else ""
+    return f"{len(extents)} extents of {', '.join(packs[:MAX_NAMED])}{more}"

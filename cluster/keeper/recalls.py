@@ -7,17 +7,19 @@ replica stands before the answer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from cluster.keeper.records import Held, Recall, RecallAnswer
+from weights.residency.admission import Admission, Ticket
 from weights.residency.entries import Book
 from weights.residency.leases import Entry
 
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.
 ANSWER_WITHIN_S: Final = 0.5
 CHECK_S: Final = 0.05
+URGE_AFTER_S: Final = 0.3  # so long new requests may use what is in use already, once somebody waits for its room
 
 
 @dataclass(eq=False)
@@ -36,15 +38,17 @@ class _Line:
 
 
 class Recalls:
-    """The leases of a book that may be called back, and the lines to their holders. Not thread-safe."""
+    """The leases of a book that may be called back for its queue, and the lines to their holders. Not thread-safe."""
 
-    def __init__(self, book: Book[Held], clock: Callable[[], float]) -> None:
+    def __init__(self, book: Book[Held], queue: Admission[Held], clock: Callable[[], float]) -> None:
         self.num_recalled = 0
         self._book = book
+        self._queue = queue
+        self._first: Ticket[Held] | None = None  # for whom holders were asked
         self._clock = clock
         self._lines: dict[str, _Line] = {}
         self._declined: set[tuple[Entry[Held], str]] = set()  # what a holder was asked for while it used it
-        self._checked_s = clock()
+        self._checked_s = self._urged_s = clock()
 
     def __contains__(self, holder: object) -> bool:
         """Return whether the holder answers recalls."""
@@ -55,10 +59,25 @@ class Recalls:
         """Return whether an answer is due."""
         return any(line.is_due for line in self._lines.values())
 
-    @property
-    def is_pending(self) -> bool:
-        """Return whether an answer is due, or something was declined that is to be asked for again."""
-        return bool(self._declined) or self.is_waiting
+    def serve_queue(self) -> None:
+        """Let those go on who can. What holders declined to give to the first, they are asked for again by the next."""
+        self._queue.serve()
+        while self._queue.first is not self._first:
+            self._first = self._queue.first
+            self.forget_declined()
+            self._queue.serve()
+
+    def is_pending_for(self, ticket: Ticket[Held]) -> bool:
+        """Return whether room is called back for it, so that it is to look again soon. Asks again for what is overdue.
+
+        What a holder declined to give is overdue when nothing else can make the room.
+        """
+        if self._queue.first is not ticket:
+            return False
+        plan = self._book.plan_room(ticket.wanted)
+        if plan.missing_bytes:
+            self._urge(ticket)
+        return bool(plan.recall or self._declined) or self.is_waiting
 
     def open_poll(self, holder: str, wake: Callable[[], None], answer: RecallAnswer | None) -> int:
         """Return the number of this poll, which ends the one before. `wake` is called when there is something to hear.
@@ -108,15 +127,6 @@ class Recalls:
         if line.wanted:
             line.wake()
 
-    def urge(self, spare: Collection[str]) -> list[str]:
-        """Ask again for all that was declined, but `spare`: its use is overdue. Returns the ids."""
-        urged: list[str] = []
-        for entry, holder in self._declined:
-            if entry.is_current and entry.firm[holder] and entry.key not in spare:
-                urged.append(entry.key)
-                self.call(holder, [entry.key], is_overdue=True)
-        return urged
-
     def forget_declined(self) -> None:
         """Somebody else asks from now on: perhaps it is not used any more."""
         declined, self._declined = self._declined, set()
@@ -140,20 +150,28 @@ class Recalls:
             line.silent_s = line.silent_s + passed_s if line.is_due else 0.0
         return [holder for holder, line in self._lines.items() if line.silent_s > ANSWER_WITHIN_S]
 
-    def _take_answer(self, holder: str, asked: set[str], answer: RecallAnswer | None) -> None:
-        for id_ in asked:
-            if entry := self._book.entries.get(id_):
-                entry.called.discard(holder)
-        if answer is None:
+    def _urge(self, first: Ticket[Held]) -> None:
+        """Ask again, now and then, for all that was declined and that the first does not want itself."""
+        now_s = self._clock()
+        if min(now_s - first.since_s, now_s - self._urged_s) < URGE_AFTER_S:
             return
-        for id_ in answer.given_back:
+        self._urged_s = now_s
+        for entry, holder in self._declined:
+            if entry.is_current and entry.firm[holder] and entry.key not in first.wanted:
+                self.call(holder, [entry.key], is_overdue=True)
+
+    def _take_answer(self, holder: str, asked: set[str], answer: RecallAnswer | None) -> None:
+        kept = asked.intersection(answer.kept) if answer else ()
+        for id_ in answer.given_back if answer else ():
             self._book.release(id_, holder)
-        for id_ in asked.intersection(answer.kept):
-            entry = self._book.entries.get(id_)
-            if entry and entry.callable[holder]:
+        for entry in filter(None, map(self._book.entries.get, asked)):
+            if entry.key in kept and entry.callable[holder]:
                 self._book.make_firm(entry, holder)  # until its lease ends, or somebody else asks
                 self._declined.add((entry, holder))
-        self.num_recalled += len(asked.difference(answer.kept))
+            elif (entry, holder) not in self._declined:
+                entry.called.discard(holder)  # whatever became of the answer: it may be asked again
+        if answer:
+            self.num_recalled += len(asked.difference(answer.kept))
 
     def _make_callable(self, entry: Entry[Held], holder: str) -> None:
         for _ in range(entry.firm[holder]):

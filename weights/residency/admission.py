@@ -4,7 +4,7 @@ A request gets all of its leases or none: two that each hold half of what they n
 overtake the first in the queue when it needs no room and nothing that is being called back, until the first has
 waited `patience_s`; from then on only what fits beside the first and everything else that has passed since, so that
 there is room once the older leases have ended. A holder that has firm leases always passes: the first may be waiting
-for just those.
+for just those. Not so with leases that were called back for the first and that it uses still.
 
 Not thread-safe, and it does not wait: the adapter does, on a lock or an event loop, and calls `serve` when room became
 free. HAZARD: refusals are text. An exception knows the frames that it came through; one that such a frame keeps makes
@@ -61,6 +61,11 @@ class Admission(Generic[Thing]):
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @property
+    def first(self) -> Ticket[Thing] | None:
+        """The ticket that room is made for; None when nobody waits."""
+        return self._waiting[0] if self._waiting else None
 
     def ask(
         self,
@@ -144,8 +149,8 @@ class Admission(Generic[Thing]):
         ticket.on_settled(ticket)
 
     def _refuse(self, ticket: Ticket[Thing], reason: str) -> str:
-        missing_bytes = self._book.plan_room(ticket.wanted).missing_bytes
-        return refusal_text(self._book, ticket.what, ticket.wanted, missing_bytes, self._where, reason)
+        lacking_bytes = self._book.plan_room(ticket.wanted).lacking_bytes
+        return refusal_text(self._book, ticket.what, ticket.wanted, lacking_bytes, self._where, reason)
 
 
 def refusal_text(

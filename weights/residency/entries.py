@@ -31,6 +31,11 @@ class RoomPlan(Generic[Thing]):
     recall: tuple[Entry[Thing], ...] = ()
     missing_bytes: int = 0
 
+    @property
+    def lacking_bytes(self) -> int:
+        """Bytes that nobody can give; if there are none, those that holders have to give back."""
+        return self.missing_bytes or sum(entry.nbytes for entry in self.recall)
+
 
 class Book(Leases[Thing]):
     """Entries under a byte budget. What has a firm lease, is pinned or is coming is never evicted."""
@@ -132,7 +137,7 @@ class Book(Leases[Thing]):
             holders[-1] += f" and {len(self._leased_by) - MAX_NAMED} more"
         text = f"leased by: {', '.join(holders) or 'nobody'}"
         pinned_bytes = sum(entry.nbytes for key in self._pinned if (entry := self.entries.get(key)) is not None)
-        coming_bytes = sum(e.nbytes for e in self.entries.values() if not e.is_here and not e.is_leased)
+        coming_bytes = sum(entry.nbytes for entry in self._coming if entry.is_current and not entry.is_leased)
         for label, nbytes in (("pinned", pinned_bytes), ("prefetches under way", coming_bytes)):
             if nbytes:
                 text += f"; {label}: {nbytes} bytes"

@@ -25,9 +25,9 @@ class Entry(Candidate, Generic[Thing]):
     """An entry of the book, by identity: after a failure or a condemnation another one may have its key.
 
     `thing` is the tier's, set when the entry arrives or before, and None once it is gone. `firm` counts leases by
-    holder, `callable` those that the book may ask back; `called` names the holders that were asked and have not
-    answered. `is_current`: whoever asks for the key gets this one. `is_expected`: prefetched, and not used since.
-    `is_movable`: may be evicted, or asked back and then evicted.
+    holder, `callable` those that the book may ask back; `called` names the holders that were asked and have it still.
+    `is_current`: whoever asks for the key gets this one. `is_expected`: prefetched, and not used since. `is_movable`:
+    may be evicted, or asked back and then evicted.
     """
 
     size: Size = 0
@@ -79,6 +79,7 @@ class Leases(Generic[Thing]):
         self._used = DistinctBytes()
         self._movable_bytes = 0
         self._num_divided = 0
+        self._coming: set[Entry[Thing]] = set()
         self._order: EvictionOrder[Entry[Thing]] = EvictionOrder(rate_of)
         self._bytes_of_origin: Counter[Hashable] = Counter()
         self._leases: dict[str, dict[Entry[Thing], None]] = {}
@@ -116,6 +117,7 @@ class Leases(Generic[Thing]):
     def arrive(self, entry: Entry[Thing], thing: Thing, origin: Hashable = None) -> None:
         """Note that it is here; `origin` says what it costs to get it again. A condemned one may go at once."""
         entry.thing, entry.origin, entry.is_here = thing, origin, True
+        self._coming.discard(entry)
         if entry.is_current:
             self._count_here(entry, 1)
             self._sort(entry)
@@ -236,15 +238,16 @@ class Leases(Generic[Thing]):
     def make_callable(self, entry: Entry[Thing], holder: str) -> None:
         """Let the book ask for one of the holder's firm leases: it keeps the entry and does not need it."""
         if not _subtract(entry.firm, holder, 1):
+            if holder not in entry.callable:
+                entry.called.discard(holder)  # it used it when it was asked: it may be asked again
             entry.callable[holder] = entry.callable.get(holder, 0) + 1
             self._sort(entry)
 
     def make_firm(self, entry: Entry[Thing], holder: str) -> None:
-        """Let the holder keep it because it needs it again: one answer to a recall."""
+        """Let the holder keep it because it needs it: one answer to a recall, which is not asked for twice."""
         if holder in entry.callable:
             self._unsort(entry)
             entry.firm[holder] = entry.firm.get(holder, 0) + entry.callable.pop(holder)
-            entry.called.discard(holder)
 
     def give_up(self, entry: Entry[Thing], holder: str) -> None:
         """End the holder's callable leases on it: the other answer to a recall. Its firm leases stay."""
@@ -266,13 +269,10 @@ class Leases(Generic[Thing]):
         for entry in list(self._leases.get(holder, ())):
             self._end_leases(entry, holder)
 
-    def has_leases(self, holder: str) -> bool:
-        """Return whether the holder has any lease."""
-        return holder in self._leases
-
     def has_firm_leases(self, holder: str) -> bool:
-        """Return whether the holder has leases that cannot be called back. Looks at all that it has."""
-        return any(holder in entry.firm for entry in self._leases.get(holder, ()))
+        """Return whether the holder has firm leases that it was not asked to give back. Looks at all that it has."""
+        found = self._leases.get(holder, ())
+        return any(holder in entry.firm and holder not in entry.called for entry in found)
 
     def bytes_by_holder(self) -> dict[str, int]:
         """Return the bytes that each has a lease on, the most first; what two of them share counts for both."""
@@ -286,6 +286,7 @@ class Leases(Generic[Thing]):
         entry.popularity = self._past.pop(key, self._never_used)
         entry.last_used = next(self._ticks)
         self.entries[key] = entry
+        self._coming.add(entry)
         self._used.add(size)
         self._divide(entry, 1)
         return entry
@@ -306,6 +307,7 @@ class Leases(Generic[Thing]):
             copies.remove(entry)
             if not copies:
                 del self._apart[entry.key]
+        self._coming.discard(entry)
         self._used.remove(entry.size)
         entry.is_gone = True
 

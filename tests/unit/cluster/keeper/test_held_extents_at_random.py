@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cluster.keeper.held_extents import Claim, HeldExtents
 from cluster.keeper.records import Held
-from cluster.keeper.room_queue import OVERTAKE_S
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
+from weights.residency.admission import PATIENCE_S
 from weights.residency.leases import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
@@ -160,7 +160,7 @@ class Books(RuleBasedStateMachine):
     def set_budget(self, budget_bytes: int) -> None:
         self.held.set_budget(budget_bytes)
 
-    @rule(seconds=st.sampled_from((-5.0, 0.1, OVERTAKE_S, 700.0)))
+    @rule(seconds=st.sampled_from((-5.0, 0.1, PATIENCE_S, 700.0)))
     def pass_time(self, seconds: float) -> None:
         self.now_s += seconds
         self.held.release([], "")  # time alone wakes nobody before its wait is over

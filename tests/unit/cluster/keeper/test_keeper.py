@@ -212,7 +212,12 @@ def test_leased_extents_stay_and_too_much_is_refused(keeper, extents, reads: Rea
     node.acquire([extents["a"], extents["b"]], "worker-1")
     with pytest.raises(BudgetExceeded) as caught:
         node.acquire([extents["a"], extents["c"], extents["d"]], "worker-2")
-    for word in ("2 extents of c, d need 200 bytes", "100 bytes are missing", "budget of 300", "worker-1"):
+    for word in (
+        "3 extents of a, c, d need 200 bytes",
+        "100 bytes are missing",
+        "budget of the node, 300 bytes",
+        "worker-1",
+    ):
         assert word in str(caught.value)
     assert set(node.holders()["a"]) == {"worker-1"}
     assert not set("cd") & set(reads.counts)

@@ -344,7 +344,9 @@ def test_many_switches_of_two_replicas_never_exceed_the_budget_and_end(node, rep
             start_s = time.monotonic()
             client.use(ids)
             longest_s[0] = max(longest_s[0], time.monotonic() - start_s)
-            if (used := node._held._book.used_bytes) > BUDGET_BYTES:
+            with node._held._lock:
+                used = node._held._book.used_bytes
+            if used > BUDGET_BYTES:
                 over.append(used)
             client.leave(ids)
 

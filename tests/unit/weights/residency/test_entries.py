@@ -213,6 +213,26 @@ def test_what_fits_beside_the_first_overtakes_it_however_long_it_has_waited() ->
     assert not first.is_waiting
 
 
+def test_what_has_passed_the_first_counts_against_who_would_pass_next() -> None:
+    node = Node(100)
+    node.ask("a", one=30, two=30)
+    node.ask("d", blocking=40)
+    node.ask("b", other=60)
+    node.now_s = 10 * PATIENCE_S
+    assert not node.ask("c", one=30).is_waiting
+    assert node.ask("e", two=30).is_waiting
+    assert not node.ask("f", one=30).is_waiting  # counts once
+
+
+def test_a_waiter_behind_the_first_goes_when_all_that_it_wants_is_here() -> None:
+    node = Node(100)
+    node.ask("a", resident=60)
+    first, second = node.ask("b", large=90), node.ask("c", small=30)
+    node.book.adopt("small", 30, "thing")
+    node.queue.serve()
+    assert (first.is_waiting, second.is_waiting, len(node.queue)) == (True, False, 1)
+
+
 def test_nobody_takes_what_is_called_back_for_the_first() -> None:
     node = Node(100)
     (entry,) = node.ask("replica", a=60).entries or ()
@@ -233,3 +253,21 @@ def test_a_holder_passes_only_with_leases_that_the_first_may_be_waiting_for() ->
     node.now_s = 10 * PATIENCE_S
     assert node.ask("keeper", blocking=50).is_waiting
     assert not node.ask("busy", blocking=50).is_waiting
+
+
+def test_who_uses_what_it_was_asked_for_does_not_pass_the_one_who_waits_for_it() -> None:
+    node = Node(100)
+    node.ask("other", elsewhere=30)
+    (used,) = node.ask("replica", used=60).entries or ()
+    node.book.make_callable(used, "replica")
+    first = node.ask("first", large=70)
+    node.book.make_firm(used, "replica")  # it is in use
+    node.now_s = 10 * PATIENCE_S
+    assert not node.book.has_firm_leases("replica")
+    assert node.ask("replica", used=60).is_waiting
+    node.book.make_callable(used, "replica")
+    node.queue.serve()
+    assert node.recalled == [("replica", ["used"])] * 2  # not used any more, and asked for again
+    node.book.give_up(used, "replica")
+    node.queue.serve()
+    assert not first.is_waiting

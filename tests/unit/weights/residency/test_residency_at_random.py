@@ -26,10 +26,11 @@ DIVIDED: dict[str, Size] = {
     "e": {"d0": 40, "e1": 10},
     "f": {"f0": 60},
 }
-HOLDERS = "vwx"
+HOLDERS = "uvwxyz"
 
 keys = st.sampled_from("abcdef")
 some_keys = st.lists(keys, min_size=1, max_size=4, unique=True)
+few_keys = st.lists(keys, min_size=1, max_size=2, unique=True)
 holders = st.sampled_from(HOLDERS)
 
 
@@ -44,6 +45,7 @@ class Known:
     is_current: bool = True
     firm: Counter[str] = field(default_factory=Counter)
     callable: Counter[str] = field(default_factory=Counter)
+    called: set[str] = field(default_factory=set)
     popularity: Popularity = NEVER_USED
     reload_s: float | None = None
     is_announced: bool = False
@@ -67,19 +69,27 @@ def distinct(sizes: Sequence[Size]) -> int:
 class Tier(RuleBasedStateMachine):
     sizes = PLAIN
 
-    @initialize(budget_bytes=st.integers(30, 220))
-    def begin(self, budget_bytes: int) -> None:
+    @initialize(
+        budget_bytes=st.integers(60, 110),
+        asked=st.lists(st.tuples(few_keys, holders), min_size=4, max_size=8),
+        pause_s=st.sampled_from((0.0, PATIENCE_S)),
+    )
+    def begin(self, budget_bytes: int, asked: list[tuple[list[str], str]], pause_s: float) -> None:
+        """Begin with requests, so that most of what follows happens while somebody waits."""
         self.now_s = 1000.0
         self.known: list[Known] = []
         self.waiting: list[Ticket[str]] = []
         self.granted: list[Ticket[str]] = []
         self.pinned: set[str] = set()
-        self.recalled: set[tuple[str, str]] = set()
+        self.passed: dict[Ticket[str], set[str]] = {}  # after its patience had ended
         self.uses: dict[str, Popularity] = {}
         self.book: Book[str] = Book(
             budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=lambda h, ks: self._recalled(h, ks)
         )
         self.admission = Admission(self.book, lambda: self.now_s, "the test")
+        for wanted, holder in asked:
+            self.ask(wanted, holder)
+        self.now_s += pause_s
 
     # what the core tells
 
@@ -99,9 +109,9 @@ class Tier(RuleBasedStateMachine):
             known = self._current(key)
             assert known
             assert known.callable[holder]
-            assert (holder, key) not in self.recalled
+            assert holder not in known.called
             assert self._may_go(known)
-            self.recalled.add((holder, key))
+            known.called.add(holder)
 
     def _settled(self, ticket: Ticket[str]) -> None:
         if ticket.entries is None:
@@ -124,9 +134,13 @@ class Tier(RuleBasedStateMachine):
 
     def _check_overtaking(self, ticket: Ticket[str], first: Ticket[str]) -> None:
         assert not ticket.fresh, "what needs room waits for its turn"
-        if self.now_s - first.since_s >= PATIENCE_S and not any(known.firm[ticket.holder] for known in self.known):
-            together = self.sizes_of({*ticket.wanted, *first.wanted, *self._pinned_here()})
-            assert distinct(together) <= self.book.budget_bytes, "the first could wait for ever"
+        if self._is_late(first) or self._is_any_called(ticket):
+            has_firm = any(known.firm[ticket.holder] and ticket.holder not in known.called for known in self.known)
+            passed = self.passed.setdefault(first, set())
+            together = self.sizes_of({*ticket.wanted, *first.wanted, *passed, *self._pinned_here()})
+            assert has_firm or distinct(together) <= self.book.budget_bytes, "the first could wait for ever"
+            if not has_firm:
+                passed |= ticket.wanted.keys()
 
     # what happens
 
@@ -136,6 +150,10 @@ class Tier(RuleBasedStateMachine):
         ticket = self.admission.ask("it", {key: self.sizes[key] for key in wanted}, holder, self._settled)
         if ticket.is_waiting:
             self.waiting.append(ticket)
+
+    @rule(key=keys, holder=holders)
+    def ask_for_one(self, key: str, holder: str) -> None:
+        self.ask([key], holder)
 
     @rule(number=st.integers(0, 9))
     def cancel(self, number: int) -> None:
@@ -165,7 +183,6 @@ class Tier(RuleBasedStateMachine):
         if coming := [known for known in self.known if not known.is_here]:
             known = coming[number % len(coming)]
             self.known.remove(known)
-            self._forget_recalls(known)
             self.book.fail(known.entry)
             if known.is_current:
                 self.uses[known.key] = known.popularity
@@ -212,19 +229,19 @@ class Tier(RuleBasedStateMachine):
             for entry in ticket.entries or ():
                 if (known := self._find(entry)) is not None and known.firm[ticket.holder]:
                     known.firm[ticket.holder] -= 1
+                    if not known.callable[ticket.holder]:
+                        known.called.discard(ticket.holder)
                     known.callable[ticket.holder] += 1
                     self.book.make_callable(entry, ticket.holder)
             self.admission.serve()
 
     @rule(number=st.integers(0, 99), gives=st.booleans())
     def answer(self, number: int, gives: bool) -> None:
-        if not self.recalled:
-            return
-        holder, key = sorted(self.recalled)[number % len(self.recalled)]
-        known = self._current(key)
-        assert known
-        self._answer(holder, known, gives)
-        self.admission.serve()
+        asked = [(known, holder) for known in self.known for holder in sorted(self._asked_of(known))]
+        if asked:
+            known, holder = asked[number % len(asked)]
+            self._answer(holder, known, gives)
+            self.admission.serve()
 
     @rule(key=keys, holder=holders)
     def need_again(self, key: str, holder: str) -> None:
@@ -238,7 +255,7 @@ class Tier(RuleBasedStateMachine):
         for known in self.known:
             known.firm.pop(holder, None)
             known.callable.pop(holder, None)
-        self.recalled = {(other, key) for other, key in self.recalled if other != holder}
+            known.called.discard(holder)
         self.granted = [ticket for ticket in self.granted if ticket.holder != holder]
         self.book.end_holder(holder)
         for ticket in [one for one in self.waiting if one.holder == holder]:
@@ -265,11 +282,10 @@ class Tier(RuleBasedStateMachine):
             known.is_current = False
             known.size = known.nbytes
             self.uses[key] = known.popularity
-            self.recalled = {(holder, other) for holder, other in self.recalled if other != key}
             self.book.condemn(known.entry)
             self.admission.serve()
 
-    @rule(budget_bytes=st.integers(0, 260))
+    @rule(budget_bytes=st.integers(0, 160))
     def set_budget(self, budget_bytes: int) -> None:
         self.book.budget_bytes = budget_bytes
         self.admission.serve()
@@ -280,7 +296,7 @@ class Tier(RuleBasedStateMachine):
         self.book.evict([known.entry for known in found])
         self.admission.serve()
 
-    @rule(pause_s=st.floats(0.01, 900))
+    @rule(pause_s=st.sampled_from((0.01, 0.3, PATIENCE_S, 60.0, 900.0)))
     def pass_time(self, pause_s: float) -> None:
         self.now_s += pause_s
         self.admission.serve()
@@ -328,10 +344,10 @@ class Tier(RuleBasedStateMachine):
         by_holder = Counter[str]()
         for known in self.known:
             assert (known.entry.firm, known.entry.callable) == (+known.firm, +known.callable)
+            assert known.entry.called == known.called or not known.is_current
             for holder in +known.firm + known.callable:
                 by_holder[holder] += known.nbytes
         assert self.book.bytes_by_holder() == dict(by_holder)
-        assert {holder for holder in HOLDERS if self.book.has_leases(holder)} == set(by_holder)
         for known in self.known:
             assert known.popularity == known.entry.popularity
             assert (known.entry in self.book._order._members) == known.entry.is_movable == self._may_go(known)
@@ -357,14 +373,19 @@ class Tier(RuleBasedStateMachine):
         needed = distinct([known.size for known in staying] + wanted)
         asked = [known for known in self.known if self._is_called(known)]
         assert needed > self.book.budget_bytes or asked, "the first waits for room that could be made"
+        for ticket in self.waiting[1:]:
+            is_here = ticket.wanted.keys() <= self.book.entries.keys()
+            assert not is_here or self._is_late(first) or self._is_any_called(ticket), "it need not wait"
 
     def teardown(self) -> None:
         """Nobody is left waiting when everything ends that can end."""
         if not hasattr(self, "book"):
             return
         self.unpin(list("abcdef"))
-        self.book.budget_bytes = 1000
+        self.book.budget_bytes = 10**6
         for _ in range(100):
+            if not (self.granted or self.waiting) and all(known.is_here for known in self.known):
+                break
             for ticket in list(self.granted):
                 self.granted.remove(ticket)
                 for entry in ticket.entries or ():
@@ -395,8 +416,18 @@ class Tier(RuleBasedStateMachine):
     def _may_go(self, known: Known) -> bool:
         return known.is_here and known.is_current and not +known.firm and known.key not in self.pinned
 
+    def _asked_of(self, known: Known) -> set[str]:
+        """The holders whose answer is due."""
+        return known.called & (+known.callable).keys() if known.is_current else set()
+
     def _is_called(self, known: Known) -> bool:
-        return known.is_current and any((holder, known.key) in self.recalled for holder in HOLDERS)
+        return bool(self._asked_of(known))
+
+    def _is_any_called(self, ticket: Ticket[str]) -> bool:
+        return any(known.called for key in ticket.wanted if (known := self._current(key)))
+
+    def _is_late(self, first: Ticket[str]) -> bool:
+        return self.now_s - first.since_s >= PATIENCE_S
 
     def _values(self) -> dict[Known, float]:
         measured = [known for known in self.known if known.is_here and known.is_current and known.reload_s is not None]
@@ -434,24 +465,21 @@ class Tier(RuleBasedStateMachine):
             known.firm[holder] -= 1
         elif known.callable[holder]:
             known.callable[holder] -= 1
-        if not known.callable[holder]:
-            self.recalled.discard((holder, known.key))
+        if not (known.firm[holder] or known.callable[holder]):
+            known.called.discard(holder)
 
     def _arrive(self, known: Known, reload_s: float | None) -> None:
         known.is_here, known.reload_s = True, reload_s if known.is_current else None
         self.book.arrive(known.entry, "thing", self._origin(known.key, reload_s))
 
     def _answer(self, holder: str, known: Known, gives: bool) -> None:
-        self.recalled.discard((holder, known.key))
         if gives:
             del known.callable[holder]
+            known.called.discard(holder)
             self.book.give_up(known.entry, holder)
         else:
             known.firm[holder] += known.callable.pop(holder, 0)
             self.book.make_firm(known.entry, holder)
-
-    def _forget_recalls(self, known: Known) -> None:
-        self.recalled = {(holder, key) for holder, key in self.recalled if key != known.key or not known.is_current}
 
 
 class DividedTier(Tier):
