@@ -42,7 +42,7 @@ QUIET_TIMEOUT_S: Final = 60.0
 NUM_LONG, LONG_ROWS, LONG_STEPS, SHORT_STEPS = 4, 4, 200, 8
 MAX_KILL_REQUESTS: Final = 20_000
 POLL_S: Final = 0.002
-MAX_IDLE_S: Final = 15.0  # in which HAProxy closes connections that nobody uses
+MAX_IDLE_S, STEADY_S = 40.0, 6.0  # in which HAProxy closes connections that nobody uses, and then closes no more
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +168,12 @@ def measure_cancels(load: LoadGenerator, url: str, requests: Requests, effort: O
         for ask in requests.draw_mix(effort.num_cancels)
     ]
     say(f"{effort.num_cancels} requests that are given up")
-    before = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_open_files()}
+    before = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes(), "open_files": _num_settled_files()}
     start_s = time.monotonic()
     outcomes = load.run("closed", url, asks, num_callers=effort.cancel_callers)
     wall_s = time.monotonic() - start_s
     after = _wait_until_quiet(url) | {"ingress_bytes": _ingress_bytes()}
-    after["open_files"] = _num_files_kept(before["open_files"])
+    after["open_files"] = _num_settled_files()
     return cancel_figures(outcomes) | {"wall_s": wall_s, "before": before, "after": after}
 
 
@@ -277,9 +277,15 @@ def _num_open_files() -> int:
     return sum(process.num_fds() for process in _ingress_processes())
 
 
-def _num_files_kept(number_before: int) -> int:
-    """Return the number of open files once HAProxy, which keeps idle connections for a while, has closed them."""
-    deadline_s = time.monotonic() + MAX_IDLE_S
-    while (number := _num_open_files()) > number_before and time.monotonic() < deadline_s:
+def _num_settled_files() -> int:
+    """Return the number of open files once it has not fallen for `STEADY_S`.
+
+    HAProxy closes half of the connections that nobody uses every 5 s; a load before leaves a hundred of them.
+    """
+    number, now_s = _num_open_files(), time.monotonic()
+    steady_s, deadline_s = now_s + STEADY_S, now_s + MAX_IDLE_S
+    while time.monotonic() < min(steady_s, deadline_s):
         time.sleep(0.2)
+        if (counted := _num_open_files()) < number:
+            number, steady_s = counted, time.monotonic() + STEADY_S
     return number

@@ -93,9 +93,8 @@ class Turns:
         """Return why a request that has so much time left cannot wait for its turn; None if it can."""
         if self.num_waiting >= self._max_waiting():
             return QueueFull(f"{self.num_waiting} requests wait to be read, as many as may; try again in a moment")
-        wait_s = self.num_waiting * self._turn_s
-        longest_s = _longest_s(left_s) if self._refused_share > _MOSTLY else left_s
-        return self._too_many() if wait_s > longest_s > 0 else None
+        longest_s = self._longest_s(left_s)
+        return self._too_many(longest_s) if self._wait_s > longest_s > 0 else None
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[asyncio.Semaphore]:
@@ -128,8 +127,8 @@ class Turns:
         """Return why a request whose turn comes now is not read; None if it has time enough left."""
         if waited_s >= timeout_s:
             return DeadlineExceeded("the request's timeout was over before the request could be read", "timeout")
-        is_hopeless = self._refused_share > _MOSTLY and waited_s > _longest_s(timeout_s)
-        return self._too_many() if is_hopeless else None
+        longest_s = self._longest_s(timeout_s)
+        return self._too_many(longest_s) if waited_s > longest_s else None
 
     def ask_unread(self, turn: Turn, scope: Scope, body: bytes, waited_s: float) -> ServiceError | None:
         """Return why the queue refuses a request, where that can be told by its form.
@@ -147,13 +146,21 @@ class Turns:
         """Take in how a request was answered that was read while others waited."""
         self._refused_share += _NEW * ((status == _REFUSED) - self._refused_share)
 
-    def _too_many(self) -> QueueFull:
-        """Return the refusal of a request that would spend too much of its time on waiting to be read."""
-        wait_s = self.num_waiting * self._turn_s
+    @property
+    def _wait_s(self) -> float:
+        """Return how long one who comes now waits for its turn, by the pace of the last ones."""
+        return self.num_waiting * self._turn_s
+
+    def _longest_s(self, timeout_s: float) -> float:
+        """Return how long a request with so much time may wait to be read."""
+        is_hard = self._refused_share > _MOSTLY
+        return min(timeout_s, max(_SHORT_S, _MOST_SHARE * timeout_s)) if is_hard else timeout_s
+
+    def _too_many(self, longest_s: float) -> QueueFull:
+        """Return the refusal of a request that would spend too much of its time on waiting to be read.
+
+        It may come again as soon as those before it leave it less than `longest_s` to wait: they are read meanwhile.
+        """
+        after_s = max(0.0, self._wait_s - longest_s)
         text = "so many requests wait to be read that little time of this one would be left"
-        return QueueFull(f"{text}; try again in {wait_s:.3g} s", retry_after_s=wait_s)
-
-
-def _longest_s(timeout_s: float) -> float:
-    """Return how long a request with so much time may wait to be read."""
-    return min(timeout_s, max(_SHORT_S, _MOST_SHARE * timeout_s))
+        return QueueFull(f"{text}; try again in {after_s:.3g} s", retry_after_s=after_s)

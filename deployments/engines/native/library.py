@@ -31,6 +31,8 @@ KERNEL_TYPES: Final = {
     "GROUP_INT8": 100,
 }
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_LINEAR: Final = (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, ctypes.c_int)
 
 
 class PackedMatrix(NamedTuple):
@@ -96,6 +98,8 @@ class Kernels:
         self._unpack = getattr(library, f"atelier_unpack_{self.variant}")
         self._exponential_sums = getattr(library, f"atelier_exponential_sums_{self.variant}")
         self._draw = getattr(library, f"atelier_draw_{self.variant}")
+        self._linear = getattr(library, f"atelier_linear_{self.variant}")
+        self._linear.argtypes, self._linear.restype = _LINEAR, None
         self.decode = getattr(library, f"atelier_decode_{self.variant}")
 
     def matmul(self, matrix: PackedMatrix, x: torch.Tensor) -> torch.Tensor:
@@ -116,6 +120,19 @@ class Kernels:
         )
         if failed:
             raise MemoryError(f"no memory for a product of {len(x)} x {matrix.columns} x {matrix.rows}")
+        return y
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs).
+
+        All are contiguous float32 on the host, and 16 divides the columns. A row's result does not depend on the other
+        rows, bit for bit.
+        """
+        (outputs, columns), rows = weight.shape, len(x)
+        y = torch.empty(rows, outputs)
+        offset = None if bias is None else bias.data_ptr()
+        given = weight.data_ptr(), outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
+        self._linear(*given, torch.get_num_threads())
         return y
 
     def unpack_rows(self, matrix: PackedMatrix, start: int, stop: int) -> torch.Tensor:
@@ -185,7 +202,7 @@ def load_kernels() -> Kernels | None:
         check_cache_folder(cache_folder())  # whoever can write there is trusted with code
         return Kernels(built_library(cache_folder() / "native"), _processor_flags())
     except (BuildFailed, OSError, AttributeError) as error:
-        logger.warning("language models are computed by torch, which is slower: %s", error)
+        logger.warning("language models and short texts are computed by torch, which is slower: %s", error)
         return None
 
 

@@ -124,3 +124,16 @@ extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* s
     const bool is_packed = decoder->layers->q.weight.type != F32;
     return is_packed ? run_decoder<Activations>(*decoder, *step, threads) : run_decoder<FloatRows>(*decoder, *step, threads);
 }
+
+// y [m, rows] = x [m, columns] W^T + bias (or null), all in float32; 16 divides the columns.
+extern "C" void JOINED(atelier_linear, ISA)(const float* weight, int64_t rows, int64_t columns, const float* bias,
+                                            const float* x, int64_t m, float* y, int threads) {
+    const Matrix matrix{F32, reinterpret_cast<const uint8_t*>(weight), nullptr, 0, rows, columns, 4 * columns};
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t first = 0; first < rows; first += kPiece) {
+        const int64_t last = std::min(rows, first + kPiece);
+        multiply_dense_rows<kDenseRows>(matrix, first, last, x, columns, m, y + first, rows);
+        for (int64_t row = 0; bias && row < m; ++row)
+            for (int64_t i = first; i < last; ++i) y[row * rows + i] += bias[i];
+    }
+}

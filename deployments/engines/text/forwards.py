@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from deployments.engines.text.bert_layers import has_bert_layers, token_vectors
 from deployments.engines.text.sentence_layers import Pooling
 
 PER_TOKEN = ("hidden", "penultimate")  # outputs with a row per token; the others have one per text
@@ -73,7 +74,10 @@ def _run_t5(
 def _run_sentences(
     module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling | None
 ) -> dict[str, torch.Tensor]:
-    hidden_BLD = module(ids_BL, attention_mask=mask_BL).last_hidden_state
+    if has_bert_layers(module):
+        hidden_BLD = token_vectors(module, ids_BL, mask_BL)
+    else:
+        hidden_BLD = module(ids_BL, attention_mask=mask_BL).last_hidden_state
     return {"embedding": (pooling or Pooling())(hidden_BLD, mask_BL)}
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from deployments.engines.build import IMPORT_LOCK, build_module, read_config
+from deployments.engines.native.library import load_kernels
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forwards import FAMILIES
@@ -41,6 +42,7 @@ def load_text_encoder(
         known = ", ".join(FAMILIES)
         raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
     module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
+    load_kernels()  # compiled now, where need be, and not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
     family = FAMILIES.get(class_name)
     if family and (family.is_clip or not (folder / "modules.json").exists()):

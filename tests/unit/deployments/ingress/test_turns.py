@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -308,3 +309,30 @@ async def test_who_has_left_when_its_turn_comes_costs_nothing() -> None:
     app.let_go.set()
     await asyncio.gather(*first, *rest)
     assert len(app.waited_s) == MAX_TURNS + 1
+
+
+@pytest.mark.parametrize("status", [200, 429])
+@pytest.mark.parametrize(("timeout_s", "num_waiting"), [(8.0, 2000), (3.0, 900), (0.4, 700)])
+def test_who_is_refused_is_told_when_it_could_wait(timeout_s: float, num_waiting: int, status: int) -> None:
+    """Turns take between 2 and 18 ms, drawn anew for each. Nobody else comes: then it is known when one gets in."""
+    clock, drawn = Clock(), random.Random(num_waiting)
+    turns = Turns(lambda: 10_000, clock=clock)
+    waiting = [turns.waiting() for _ in range(num_waiting + 200)]
+    for one in waiting:
+        one.__enter__()
+
+    def read_next() -> None:
+        waiting.pop().__exit__(None, None, None)
+        clock.now_s += drawn.uniform(0.002, 0.018)
+        turns.note_begin(is_crowded=True)
+        turns.note_status(status)
+
+    turns.note_begin(is_crowded=False)
+    for _ in range(200):
+        read_next()
+    refusal, refused_s = turns.why_not_wait(timeout_s), clock.now_s
+    assert refusal is not None
+    assert refusal.retry_after_s is not None
+    while turns.why_not_wait(timeout_s):
+        read_next()
+    assert refusal.retry_after_s == pytest.approx(clock.now_s - refused_s, rel=0.25)

@@ -1,0 +1,59 @@
+"""Products of few rows in the compiled kernels, against the same product in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deployments.engines.native.library import load_kernels
+from deployments.engines.nn.few_rows import MOST_ROWS, multiply_few
+
+needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels for this processor")
+
+
+def _exact(linear, x):
+    bias = 0 if linear.bias is None else linear.bias.double()
+    return (x.double() @ linear.weight.double().T + bias).float()
+
+
+@needs_kernels
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 5), (1, MOST_ROWS), (2, MOST_ROWS)])
+@pytest.mark.parametrize(("columns", "outputs"), [(16, 3), (48, 33), (384, 1536)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_equals_the_exact_product(shape, columns, outputs, bias, threads):
+    linear, x = nn.Linear(columns, outputs, bias=bias), torch.randn(*shape, columns)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.no_grad():
+            found = multiply_few(linear, x)
+    finally:
+        torch.set_num_threads(before)
+    assert found.shape == (*shape, outputs)
+    assert torch.allclose(found, _exact(linear, x), rtol=1e-5, atol=1e-5)
+
+
+@needs_kernels
+def test_company_does_not_matter_in_a_single_bit():
+    linear, x = nn.Linear(384, 100), torch.randn(1, 31, 384)
+    with torch.no_grad():
+        together = multiply_few(linear, x)
+        assert all(torch.equal(multiply_few(linear, x[:, i : i + 1]), together[:, i : i + 1]) for i in range(31))
+
+
+def test_what_the_kernels_do_not_know_is_the_layer_s_own():
+    x = torch.randn(2, 5, 40)
+    odd, half, hooked = nn.Linear(40, 8), nn.Linear(48, 8).bfloat16(), nn.Linear(48, 8)
+    hooked.register_forward_hook(lambda layer, inputs, output: -output)
+    transposed = nn.Linear(48, 48)
+    transposed.weight.data = torch.randn(48, 48).T
+    wide = torch.randn(2, 5, 96)[..., ::2]  # not contiguous
+    with torch.no_grad():
+        assert torch.equal(multiply_few(odd, x), odd(x))
+        assert torch.equal(multiply_few(half, wide.bfloat16()), half(wide.bfloat16()))
+        assert torch.equal(multiply_few(hooked, wide), hooked(wide))
+        assert torch.equal(multiply_few(transposed, wide), transposed(wide))
+        plain = nn.Linear(48, 8)
+        assert torch.allclose(multiply_few(plain, wide), _exact(plain, wide), atol=1e-5)
