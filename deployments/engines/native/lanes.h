@@ -22,6 +22,10 @@ inline Ints every_int(int value) { return _mm512_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm512_set1_ps(value); }
 inline Ints load(const uint8_t* at) { return _mm512_loadu_si512(at); }
 inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline Floats load(const uint16_t* bfloat16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bfloat16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 inline void store(uint8_t* at, Ints bits) { _mm512_storeu_si512(at, bits); }
 inline void store(float* at, Floats values) { _mm512_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm512_slli_epi32(bits, by); }
@@ -56,6 +60,10 @@ inline Ints every_int(int value) { return _mm256_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm256_set1_ps(value); }
 inline Ints load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
+inline Floats load(const uint16_t* bfloat16) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bfloat16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 inline void store(uint8_t* at, Ints bits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bits); }
 inline void store(float* at, Floats values) { _mm256_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm256_slli_epi32(bits, by); }
