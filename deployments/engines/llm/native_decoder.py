@@ -1,4 +1,4 @@
-"""A decoder with packed or float32 weights in the compiled kernels (native/decoder.h), for prompts and completions.
+"""A decoder with dense or packed weights in the compiled kernels (native/decoder.h), for prompts and completions.
 
 At one token a step, what torch and Python do around some thirty small operations a layer costs as much as half of the
 products, and of a small model nearly all; in a prompt, attention and passes over activations are a quarter. Activations
@@ -25,7 +25,8 @@ from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, 
 
 _INT8_CACHE: Final = 2  # attention.h's, behind ELEMENTS
 _VECTOR: Final = 16  # elements: attention.h and dense_product.h leave no remainder
-_DENSE, _INT8 = "F32", "int8"  # kinds of products
+_DENSE: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}  # kinds of products, and one of packed weights
+_INT8: Final = "int8"
 _FEW_ROWS: Final = 64  # whose layers are computed in one call: they take less than a layer of a prompt
 # What the kernels know of: a model that has more parts, or other values in more fields, runs layer by layer.
 _SIZES: Final = (
@@ -183,7 +184,7 @@ class NativeDecoder:
         ids = torch.tensor(token_ids)
         if isinstance(self._embedding, PackedEmbedding):
             return self._embedding.packed.selected(ids).contiguous()
-        return self._embedding.weight.index_select(0, ids)
+        return self._embedding.weight.index_select(0, ids).float()
 
     def _layer(self, layer: nn.Module, slots: LayerSlots) -> _Layer:
         norms = [layer.get_submodule(name) for name in _NORMS]
@@ -199,7 +200,9 @@ class NativeDecoder:
         assert isinstance(product, nn.Linear)
         weight = product.weight.detach()
         self._kept.append(weight)
-        return _Linear(PackedMatrix(_DENSE, weight, *weight.shape).pointers(), self._pointer(product.bias))
+        return _Linear(
+            PackedMatrix(_DENSE[weight.dtype], weight, *weight.shape).pointers(), self._pointer(product.bias)
+        )
 
     def _pointer(self, vector: torch.Tensor | None) -> int | None:
         if vector is None:
@@ -223,10 +226,10 @@ def _is_computed(model: LoadedModel) -> bool:
 
 
 def _is_of_one_kind(embedding: nn.Module, products: Iterable[nn.Module]) -> bool:
-    """Return whether a model is packed, or all float32."""
+    """Return whether a model is packed, or all float32, or all bfloat16."""
     kinds = {_kind_of(one) for one in products}
     if isinstance(embedding, nn.Embedding):
-        return kinds == {_DENSE}  # the embedding has their dtype: create_model refuses others
+        return len(kinds) == 1 and kinds <= set(_DENSE.values())  # also the embedding's: create_model refuses others
     return kinds == {_INT8} and isinstance(embedding, PackedEmbedding)
 
 
@@ -234,10 +237,5 @@ def _kind_of(product: nn.Module) -> str | None:
     """Return how the kernels compute a product; None where they do not."""
     if isinstance(product, PackedLinear):
         return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
-    is_dense = (
-        type(product) is nn.Linear
-        and product.weight.dtype == torch.float32
-        and product.weight.is_contiguous()
-        and product.in_features % _VECTOR == 0
-    )
-    return _DENSE if is_dense else None
+    is_dense = type(product) is nn.Linear and product.weight.is_contiguous() and product.in_features % _VECTOR == 0
+    return _DENSE.get(product.weight.dtype) if is_dense else None

@@ -57,11 +57,13 @@ def sample(logits_NV: torch.Tensor, pickers: Sequence[TokenPicker]) -> list[Samp
     wanted = [row for row, picker in enumerate(pickers) if picker.params.num_logprobs is not None]
     raw_NV = logits_NV.clone() if any(pickers[row].changes_logits for row in wanted) else logits_NV
     constrained = _change_logits(logits_NV, pickers)
-    best, first = _maxima(logits_NV)
+    maxima_NB = _block_maxima(logits_NV)
+    best_N, block_N = maxima_NB.max(-1)
+    best, first = best_N.tolist(), _first_of(logits_NV, block_N)
     tokens = {row: first[row] for row, picker in enumerate(pickers) if picker.is_greedy and math.isfinite(best[row])}
     drawn = [row for row, picker in enumerate(pickers) if not picker.is_greedy and math.isfinite(best[row])]
     if drawn:
-        tokens |= zip(drawn, _draw(logits_NV, drawn, pickers), strict=True)
+        tokens |= zip(drawn, _draw(logits_NV, maxima_NB, drawn, pickers), strict=True)
     scored = [row for row in wanted if row in tokens]
     logprobs = score_tokens(
         raw_NV, scored, [tokens[row] for row in scored], [pickers[row].params.num_logprobs or 0 for row in scored]
@@ -125,18 +127,27 @@ def _blocks(rows_NV: torch.Tensor) -> torch.Tensor:
     return padded.view(len(rows_NV), -1, _BLOCK)
 
 
-def _maxima(logits_NV: torch.Tensor) -> tuple[list[float], list[int]]:
-    """Return the best logit of each row, NaN where there is one, and the lowest token that has it."""
-    if logits_NV.device.type != "cpu":
-        best_N, first_N = logits_NV.max(-1)
-        return best_N.tolist(), first_N.tolist()
-    values = logits_NV.numpy()  # its search has vectors, torch's with places has none
-    return values.max(-1).tolist(), values.argmax(-1).tolist()
+def _block_maxima(logits_NV: torch.Tensor) -> torch.Tensor:
+    """Return the best logit of each block of _BLOCK tokens (N, B), the last of which may be shorter."""
+    size = logits_NV.shape[1]
+    whole = size - size % _BLOCK
+    maxima = [logits_NV[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)]
+    if whole < size:
+        maxima.append(logits_NV[:, whole:].amax(-1, keepdim=True))
+    return torch.cat(maxima, 1)
 
 
-def _draw(logits_NV: torch.Tensor, rows: Sequence[int], pickers: Sequence[TokenPicker]) -> list[int]:
+def _first_of(logits_NV: torch.Tensor, block_N: torch.Tensor) -> list[int]:
+    """Return the lowest of the best tokens of a block of each row."""
+    places_NT = block_N[:, None] * _BLOCK + torch.arange(_BLOCK, device=logits_NV.device)
+    places_NT.clamp_(max=logits_NV.shape[1] - 1)
+    return places_NT.gather(1, logits_NV.gather(1, places_NT).argmax(-1, keepdim=True))[:, 0].tolist()
+
+
+def _draw(
+    logits_NV: torch.Tensor, maxima_NB: torch.Tensor, rows: Sequence[int], pickers: Sequence[TokenPicker]
+) -> list[int]:
     """Draw one token for each of the rows: with the compiled kernels (native/draws.h), else with torch."""
-    maxima_NB = _blocks(logits_NV).amax(-1)
     best_N = maxima_NB.amax(-1)
     draws = {row: float(torch.rand(1, generator=pickers[row].generator, dtype=torch.float64)) for row in rows}
     if (kernels := _kernels_for(logits_NV)) is not None:

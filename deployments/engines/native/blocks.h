@@ -12,7 +12,7 @@
 
 namespace {
 
-enum Type { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, GROUP_INT8 = 100 };
+enum Type { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, GROUP_INT8 = 100 };
 
 struct Matrix {
     int type;

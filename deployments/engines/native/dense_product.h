@@ -1,5 +1,5 @@
-// Products of float32 weights, where they lie, with any number of rows of x. A result is one sum in lanes over its row of W,
-// in order, folded at the end: it has the same bits however many rows x has, and wherever a tile begins.
+// Products of float32 or bfloat16 weights, where they lie, with any number of rows of x, in float32. A result is one sum in
+// lanes over its row of W, in order, folded at the end: it has the same bits however many rows x has, and wherever a tile begins.
 
 #pragma once
 
@@ -42,8 +42,8 @@ constexpr int kDenseRows = kLanes == 16 ? 6 : 3;
 
 // R rows of x times 4 Q rows of W; to[r * stride + i]. 16 divides the columns. HAZARD: without `unroll`, GCC 12 keeps the
 // sums in memory, and a product takes three times as long.
-template <int R, int Q>
-inline void multiply_dense_tile(const float* const (&w)[4 * Q], int64_t columns, const float* x, int64_t x_stride,
+template <int R, int Q, class Weight>
+inline void multiply_dense_tile(const Weight* const (&w)[4 * Q], int64_t columns, const float* x, int64_t x_stride,
                                 float* to, int64_t stride) {
     Floats sums[R][4 * Q];
 #pragma GCC unroll 8
@@ -70,14 +70,14 @@ inline void multiply_dense_tile(const float* const (&w)[4 * Q], int64_t columns,
 
 // `m` rows of x times rows `first` to `last` of W. A single row of x meets 8 rows of W at once: each addition waits for the
 // one before it of its own sum.
-template <int R>
+template <class Weight, int R = kDenseRows>
 void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t m,
                          float* to, int64_t stride) {
     constexpr int kQuads = R == 1 ? 2 : 1, kRows = 4 * kQuads;
-    const float* weights = reinterpret_cast<const float*>(matrix.data);
+    const Weight* weights = reinterpret_cast<const Weight*>(matrix.data);
     for (; m >= R; m -= R, x += R * x_stride, to += R * stride)
         for (int64_t at = first; at < last; at += kRows) {
-            const float* w[kRows];
+            const Weight* w[kRows];
             for (int i = 0; i < kRows; ++i) w[i] = weights + std::min(at + i, last - 1) * matrix.columns;
             if (at + kRows <= last) {
                 multiply_dense_tile<R, kQuads>(w, matrix.columns, x, x_stride, to + at - first, stride);
@@ -89,7 +89,15 @@ void multiply_dense_rows(const Matrix& matrix, int64_t first, int64_t last, cons
                 std::memcpy(to + r * stride + at - first, own + r * kRows, 4 * (last - at));
         }
     if constexpr (R > 1)
-        if (m) multiply_dense_rows<R - 1>(matrix, first, last, x, x_stride, m, to, stride);
+        if (m) multiply_dense_rows<Weight, R - 1>(matrix, first, last, x, x_stride, m, to, stride);
+}
+
+inline bool is_dense(const Matrix& matrix) { return matrix.type == F32 || matrix.type == BF16; }
+
+inline void multiply_dense(const Matrix& matrix, int64_t first, int64_t last, const float* x, int64_t x_stride, int64_t m,
+                           float* to, int64_t stride) {
+    const auto multiply = matrix.type == F32 ? multiply_dense_rows<float> : multiply_dense_rows<uint16_t>;
+    multiply(matrix, first, last, x, x_stride, m, to, stride);
 }
 
 }  // namespace

@@ -22,6 +22,10 @@ inline Ints every_int(int value) { return _mm512_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm512_set1_ps(value); }
 inline Ints load(const uint8_t* at) { return _mm512_loadu_si512(at); }
 inline Floats load(const float* at) { return _mm512_loadu_ps(at); }
+inline Floats load(const uint16_t* bfloat16) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bfloat16));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+}
 inline void store(uint8_t* at, Ints bits) { _mm512_storeu_si512(at, bits); }
 inline void store(float* at, Floats values) { _mm512_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm512_slli_epi32(bits, by); }
@@ -36,8 +40,8 @@ inline Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnm
 inline Floats low_half(Ints words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
 inline Ints from_signed(Ints bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
 
-// The dot product of each lane's bytes, none above MOST, with those of x, in STEPS steps.
-template <int MOST, int STEPS>
+// The dot product of each lane's bytes, none above MOST, with those of x, in STEPS steps; `IS_ALONE`, there is no other.
+template <int MOST, int STEPS, bool IS_ALONE = false>
 struct Dot {
     Ints total;
     void begin(Ints start) { total = start; }
@@ -56,6 +60,10 @@ inline Ints every_int(int value) { return _mm256_set1_epi32(value); }
 inline Floats every_float(float value) { return _mm256_set1_ps(value); }
 inline Ints load(const uint8_t* at) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at)); }
 inline Floats load(const float* at) { return _mm256_loadu_ps(at); }
+inline Floats load(const uint16_t* bfloat16) {
+    const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(bfloat16));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
+}
 inline void store(uint8_t* at, Ints bits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), bits); }
 inline void store(float* at, Floats values) { _mm256_storeu_ps(at, values); }
 inline Ints shift_up(Ints bits, int by) { return _mm256_slli_epi32(bits, by); }
@@ -74,19 +82,29 @@ inline Floats low_half(Ints words) {
 inline Ints from_signed(Ints bytes) { return bytes; }
 
 // Pairs of products of bytes are int16: as many of them are added there as surely fit (x is 127 at most), and int8 gives
-// its sign to x, for -128 x 127 x 2 fits once. All of it is exact.
-template <int MOST, int STEPS>
+// its sign to x, for -128 x 127 x 2 fits once. All of it is exact. HAZARD: of several sums, GCC 12 delays the additions to
+// make trees of them, and keeps all products in memory meanwhile: a third of the time. `settled` tells it to add at once.
+template <int MOST, int STEPS, bool IS_ALONE = false>
 struct Dot {
     static constexpr bool kIsSigned = MOST == 255;
     static constexpr int kSteps = kIsSigned ? 1 : 32767 / (2 * 127 * MOST) < STEPS ? 32767 / (2 * 127 * MOST) : STEPS;
     static_assert(STEPS % kSteps == 0);
     Ints total, pairs;
+    static Ints settled(Ints sum) {
+        if (!IS_ALONE) asm("" : "+x"(sum));
+        return sum;
+    }
     void begin(Ints start) { total = start; }
     void add(int step, Ints u, Ints x) {
-        const Ints added = kIsSigned ? _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(x, u))
-                                     : _mm256_maddubs_epi16(u, x);
-        pairs = step % kSteps ? _mm256_add_epi16(pairs, added) : added;
-        if (step % kSteps == kSteps - 1) total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        if constexpr (kIsSigned) {
+            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(u), _mm256_sign_epi8(x, u));
+        } else {
+            const Ints added = _mm256_maddubs_epi16(u, x);
+            pairs = settled(step % kSteps ? _mm256_add_epi16(pairs, added) : added);
+        }
+        if (step % kSteps < kSteps - 1) return;
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        if (kIsSigned) total = settled(total);
     }
 };
 

@@ -28,6 +28,7 @@ KERNEL_TYPES: Final = {
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "BF16": 30,
     "GROUP_INT8": 100,
 }
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -38,7 +39,7 @@ _LINEAR: Final = (_POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, c
 class PackedMatrix(NamedTuple):
     """A [rows, columns] matrix for the kernels; `scales` and `group_size` are those of GROUP_INT8.
 
-    Of kind F32 `NativeDecoder` alone has any: `matmul` and `unpack_rows` take packed ones.
+    Of kinds F32 and BF16 `NativeDecoder` alone has any: `matmul` and `unpack_rows` take packed ones.
     """
 
     kind: str

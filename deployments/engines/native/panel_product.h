@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kTileRows = kLanes == 16 ? 6 : 4;  // rows of x whose sums are in registers
 constexpr int kTilePanels = 2;
-constexpr int64_t kFewRows = 8;
+constexpr int64_t kFewRows = kLanes == 16 ? 8 : 4;  // whose sums stay in registers while W is unpacked
 constexpr int64_t kManyRows = 32;  // from here on, chunks are larger: a tile of W in L2 serves many rows
 
 // Some rows of x, from a group on.
@@ -157,7 +157,7 @@ struct GroupProduct {
         const int64_t by_group = x.stride / 32;
 #pragma GCC unroll 2
         for (int part = 0; part < kParts; ++part) {
-            Dot<Format::kMost, kSteps / kSums> dot[R][kSums];
+            Dot<Format::kMost, kSteps / kSums, R == 1> dot[R][kSums];
             for (int r = 0; r < R; ++r)
                 for (int i = 0; i < kSums; ++i)
                     dot[r][i].begin(i ? every_int(0) : x.template start<Format>(r, 0, part));

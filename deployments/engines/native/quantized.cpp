@@ -121,8 +121,8 @@ extern "C" int JOINED(atelier_draw, ISA)(const float* x, int64_t size, const flo
 
 // Some layers of a step. Returns 0, or 1 when memory ran out.
 extern "C" int JOINED(atelier_decode, ISA)(const Decoder* decoder, const Step* step, int threads) {
-    const bool is_packed = decoder->layers->q.weight.type != F32;
-    return is_packed ? run_decoder<Activations>(*decoder, *step, threads) : run_decoder<FloatRows>(*decoder, *step, threads);
+    const auto run = is_dense(decoder->layers->q.weight) ? run_decoder<FloatRows> : run_decoder<Activations>;
+    return run(*decoder, *step, threads);
 }
 
 // y [m, rows] = x [m, columns] W^T + bias (or null), all in float32; 16 divides the columns.

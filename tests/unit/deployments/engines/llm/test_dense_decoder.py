@@ -1,7 +1,8 @@
-"""Float32 models in the kernels (native/dense_product.h) against transformers, on models that are drawn each time."""
+"""Float32 and bfloat16 models in the kernels (native/dense_product.h) against transformers, drawn each time."""
 
 from __future__ import annotations
 
+import copy
 import random
 from itertools import pairwise
 from typing import Any
@@ -66,6 +67,18 @@ def runner_of(model: Any, **options: Any) -> ModelRunner:
     )
 
 
+def in_bfloat16(model: Any) -> tuple[ModelRunner, Any, Any]:
+    """Return ours of the model with bfloat16 weights, transformers' own, and theirs of the same weights in float32."""
+    halved = {name: tensor.bfloat16() for name, tensor in model.tensors.items()}
+    runner = ModelRunner(create_model(load_config(model.folder), halved, torch.device("cpu")), NUM_BLOCKS)
+    assert runner._decoder is not None
+    half, exact = copy.deepcopy(model.stock), copy.deepcopy(model.stock)
+    for rounded, same in zip(half.parameters(), exact.parameters(), strict=True):  # buffers stay: they are of positions
+        rounded.data = rounded.data.bfloat16()
+        same.data = rounded.data.float()
+    return runner, half, exact
+
+
 def drawn_sequences(*lengths: int) -> list[Sequence]:
     """Texts whose last two tokens are a completion, with blocks in a drawn order."""
     free = random.sample(range(NUM_BLOCKS), NUM_BLOCKS)
@@ -103,6 +116,39 @@ def test_logits_equal_those_of_transformers(case: str, tiny: Any) -> None:
             assert float((ours[i] - theirs).norm() / theirs.norm()) < 1e-4  # 2e-5 were seen, of torch as well
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_logits_are_nearer_to_exact_ones_than_those_of_transformers(case: str, tiny: Any) -> None:
+    """Sums are float32: what is rounded to bfloat16 are weights and the KV cache alone."""
+    family, overrides = CASES[case]
+    runner, half, exact = in_bfloat16(new_model(tiny, family, **overrides))
+    assert runner._decoder is not None
+    assert runner._decoder.vocab_size == exact.config.vocab_size
+    ours, theirs = [], []
+    for one in drawn_sequences(3, 19, 70, 150):
+        ids = torch.tensor([one.token_ids])
+        end = len(one.token_ids)
+        expected = exact(ids).logits[0, -2:]
+        logits_of(runner, (one, 0, end - 2))
+        found = [logits_of(runner, (one, at, at + 1))[0] for at in (end - 2, end - 1)]
+        ours.append(float((torch.stack(found) - expected).norm() / expected.norm()))
+        theirs.append(float((half(ids).logits[0, -2:].float() - expected).norm() / expected.norm()))
+    assert max(ours) < 5e-2
+    assert sum(ours) < sum(theirs)
+
+
+def test_bfloat16_products_are_exact_to_float32(tiny: Any) -> None:
+    """Where attention adds nothing, nothing but weights is rounded, and those of the reference are the same."""
+    model = new_model(tiny)
+    for name, tensor in model.tensors.items():
+        if name.endswith("o_proj.weight"):
+            tensor.zero_()  # the stock model's own memory
+    runner, _, exact = in_bfloat16(model)
+    (text,) = drawn_sequences(40)
+    found = logits_of(runner, (text, 0, 40))[0]
+    expected = exact(torch.tensor([text.token_ids])).logits[0, -1]
+    assert float((found - expected).norm() / expected.norm()) < 1e-4
+
+
 @pytest.mark.parametrize("case", ["one-kv-head", "yarn-rope", "qwen2-tied", "qwen3"])
 def test_greedy_tokens_equal_transformers_in_company_and_from_a_cached_prefix(
     case: str, tiny: Any, run_all: Any, request_of: Any, prompt_of: Any
@@ -122,9 +168,12 @@ def test_greedy_tokens_equal_transformers_in_company_and_from_a_cached_prefix(
         assert [one.logprob for one in alone.deltas] == [one.logprob for one in ours.deltas]  # bit for bit
 
 
-def test_a_row_has_the_same_bits_in_any_company_however_its_prompt_is_cut_and_on_any_threads(tiny: Any) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_any_company_however_its_prompt_is_cut_and_on_any_threads(
+    dtype: torch.dtype, tiny: Any
+) -> None:
     model = new_model(tiny, "qwen3")
-    runner = runner_of(model)
+    runner = runner_of(model) if dtype == torch.float32 else in_bfloat16(model)[0]
     prompt, *others = drawn_sequences(130, 20, 3, 3, 3, 3, 3, 3, 41)
     expected = logits_of(runner, (prompt, 0, 130))[0]
     before = torch.get_num_threads()
@@ -178,9 +227,9 @@ def test_other_models_run_layer_by_layer(family: str, overrides: dict[str, Any],
     assert torch.allclose(logits_of(runner, (text, 0, 40))[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_bfloat16_and_a_machine_without_kernels_run_layer_by_layer(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float16_and_a_machine_without_kernels_run_layer_by_layer(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = new_model(tiny)
-    half = {name: tensor.bfloat16() for name, tensor in model.tensors.items()}
+    half = {name: tensor.half() for name, tensor in model.tensors.items()}
     loaded = create_model(load_config(model.folder), half, torch.device("cpu"))
     assert ModelRunner(loaded, NUM_BLOCKS)._decoder is None
     monkeypatch.setattr(native_decoder, "load_kernels", lambda: None)
