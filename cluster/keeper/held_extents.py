@@ -15,9 +15,18 @@ from dataclasses import dataclass
 from typing import Any, Final, cast
 
 from cluster.keeper.holder_watch import HolderLives
-from cluster.keeper.holdings import callable_bytes_of, residents_of, totals_of
 from cluster.keeper.recalls import CHECK_S, Recalls
-from cluster.keeper.records import Held, Recall, RecallAnswer, ResidentExtent, Source, Totals
+from cluster.keeper.records import (
+    Held,
+    Recall,
+    RecallAnswer,
+    ResidentExtent,
+    Source,
+    Totals,
+    callable_bytes_of,
+    residents_of,
+    totals_of,
+)
 from cluster.keeper.room_queue import RoomQueue
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef

@@ -1,13 +1,15 @@
-"""The records of a keeper: what it holds, and what it and replicas exchange."""
+"""The records of a keeper: what it holds, what it tells of that, and what it and replicas exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
+from weights.residency.entries import Book
 
 Source = Literal["storage", "peer", "adopted"]
 
@@ -143,3 +145,34 @@ class KeeperStats:
     corrupt: tuple[str, ...]
     object_store_bytes: int
     num_holders: int
+
+
+def residents_of(book: Book[Held], ids: Iterable[str] | None = None) -> list[ResidentExtent]:
+    """Return those of `ids` that are here, each once; without them, all."""
+    entries = book.entries
+    chosen = entries.values() if ids is None else [entries[id_] for id_ in dict.fromkeys(ids) if id_ in entries]
+    return [
+        ResidentExtent(
+            found.key,
+            found.nbytes,
+            dict(found.firm + found.callable),
+            found.key in book.pinned,
+            found.thing.source,
+            found.num_uses,
+        )
+        for found in chosen
+        if found.is_here and found.thing
+    ]
+
+
+def totals_of(book: Book[Held], *, num_coming: int) -> Totals:
+    """Return how many extents are here, and bytes: of these, of leased ones, of pinned ones.
+
+    `num_coming` of the book's entries are being loaded.
+    """
+    return Totals(len(book.entries) - num_coming, book.here_bytes, book.leased_bytes, book.pinned_bytes)
+
+
+def callable_bytes_of(book: Book[Held]) -> int:
+    """Return the bytes of extents that every holder may give back when asked."""
+    return sum(entry.nbytes for entry in book.entries.values() if entry.callable and not entry.firm)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, packed_weight, product_path
-from deployments.engines.nn.unpacking import unpack_blocks
+from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, product_path
+from deployments.engines.nn.packed_weights import packed_weight, unpack_blocks
 from weights.dtypes import BLOCK_SIZES
 
 RANDOM = np.random.default_rng()
