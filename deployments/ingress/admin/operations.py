@@ -240,9 +240,10 @@ class Operations:
         )
         replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
         named = [
-            (f"{role} {number}", replica)
-            for role, found in (("worker", replicas["workers"]), ("text encoder", replicas["text_encoders"]))
-            for number, replica in enumerate(found)
+            (f"{role}-{replica['name']}", replica)  # as the keeper knows it
+            for role, found in (("worker", replicas["workers"]), ("encoder", replicas["text_encoders"]))
+            for replica in found
+            if "unreachable" not in replica
         ]
         built, switches = _built_models(named), _last_switches(named)
         models = [
