@@ -50,7 +50,7 @@ class SessionRecord:
 
     @property
     def alive(self) -> bool:
-        """True while that very process runs."""
+        """Return whether that very process runs."""
         try:
             process = psutil.Process(int(self.pid))  # a damaged record may hold anything
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE

@@ -61,10 +61,12 @@ class AdmissionQueue:
 
     @property
     def config(self) -> AdmissionConfig:
+        """Bounds and weights in force."""
         return self._config
 
     @property
     def num_waiting(self) -> int:
+        """Number of requests that wait, over all pools."""
         return sum(len(pool.lanes) for pool in self._pools.values())
 
     @property

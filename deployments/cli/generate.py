@@ -143,7 +143,7 @@ def _save(files: list[bytes], output: Path) -> list[Path]:
 
 
 def _file(path: Path, option: str) -> str:
-    """Return a file in base64. Raises: OptionError."""
+    """Return a file in base64. Raises OptionError."""
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:

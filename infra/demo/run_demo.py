@@ -236,10 +236,10 @@ def contact_sheet(images: Sequence[Image.Image], scale: int = 4) -> Image.Image:
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    table = Table("what", "answer", "stages in ms", "encodings cached", title="demo")
+    table = Table("what", "answer", "phases in ms", "encodings cached", title="demo")
     for row in rows:
-        stages = "  ".join(f"{stage} {row.timings_ms[stage]:.1f}" for stage in PHASES if stage in row.timings_ms)
-        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", stages, row.cache)
+        phases = "  ".join(f"{phase} {row.timings_ms[phase]:.1f}" for phase in PHASES if phase in row.timings_ms)
+        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", phases, row.cache)
     console.print(table)
 
 

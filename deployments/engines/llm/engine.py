@@ -140,6 +140,7 @@ class LLMEngine:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the KV cache, used and free."""
         return self._blocks.num_blocks
 
     @property

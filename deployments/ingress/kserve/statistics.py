@@ -137,7 +137,7 @@ class Statistics:
 async def statistics_of(
     repository: Repository, statistics: Statistics, model: str = "", version: str = ""
 ) -> list[ModelStatistics]:
-    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises: UnknownModel."""
+    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises UnknownModel."""
     return [statistics.of_model(name) for name in await repository.names(model, version)]
 
 

@@ -216,7 +216,7 @@ class _InferStream:
 
 
 def _terms_of(context: grpc.aio.ServicerContext) -> Terms:
-    """Return the terms of a call: its metadata, and gRPC's own deadline. Raises: InvalidRequest."""
+    """Return the terms of a call: its metadata, and gRPC's own deadline. Raises InvalidRequest."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     terms = read_terms(metadata, current_tenant.get())
     left_s = context.time_remaining()
