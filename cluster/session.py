@@ -28,6 +28,18 @@ from configs.cluster import ClusterConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
+__all__ = [
+    "SessionFile",
+    "SessionRecord",
+    "check_can_start",
+    "end_actors",
+    "join_ray",
+    "ray_session",
+    "record_folder",
+    "running_sessions",
+    "stop_session",
+]
+
 _STOP_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 20.0
 _POLL_S = 0.1

@@ -35,7 +35,7 @@ class PackedWeight(NamedTuple):
         if self.kind in DENSE_KINDS:
             return self.data[ids].float()
         if self.kind != GROUP_INT8:
-            return unpack_blocks(self.kind, self.data[ids])
+            return _unpack_blocks(self.kind, self.data[ids])
         return torch.cat([unpack_rows(self, row, row + 1) for row in ids.tolist()])
 
 
@@ -74,7 +74,7 @@ def unpack_rows(weight: PackedWeight, start: int, stop: int) -> torch.Tensor:
         return kernels.unpack_rows(PackedMatrix(*weight), start, stop)
     if weight.scales is not None:
         return _unpack_groups(weight.data, weight.scales, start, stop, weight.group_size)
-    return unpack_blocks(weight.kind, weight.data[start:stop])
+    return _unpack_blocks(weight.kind, weight.data[start:stop])
 
 
 def fits_kernel(weight: PackedWeight) -> bool:
@@ -82,7 +82,7 @@ def fits_kernel(weight: PackedWeight) -> bool:
     return weight.kind != GROUP_INT8 or not (weight.columns % _KERNEL_CHUNK or weight.group_size % _KERNEL_CHUNK)
 
 
-def unpack_blocks(kind: str, packed: torch.Tensor) -> torch.Tensor:
+def _unpack_blocks(kind: str, packed: torch.Tensor) -> torch.Tensor:
     """Return the elements of rows of whole blocks, (..., bytes) uint8 to (..., elements) float32."""
     elements, block_bytes = BLOCK_SIZES[kind]
     blocks = packed.reshape(-1, block_bytes)

@@ -17,9 +17,9 @@ from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, Pa
 from deployments.engines.nn.packed_weights import (
     UNPACKED_KINDS,
     PackedWeight,
+    _unpack_blocks,
     group_int8_weight,
     packed_weight,
-    unpack_blocks,
     unpack_rows,
 )
 from deployments.engines.protocol import EngineError
@@ -59,7 +59,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", UNPACKED_KINDS)
 def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
     weight, reference = random_weight(kind, 37, 768)
-    torch.testing.assert_close(unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(_unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
 
 
