@@ -76,7 +76,7 @@ from deployments.tasks import shared_task
 __all__ = ["Ingress", "create_http_app"]
 
 _DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference
-Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and
+Protocol of KServe and Triton (`/v2`). Every answer says how long each phase took: in the `Server-Timing` header, and
 under `/v1` in the field `timings_ms`."""
 
 

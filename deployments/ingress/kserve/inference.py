@@ -349,6 +349,6 @@ async def _infer_pipeline(service: Service, request: PipelineRequest, batch_size
 
 
 def _slowest(timings_ms: Sequence[TimingsMs]) -> TimingsMs:
-    """Return the longest time of each stage, of parts that ran side by side."""
-    stages = {stage: None for timings in timings_ms for stage in timings}
-    return {stage: max(timings.get(stage, 0.0) for timings in timings_ms) for stage in stages}
+    """Return the longest time of each phase, of parts that ran side by side."""
+    phases = {phase: None for timings in timings_ms for phase in timings}
+    return {phase: max(timings.get(phase, 0.0) for timings in timings_ms) for phase in phases}

@@ -91,7 +91,7 @@ class InferenceServicer:
     async def _model_infer(
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> messages.ModelInferResponse:
-        """The stage times are in the trailing metadata, in the form of the HTTP header."""
+        """The phase times are in the trailing metadata, in the form of the HTTP header."""
         current_terms.set(_terms_of(context))
         response = await self._inference.infer(await read_infer(request))
         timing = server_timing(response.timings_ms)
