@@ -19,6 +19,7 @@ class ProcessMark(NamedTuple):
 
     @classmethod
     def this(cls) -> ProcessMark:
+        """Return the mark of this process."""
         return cls(os.getpid(), psutil.Process().create_time())
 
     def seen(self) -> psutil.Process | None:

@@ -27,6 +27,18 @@ from configs.cluster import ClusterConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
+__all__ = [
+    "SessionFile",
+    "SessionRecord",
+    "check_can_start",
+    "end_actors",
+    "join_ray",
+    "ray_session",
+    "record_folder",
+    "running_sessions",
+    "stop_session",
+]
+
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
@@ -48,7 +60,7 @@ class SessionRecord:
 
     @property
     def alive(self) -> bool:
-        """True while that very process runs."""
+        """Return whether that very process runs."""
         try:
             process = psutil.Process(int(self.pid))  # a damaged record may hold anything
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
@@ -154,7 +166,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
                     logging_level="error",
                 )
         else:
-            ray.init(address=config.ray.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+            join_ray(str(config.ray.address))
     except (ConnectionError, ValueError, RuntimeError, OSError, AuthenticationError) as error:
         asked = "" if private or os.environ.get(_MODE) == "token" else f"; does it ask for a token? ({_MODE}=token)"
         raise SessionError(f"Ray cannot be {'started' if private else 'reached'}: {error}{asked}") from error
@@ -164,13 +176,38 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         ray.shutdown()
 
 
+def join_ray(address: str = "auto") -> None:
+    """Connect this process to a Ray that runs, by default that of this machine, where `atelier up` starts one.
+
+    Handles work in this process from then on. One that is connected stays as it is. Raises ConnectionError when there
+    is no Ray.
+    """
+    import ray
+
+    from cluster.loopback import ray_on_loopback
+
+    if ray.is_initialized():
+        return
+    # HAZARD: Ray takes 127.0.0.1 in an address for the machine's other one, and looks in vain for a Ray there.
+    is_private = address == "auto" and any(map(_is_on_loopback, _ray_processes()))
+    with ray_on_loopback() if is_private else contextlib.nullcontext():
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+
+
+def _is_on_loopback(pid: int) -> bool:
+    """Return whether a process of Ray listens on loopback, as its command line tells."""
+    with contextlib.suppress(psutil.Error):
+        return "--node-ip-address=127.0.0.1" in psutil.Process(pid).cmdline()
+    return False
+
+
 def _guard_ray_token() -> None:
     """Let nobody else join the Ray that this process starts: with a token in ~/.ray/auth_token, mode 0600.
 
     Ray's ports are open to the network, and who joins can run any code. Ray makes such a token itself, but in a file
-    that everybody may read. It stays at that place, because there other drivers of this user find it
-    (`ray.init(address="auto")`). Where the home folder cannot be written it is in `record_folder`. An environment that
-    names a token, or wants none (RAY_AUTH_MODE=disabled), is left as it is. Raises OSError, SessionError.
+    that everybody may read. It stays at that place, because there other drivers of this user find it (`join_ray`).
+    Where the home folder cannot be written it is in `record_folder`. An environment that names a token, or wants none
+    (RAY_AUTH_MODE=disabled), is left as it is. Raises OSError, SessionError.
     """
     # HAZARD: setting RAY_AUTH_MODE here would not reach Ray's own copy of it; `ray.init` sets both when it is unset.
     if os.environ.get(_MODE, "token") != "token" or os.environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH}:

@@ -11,7 +11,7 @@ from ray.util.metrics import Counter, Gauge, Histogram
 from weights.reading.report import Stage, StageFigures
 
 _TICK_BOUNDARIES_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
-_STAGE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
+_PHASE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
 
 
 def metrics_urls() -> list[str]:
@@ -24,15 +24,15 @@ def metrics_urls() -> list[str]:
 
 
 class RequestMetrics:
-    """Counters of a replica's requests: how many, the time in each stage, encodings by source, and bytes attached."""
+    """Counters of a replica's requests: how many, the time in each phase, encodings by source, and bytes attached."""
 
     def __init__(self) -> None:
         self._requests = Counter("atelier_requests_total", "Requests answered.", tag_keys=("kind", "model"))
-        self._stages = Histogram(
-            "atelier_stage_ms",
-            "Milliseconds that requests spent in a stage.",
-            boundaries=_STAGE_BOUNDARIES_MS,
-            tag_keys=("kind", "model", "stage"),
+        self._phases = Histogram(
+            "atelier_phase_ms",
+            "Milliseconds that requests spent in a phase.",
+            boundaries=_PHASE_BOUNDARIES_MS,
+            tag_keys=("kind", "model", "phase"),
         )
         self._encodings = Counter(
             "atelier_encodings_total", "Text encodings by where they came from.", tag_keys=("model", "source")
@@ -40,10 +40,10 @@ class RequestMetrics:
         self._attached = Counter("atelier_attached_bytes_total", "Bytes attached by switches.", tag_keys=("model",))
 
     def count_request(self, kind: str, model: str, timings_ms: Mapping[str, float]) -> None:
-        """Count an answered request and observe its milliseconds by stage."""
+        """Count an answered request and observe its milliseconds by phase."""
         self._requests.inc(1, {"kind": kind, "model": model})
-        for stage, ms in timings_ms.items():
-            self._stages.observe(ms, {"kind": kind, "model": model, "stage": stage})
+        for phase, ms in timings_ms.items():
+            self._phases.observe(ms, {"kind": kind, "model": model, "phase": phase})
 
     def count_encodings(self, model: str, hits: int, misses: int) -> None:
         """Count text encodings that came from the cache (hits) and from the encoder (misses)."""

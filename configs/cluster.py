@@ -171,6 +171,7 @@ class ModelReplicaConfig(ReplicaConfig):
 
     @property
     def torch_device(self) -> str:
+        """Device as torch names it: private memory of the host is its CPU."""
         return "cpu" if self.device == "cpu-private" else self.device
 
     @property

@@ -186,6 +186,7 @@ class PipelineConfig(StrictModel):
 
     @property
     def output_references(self) -> dict[str, Reference]:
+        """References to stages, by output."""
         found = {name: _parse_reference(text) for name, text in self.outputs.items()}
         return {name: reference for name, reference in found.items() if reference is not None}
 

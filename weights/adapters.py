@@ -38,6 +38,7 @@ class LoraPair:
 
     @property
     def rank(self) -> int:
+        """Rank of the two matrices."""
         return self.down.shape[0]
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraPair:

@@ -137,6 +137,7 @@ class WeightStore:
         raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})")
 
     def model_names(self) -> list[str]:
+        """Return the names of all models, sorted."""
         return sorted(file.parent.name for file in self.models.glob("*/manifest.json"))
 
     def manifests(self) -> dict[str, Manifest]:

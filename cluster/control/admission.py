@@ -61,10 +61,12 @@ class AdmissionQueue:
 
     @property
     def config(self) -> AdmissionConfig:
+        """Bounds and weights in force."""
         return self._config
 
     @property
     def num_waiting(self) -> int:
+        """Number of requests that wait, over all pools."""
         return sum(len(pool.lanes) for pool in self._pools.values())
 
     @property
@@ -76,7 +78,7 @@ class AdmissionQueue:
         if ticket in self._pool_of:
             raise ValueError(f"ticket {ticket} is in the queue already")
         pool = self._pool(ask.pool)
-        counts = self._counts.of(ask.model, ask.pool)
+        counts = self._counts.counts_of(ask.model, ask.pool)
         counts.arrivals.note_arrival(now_s)
         pool.told.note_arrival(ask.mark, now_s)
         self._num_arrived += 1
@@ -99,7 +101,7 @@ class AdmissionQueue:
         pool.told.note_arrival(ask.mark, now_s)
         refusal = self._forecast.why_untimely(pool, ask, now_s)
         if refusal is not None:
-            counts = self._counts.of(ask.model, ask.pool)
+            counts = self._counts.counts_of(ask.model, ask.pool)
             counts.arrivals.note_arrival(now_s)
             counts.refused += 1
         return refusal
@@ -110,7 +112,7 @@ class AdmissionQueue:
         No bound refuses it, and it keeps its place although there may be no room: nothing else starts there until then.
         """
         pool = self._pool(ask.pool)
-        self._counts.of(ask.model, ask.pool)
+        self._counts.counts_of(ask.model, ask.pool)
         self._num_arrived += 1
         waiting = Waiting(ticket, ask, self._num_arrived, arrived_s, self._forecast.cost_s(ask))
         pool.lanes.add(waiting)
@@ -145,7 +147,7 @@ class AdmissionQueue:
             return
         ended = pool.places.end(ticket, now_s)
         ask = ended.waiting.ask
-        self.ended.note(ended, now_s, switch_s, is_answered)
+        self.ended.note_end(ended, now_s, switch_s, is_answered)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         if switch_s > SWITCHED_S:
             self._times.note_switch(ask.model, switch_s)
@@ -180,7 +182,7 @@ class AdmissionQueue:
 
     def is_unplaced(self, ask: Ask, now_s: float) -> bool:
         """Return whether the placement has no replica for such a request: it waits for the controller."""
-        return self._placement.of(ask.pool, ask.model, now_s) == ()
+        return self._placement.replicas_of(ask.pool, ask.model, now_s) == ()
 
     def retune(self, config: AdmissionConfig) -> None:
         """Use other bounds and weights from now on. Who waits already stays."""
@@ -282,7 +284,7 @@ class AdmissionQueue:
             if (refusal := self._placement.refusal_of(ask.pool, ask.model, now_s)) is not None:
                 self._refuse(pool, waiting, refusal)
                 continue
-            among = self._placement.of(ask.pool, ask.model, now_s)
+            among = self._placement.replicas_of(ask.pool, ask.model, now_s)
             open_ = None if among is None else [name for name in among if name not in full]
             free = self._placement.free_of(ask.pool, ask.model, now_s)
             until_s = held_until_s(free, waiting, times.usual_latency_s(ask.work) if times else 0.0, now_s)
@@ -309,12 +311,12 @@ class AdmissionQueue:
             latency, start = times.latency_s(ask.work) if times else SharedSeconds(), (free or {}).get(replica)
             switch_s, is_alone = (start.switch_s, not start.is_beside) if start else (switch_s, False)
             pool.places.start_request(waiting, replica, now_s, latency, switch_s, is_alone)
-            self._counts.of(ask.model, ask.pool).started += 1
+            self._counts.counts_of(ask.model, ask.pool).started += 1
             yield Started(waiting.ticket, replica)
 
     def _is_full(self, name: str, pool: Pool, model: str, now_s: float) -> bool:
         """Return whether the placement leaves no room for any request of the model: none of them need be tried."""
-        among = self._placement.of(name, model, now_s)
+        among = self._placement.replicas_of(name, model, now_s)
         if among is None or self._placement.refusal_of(name, model, now_s) is not None:
             return False
         return not pool.places.has_room(_LEAST_SHARE, among)
@@ -323,7 +325,7 @@ class AdmissionQueue:
         pool.lanes.remove(waiting.ticket)
         pool.forget_waiting(waiting.ask.model)
         del self._pool_of[waiting.ticket]
-        self._counts.of(waiting.ask.model, waiting.ask.pool).refused += 1
+        self._counts.counts_of(waiting.ask.model, waiting.ask.pool).refused += 1
         self._refused.append(Refused(waiting.ticket, refusal))
 
     def _pool(self, name: str) -> Pool:

@@ -61,13 +61,13 @@ class Placement:
     chances: Mapping[str, float] = field(default_factory=dict)
     ready: Mapping[str, Collection[str]] = field(default_factory=dict)
 
-    def of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
+    def replicas_of(self, pool: str, model: str, now_s: float) -> tuple[str, ...] | None:
         """Return the replicas for a model; None for all."""
         return self.replicas.get((pool, model)) if now_s < self.until_s else None
 
     def models_of(self, pool: str, replica: str, models: Iterable[str], now_s: float) -> list[str]:
         """Return those of the models that may start on the replica."""
-        allowed = [(model, self.of(pool, model, now_s)) for model in models]
+        allowed = [(model, self.replicas_of(pool, model, now_s)) for model in models]
         return [model for model, replicas in allowed if replicas is None or replica in replicas]
 
     def free_of(self, pool: str, model: str, now_s: float) -> Mapping[str, FreeStart] | None:

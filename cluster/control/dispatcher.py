@@ -54,6 +54,7 @@ class Dispatcher:
 
     @property
     def config(self) -> AdmissionConfig:
+        """Bounds and weights in force."""
         return self._queue.config
 
     def submit(self, ask: Ask) -> int:

@@ -46,7 +46,7 @@ class EndedLog:
     _kept: deque[EndedRequest] = field(default_factory=lambda: deque(maxlen=MAX_KEPT))
     _num_ended: int = 0
 
-    def note(self, ended: Ended, now_s: float, switch_s: float, is_answered: bool) -> None:
+    def note_end(self, ended: Ended, now_s: float, switch_s: float, is_answered: bool) -> None:
         """Remember a request that ends now."""
         ask = ended.waiting.ask
         self._num_ended += 1

@@ -63,9 +63,9 @@ class _Run:
         share, passed_s = self.waiting.ask.share, now_s - self.started_s
         num_sharing = max(1.0, replica.used / share)
         busy_s = share * (replica.clock_at(now_s) - self.began)
-        expected_s = self.latency.of(passed_s / busy_s if busy_s > 0 else num_sharing)
+        expected_s = self.latency.seconds_among(passed_s / busy_s if busy_s > 0 else num_sharing)
         part = passed_s / expected_s if expected_s > 0 else 1.0
-        return max(0.0, 1 - part) * self.latency.of(num_sharing)
+        return max(0.0, 1 - part) * self.latency.seconds_among(num_sharing)
 
 
 @dataclass(slots=True)

@@ -38,7 +38,7 @@ class Seconds:
     _variance: float = 0.0  # of work
     _covariance: float = 0.0
 
-    def of(self, work: float) -> float:
+    def seconds_of(self, work: float) -> float:
         """Return the seconds that a request of that work takes; 0 before the first one."""
         return self._level * self._line(work)
 
@@ -46,10 +46,10 @@ class Seconds:
         """Return the seconds that a request of the mean work takes."""
         return self._level * self._seconds
 
-    def note(self, work: float, seconds: float, new_level: float = _NEW) -> None:
+    def note_seconds(self, work: float, seconds: float, new_level: float = _NEW) -> None:
         """Learn from a request, which has the weight `new_level` in the level."""
         if self._num > 1:
-            seconds = min(seconds, _MAX_FACTOR * self.of(work))
+            seconds = min(seconds, _MAX_FACTOR * self.seconds_of(work))
         self._num += 1
         new = max(_NEW_SHAPE, 1 / self._num)
         off, off_s = work - self._work, seconds - self._seconds
@@ -76,7 +76,7 @@ class SharedSeconds:
 
     seconds: tuple[float, ...] = (0.0,) * len(COMPANY)
 
-    def of(self, num_sharing: float) -> float:
+    def seconds_among(self, num_sharing: float) -> float:
         """Return the seconds where so many share the replica in the mean, the request itself among them."""
         return _between(self.seconds, num_sharing)
 
@@ -95,7 +95,7 @@ class Growth:
     _nums: list[float] = field(default_factory=lambda: [0.0] * len(COMPANY))  # of the requests that told them
     _mean_error: float = 0.0  # of the logarithm
 
-    def note(self, num_sharing: float, error: float) -> None:
+    def note_error(self, num_sharing: float, error: float) -> None:
         """Learn from a request which took `error` times what was to be expected."""
         place, part = _place_of(num_sharing)
         own_error = math.log(max(error, 1 / _MAX_FACTOR)) - self._mean_error
@@ -184,7 +184,7 @@ class ModelTimes:
 
     def latency_s(self, work: float) -> SharedSeconds:
         """Return the latency of a request of that work, in any company."""
-        return SharedSeconds(tuple(self.latency.of(work * factor) for factor in self._factors))
+        return SharedSeconds(tuple(self.latency.seconds_of(work * factor) for factor in self._factors))
 
     def usual_latency_s(self, work: float) -> float:
         """Return the latency of a request of that work in the company that there was of late."""
@@ -217,10 +217,12 @@ class ModelTimes:
         new = max(_NEW, 1 / self._num_fresh)
         if self.num_measured > 1:
             self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
-        self.busy.note(work, busy_s, new)
-        self.growth.note(num_sharing, error if new < 1 else 1.0)  # what is known anew is the level, not the company
+        self.busy.note_seconds(work, busy_s, new)
+        self.growth.note_error(
+            num_sharing, error if new < 1 else 1.0
+        )  # what is known anew is the level, not the company
         self._factors = self.growth.factors()
-        self.latency.note(self._weighed(work, num_sharing), latency_s, new)
+        self.latency.note_seconds(self._weighed(work, num_sharing), latency_s, new)
         self.usual_s += new * (latency_s - self.usual_s)
         self.usual_sharing += new * (num_sharing - self.usual_sharing)
         fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
@@ -233,7 +235,7 @@ class ModelTimes:
         return work * _between(self._factors, num_sharing)
 
     def _expected_s(self, work: float, num_sharing: float) -> float:
-        return self.latency.of(self._weighed(work, num_sharing))
+        return self.latency.seconds_of(self._weighed(work, num_sharing))
 
 
 class ServiceTimes:
@@ -312,7 +314,7 @@ class ModelCounts:
     def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
         return iter(self._models.items())
 
-    def of(self, model: str, pool: str) -> RequestCounts:
+    def counts_of(self, model: str, pool: str) -> RequestCounts:
         """Return the counts of a model that a request came for."""
         counts = self._models.setdefault(model, RequestCounts(pool))
         self._models.move_to_end(model)

@@ -97,6 +97,7 @@ class SharedQueueClient:
 
     @property
     def config(self) -> AdmissionConfig:
+        """Bounds and weights in force, as far as they are known here."""
         return self._config
 
     def start(self) -> None:
@@ -140,16 +141,16 @@ class SharedQueueClient:
         return len(self._lists.get(pool, ()))
 
     async def retune(self, config: AdmissionConfig) -> None:
-        """Use other bounds and weights from now on, in the whole cluster. Raises: QueueAway."""
+        """Use other bounds and weights from now on, in the whole cluster. Raises QueueAway."""
         await self._asked(SharedQueue.retune, config)
         self._config = config
 
     async def snapshot(self) -> AdmissionSnapshot:
-        """Return the state of the queue, the requests of all ingresses. Raises: QueueAway."""
+        """Return the state of the queue, the requests of all ingresses. Raises QueueAway."""
         return await self._asked(SharedQueue.snapshot)
 
     async def ended_requests(self, number: int | None) -> EndedRequests:
-        """Return the requests of all ingresses that have ended, from a number on. Raises: QueueAway."""
+        """Return the requests of all ingresses that have ended, from a number on. Raises QueueAway."""
         return await self._asked(SharedQueue.ended_requests, number)
 
     def close(self) -> None:

@@ -113,7 +113,7 @@ class WorkerState:
 
     @property
     def is_stale(self) -> bool:
-        """True when its figures are too old to give it orders."""
+        """Return whether its figures are too old to give it orders."""
         return self.age_s > STALE_S
 
 

@@ -123,7 +123,7 @@ def plan_unseen_door(haproxy: HaproxyConfig) -> DoorPlan:
 def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:
     """Choose free ports and make the private folder of HAProxy's files.
 
-    Raises: ProxyUnavailable when HAProxy cannot be used here; SessionError when a port that the config asks for is
+    Raises ProxyUnavailable when HAProxy cannot be used here; SessionError when a port that the config asks for is
     taken.
     """
     _check_haproxy_runs()

@@ -122,7 +122,7 @@ class _DoorProcess(HAProxyApi):
     ) -> None:
         """Wait until the admin socket is answered by this very process. Serve looks twice a second.
 
-        Raises: RuntimeError, with what HAProxy says, when it ends or does not answer in time.
+        Raises RuntimeError, with what HAProxy says, when it ends or does not answer in time.
         """
         deadline_s = time.monotonic() + timeout_s
         while await self._get_running_pid() != proc.pid:

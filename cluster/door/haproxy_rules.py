@@ -101,7 +101,7 @@ def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
 
     `max_requests` for inference are passed on to a replica at once.
 
-    Raises: ValueError when a line that has to change is not there, as may be with another version of Ray.
+    Raises ValueError when a line that has to change is not there, as may be with another version of Ray.
     """
     public = "*" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host  # noqa: S104  # asked for
     changes = {

@@ -72,6 +72,7 @@ class LoadClock(StageClock):
         super().add_bytes(stage, nbytes)
 
     def came_from(self, source: Source, nbytes: int) -> None:
+        """Count bytes by where they came from."""
         with self._counting:
             self._sources[source] += nbytes
 

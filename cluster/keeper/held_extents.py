@@ -147,6 +147,7 @@ class HeldExtents:
             return not (self._queue or plan.missing_bytes or plan.recall)
 
     def loaded(self, id_: str, ref: Any, view: ByteArray, source: Source) -> None:
+        """Take in an extent that was loaded, and wake who waits for it."""
         with self._changed:
             extent, arrival = self._coming.pop(id_)
             held = Held(extent, ref, view, source)
@@ -304,11 +305,13 @@ class HeldExtents:
             return True
 
     def held(self, id_: str) -> Held | None:
+        """Return the extent that is here; None when it is not."""
         with self._changed:
             entry = self._book.entries.get(id_)
             return entry.thing if entry and entry.is_here else None
 
     def ids(self) -> list[str]:
+        """Return the ids of all that is here."""
         with self._changed:
             return [entry.key for entry in self._book.entries.values() if entry.is_here]
 
@@ -318,6 +321,7 @@ class HeldExtents:
             return residents_of(self._book, ids)
 
     def totals(self) -> Totals:
+        """Return the counts and bytes of what is here, at one moment."""
         with self._changed:
             return totals_of(self._book, num_coming=len(self._coming))
 

@@ -128,7 +128,7 @@ class Recalls:
             line.wake()
 
     def forget_declined(self) -> None:
-        """Somebody else asks from now on: perhaps it is not used any more."""
+        """Forget who declined: somebody else asks from now on, and perhaps it is not used any more."""
         declined, self._declined = self._declined, set()
         for entry, holder in declined:
             if holder in self._lines and not entry.is_gone:

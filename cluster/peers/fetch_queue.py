@@ -220,7 +220,7 @@ class FetchQueue:
         return Read(id_)
 
     def _is_storage_best(self, now_s: float) -> bool:
-        """True when storage is clearly faster, as measured on both sides.
+        """Return whether storage is clearly faster, as measured on both sides.
 
         Then there is no reason to wait for a copy.
         """

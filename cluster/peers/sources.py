@@ -94,7 +94,7 @@ class PeerRecord:
         return self.bandwidth.gbps if now_s - self.measured_s < FORGET_S else None
 
     def is_recent(self, now_s: float) -> bool:
-        """True while anything in the record still counts."""
+        """Return whether anything in the record still counts."""
         return self.gbps(now_s) is not None or now_s < max(self.avoided_until_s, self.busy_until_s)
 
     def observe(self, nbytes: int, seconds: float, num_sharing: float, now_s: float) -> PeerRecord:

@@ -63,7 +63,7 @@ class ModelRecord:
 
     @property
     def serves(self) -> bool:
-        """True when some version of it is in the store."""
+        """Return whether some version of it is in the store."""
         return self.kind is not None
 
 

@@ -139,7 +139,7 @@ class ManifestCache:
         self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
 
     def has(self, model: str, fingerprint: str) -> bool:
-        """True when that version is in the cache."""
+        """Return whether that version is in the cache."""
         return (model, fingerprint) in self._readings
 
     async def get(self, model: str, fingerprint: str) -> Manifest:

@@ -94,7 +94,7 @@ class Controlled:
             ask = Ask(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
             self._queue.submit(ticket, ask, self._world.now_s)
         self._pump()
-        if not self._placement.of(POOL, request.model, self._world.now_s):
+        if not self._placement.replicas_of(POOL, request.model, self._world.now_s):
             self._tick_soon(NEWS_S)
 
     def on_worker(self, worker: WorkerInWorld) -> None:

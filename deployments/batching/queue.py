@@ -43,6 +43,7 @@ class QueuedRequest:
 
     @property
     def num_left(self) -> int:
+        """Number of items that no batch has taken yet."""
         return len(self.items) - self.next_item
 
     def cost(self, start: int, stop: int) -> int:

@@ -32,7 +32,7 @@ from deployments.bench.door_overload import (
     measure_kill,
     measure_overload,
 )
-from deployments.bench.door_report import DOORS, INFINITY, STOCK, find_targets, latency_table, say, show
+from deployments.bench.door_report import DOORS, INFINITY, STOCK, find_targets, print_latencies, say
 from deployments.bench.door_requests import ADDER, FLUX, MINILM, NUM_CACHED, STEPS, Requests
 from deployments.bench.encode_servers import free_port, infinity_environment, infinity_server, minilm_folder
 from deployments.bench.peer import Peer
@@ -212,7 +212,7 @@ def _latencies(sides: _Sides, requests: Requests, effort: Effort, most_callers: 
                 for name in list(ways)[:: -1 if turn % 2 else 1]:
                     rounds.setdefault(name, []).append(ways[name]())
             found[kind][str(num_callers)] = {name: latency_figures(outcomes) for name, outcomes in rounds.items()}
-        show(latency_table({kind: found[kind]}))
+        print_latencies({kind: found[kind]}, is_error=True)
     return found
 
 

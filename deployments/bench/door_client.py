@@ -44,7 +44,7 @@ class Client:
     async def ask(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         """Send a request, with a body as JSON where there is one, and return its answer.
 
-        Whoever is cancelled closes the connection. Raises: OSError when there is no connection or it breaks,
+        Whoever is cancelled closes the connection. Raises OSError when there is no connection or it breaks,
         TimeoutError after `TIMEOUT_S`.
         """
         head = self._head + "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())

@@ -28,12 +28,14 @@ class Target:
 
     @property
     def verdict(self) -> str:
+        """Verdict in words: met, missed or not measured."""
         if self.figure is None:
             return "not measured"
         met = self.figure >= self.limit if self.is_floor else self.figure <= self.limit
         return "met" if met else "missed"
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the target and its verdict, JSON-able."""
         bound = {"at_least" if self.is_floor else "at_most": self.limit}
         return {"what": self.what, "figure": self.figure, **bound, "unit": self.unit, "verdict": self.verdict}
 

@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def is_good(self) -> bool:
-        """True when it was answered, and within its deadline where it had one."""
+        """Return whether it was answered, and within its deadline where it had one."""
         return self.status == 200 and (self.timeout_s is None or self.latency_s <= self.timeout_s)
 
 

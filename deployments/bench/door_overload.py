@@ -26,7 +26,7 @@ from deployments.bench.door_figures import (
     work_rate,
 )
 from deployments.bench.door_load import Ask, LoadGenerator, Outcome
-from deployments.bench.door_report import load_table, say, show
+from deployments.bench.door_report import print_loads, say
 from deployments.bench.door_requests import Requests
 from deployments.bench.figures import percentile
 from deployments.bench.machine import own_memory_bytes
@@ -81,13 +81,13 @@ def measure_overload(load: LoadGenerator, url: str, requests: Requests, effort: 
             # From the first deadline on: until then there are fewer answers than later, because nothing was under way.
             name = f"{factor:g} x capacity"
             loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"], effort.deadline_s, effort.load_s)
-            show(load_table({name: loads[name]}))
+            print_loads({name: loads[name]}, is_error=True)
         for number in effort.bursts:
             asks = [replace(ask, timeout_s=effort.burst_deadline_s) for ask in requests.draw_mix(number)]
             outcomes = _loaded(load, url, asks)
             name = f"{number} at once"
             loads[name] = overload_figures(outcomes, costs_s, peak["work_rate"])
-            show(load_table({name: loads[name]}))
+            print_loads({name: loads[name]}, is_error=True)
     memory_bytes.append(_ingress_bytes())
     return {
         "peak": peak,

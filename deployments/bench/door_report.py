@@ -9,15 +9,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from deployments.bench.door_figures import Target
+from deployments.cli.output import Column, print_line, print_table
 
 DOORS: Final = {"haproxy": "atelier", "serve": "Serve's proxy"}
 STOCK, INFINITY = "stock", "infinity-emb"
 MIB: Final = 2**20
 MAX_GROWTH_BYTES: Final = 128 * MIB  # of the ingress under overload
 MAX_MORE_FILES: Final = 8
+_LATENCY_COLUMNS: Final = (
+    Column("request", "text"),
+    Column("callers", align="right"),
+    Column("side", "text"),
+    *(Column(header, align="right") for header in ("requests/s", "p50 ms", "p99 ms")),
+)
+_LOAD_COLUMNS: Final = (
+    Column("load", "text"),
+    *(
+        Column(header, align="right")
+        for header in ("sent", "in time", "429", "of peak", "of admitted", "p50 ms", "Retry-After")
+    ),
+)
+_TARGET_COLUMNS: Final = (Column("target", "text"), Column("figure", align="right"), Column("bound"), Column(""))
 
 
 def find_targets(found: Mapping[str, Any]) -> list[Target]:
@@ -60,12 +74,7 @@ def _ratio(figures: Mapping[str, Any], num_callers: str, one: str, other: str, n
 
 def say(text: str) -> None:
     """Tell on stderr how far the measurement is."""
-    show(f"[{time.strftime('%H:%M:%S')}] {text}")
-
-
-def show(part: str | Table) -> None:
-    """Show on stderr what is there already."""
-    Console(stderr=True).print(part, markup=False)
+    Console(stderr=True).print(f"[{time.strftime('%H:%M:%S')}] {text}", markup=False)
 
 
 def print_door_figures(figures: dict[str, Any], as_json: bool) -> None:
@@ -73,46 +82,46 @@ def print_door_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    console = Console()
     for kinds in figures["doors"].values():
-        console.print(latency_table(kinds))
-    console.print(load_table(figures["overload"]["loads"]))
-    console.print(_show_targets(figures["targets"]))
+        print_latencies(kinds)
+    print_loads(figures["overload"]["loads"])
+    _print_targets(figures["targets"])
     for line in _show_lines(figures):
-        console.print(line)
+        print_line(line)
 
 
-def latency_table(kinds: Mapping[str, Any]) -> Table:
-    """Return figures by kind, number of callers and side as a table."""
-    table = Table("request", "callers", "side", "requests/s", "p50 ms", "p99 ms")
+def print_latencies(kinds: Mapping[str, Any], *, is_error: bool = False) -> None:
+    """Print figures by kind, number of callers and side as a table, `is_error` on stderr."""
+    rows = []
     for kind, by_callers in kinds.items():
         for num_callers, sides in by_callers.items():
             for side, one in sides.items():
                 rate = f"{one['requests_per_s']:.1f}"
-                table.add_row(kind, num_callers, side, rate, _shown(one["p50_ms"]), _shown(one["p99_ms"]))
+                rows.append([kind, num_callers, side, rate, _shown(one["p50_ms"]), _shown(one["p99_ms"])])
                 if one["gap_p50_ms"] is not None:
-                    table.add_row("  first token", "", "", "", _shown(one["first_p50_ms"]), "")
-                    table.add_row("  gap", "", "", "", _shown(one["gap_p50_ms"]), "")
-    return table
+                    rows.append([f"{kind}: first token", "", "", "", _shown(one["first_p50_ms"]), ""])
+                    rows.append([f"{kind}: gap", "", "", "", _shown(one["gap_p50_ms"]), ""])
+    print_table(_LATENCY_COLUMNS, rows, title="latency", is_error=is_error)
 
 
-def load_table(loads: Mapping[str, Any]) -> Table:
-    """Return the figures of loads by name as a table."""
-    table = Table("load", "sent", "in time", "429", "goodput / peak", "in time / admitted", "p50 ms", "Retry-After")
+def print_loads(loads: Mapping[str, Any], *, is_error: bool = False) -> None:
+    """Print the figures of loads by name as a table, `is_error` on stderr."""
+    rows = []
     for name, load in loads.items():
         counts = [str(load[key]) for key in ("num_requests", "num_good", "num_refused")]
         shares = [_shown(load["goodput_share"], "{:.0%}"), _shown(load["in_time_share"], "{:.0%}")]
         retry = _shown(load["retry_after"]["median_error"], "{:.0%} off")
-        table.add_row(name, *counts, *shares, _shown(load["p50_ms"]), retry)
-    return table
+        rows.append([name, *counts, *shares, _shown(load["p50_ms"]), retry])
+    print_table(_LOAD_COLUMNS, rows, title="overload", is_error=is_error)
 
 
-def _show_targets(targets: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("target", "figure", "bound", "")
+def _print_targets(targets: Sequence[Mapping[str, Any]]) -> None:
+    rows = []
     for one in targets:
         sign, bound = (">=", one["at_least"]) if "at_least" in one else ("<=", one["at_most"])
-        table.add_row(one["what"], _shown(one["figure"], "{:.2f}"), f"{sign} {bound:.4g} {one['unit']}", one["verdict"])
-    return table
+        limit = f"{sign} {bound:.4g} {one['unit']}"
+        rows.append([one["what"], _shown(one["figure"], "{:.2f}"), limit, one["verdict"]])
+    print_table(_TARGET_COLUMNS, rows, title="targets")
 
 
 def _show_lines(figures: Mapping[str, Any]) -> list[str]:

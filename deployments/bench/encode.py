@@ -21,8 +21,6 @@ from typing import Any, Final
 
 import numpy as np
 from ray import serve
-from rich.console import Console
-from rich.table import Table
 
 from deployments.bench.encode_cache import live_entries, measure_nodes
 from deployments.bench.encode_load import (
@@ -48,6 +46,7 @@ from deployments.bench.encode_servers import (
     write_t5,
 )
 from deployments.bench.figures import percentile, summary
+from deployments.cli.output import Column, print_line, print_table
 from deployments.cli.running import cluster_up
 
 OURS: Final = "atelier"
@@ -212,45 +211,46 @@ def print_encode_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    console = Console()
-    console.print(_show_throughput(figures["throughput"]))
-    console.print(_show_padding(figures["throughput"]))
+    _print_throughput(figures["throughput"])
+    _print_padding(figures["throughput"])
     for model, found in figures["reload_ms"].items():
-        console.print(f"{model} loaded for each request: {found['p50']:.0f} ms per request ({_range(found)})")
-    console.print(_show_hits(figures))
+        print_line(f"{model} loaded for each request: {found['p50']:.0f} ms per request ({_range(found)})")
+    _print_hits(figures)
     for line in _show_lines(figures):
-        console.print(line)
+        print_line(line)
 
 
-def _show_throughput(models: dict[str, Any]) -> Table:
-    table = Table("requests over HTTP", "side", "requests/s", "range", "p50 ms", "p99 ms", "Atelier / peer")
+def _print_throughput(models: dict[str, Any]) -> None:
+    rows, ratios = [], []
     for model, found in models.items():
         for num_callers, sides in found["callers"].items():
-            ratio = sides["ratio"]
-            shown = f"{ratio['median']:.2f} ({ratio['range'][0]:.2f} to {ratio['range'][1]:.2f})"
+            load, ratio = f"{model}, {num_callers} callers", sides["ratio"]
+            low, high = ratio["range"]
+            ratios.append(f"{load}: Atelier / peer {ratio['median']:.2f} ({low:.2f} to {high:.2f})")
             for name in [name for name in sides if name not in ("ratio", "padding")]:
                 one = sides[name]
                 rates = f"{one['range'][0]:.1f} to {one['range'][1]:.1f}"
                 times = [f"{one[key]:.1f}" for key in ("p50_ms", "p99_ms")]
-                row = f"{model}, {num_callers} callers"
-                table.add_row(row, name, f"{one['requests_per_s']:.1f}", rates, *times, shown)
-    return table
+                rows.append([load, name, f"{one['requests_per_s']:.1f}", rates, *times])
+    figures = (Column(header, align="right") for header in ("requests/s", "range", "p50 ms", "p99 ms"))
+    print_table((Column("requests", "text"), Column("side", "text"), *figures), rows, title="over HTTP")
+    for line in ratios:
+        print_line(line)
 
 
-def _show_padding(models: dict[str, Any]) -> Table:
-    table = Table(
-        "padding, of all positions", "Atelier", "in order of arrival, same batches", "batches of 32", "texts/batch"
-    )
+def _print_padding(models: dict[str, Any]) -> None:
+    rows = []
     for model, found in models.items():
         for num_callers, sides in found["callers"].items():
             one = sides["padding"]
             shares = [f"{one[name]:.1%}" for name in ("counted", "arrival_same_size", "arrival_max_size")]
-            table.add_row(f"{model}, {num_callers} callers", *shares, f"{one['texts_per_batch']:.1f}")
-    return table
+            rows.append([f"{model}, {num_callers} callers", *shares, f"{one['texts_per_batch']:.1f}"])
+    headers = ("Atelier", "as they came", "as they came, by 32", "texts/batch")
+    columns = (Column("requests", "text"), *(Column(header, align="right") for header in headers))
+    print_table(columns, rows, title="padding, of all positions")
 
 
-def _show_hits(figures: dict[str, Any]) -> Table:
-    table = Table("the same text again", "p50 ms", "p95 ms", "range")
+def _print_hits(figures: dict[str, Any]) -> None:
     rows = {
         f"{model}, {where}": found[key]
         for model, found in figures["hits"].items()
@@ -259,9 +259,9 @@ def _show_hits(figures: dict[str, Any]) -> Table:
     rows |= {
         f"{what}, {place}": found for what, places in figures["lookups"].items() for place, found in places.items()
     }
-    for name, found in rows.items():
-        table.add_row(name, f"{found['p50']:.2f}", f"{found['p95']:.2f}", _range(found))
-    return table
+    columns = (Column("where", "text"), *(Column(one, align="right") for one in ("p50 ms", "p95 ms")))
+    cells = [[name, f"{found['p50']:.2f}", f"{found['p95']:.2f}", _range(found)] for name, found in rows.items()]
+    print_table((*columns, Column("range", align="right")), cells, title="the same text again")
 
 
 def _show_lines(figures: dict[str, Any]) -> list[str]:

@@ -59,6 +59,7 @@ class Load:
 
     @property
     def requests_per_s(self) -> float:
+        """Requests per second over the whole round."""
         return len(self.latencies_s) / self.wall_s
 
 

@@ -111,6 +111,7 @@ class EncoderCounts:
     shared_errors: int
 
     def since(self, before: EncoderCounts) -> EncoderCounts:
+        """Return what was counted after an earlier snapshot."""
         return EncoderCounts(*(getattr(self, name) - getattr(before, name) for name in self.__slots__))
 
     @property

@@ -73,6 +73,7 @@ class Case:
 
     @property
     def name(self) -> str:
+        """Name as llama-bench writes it, such as "pp512" or "tg128 @ d4096"."""
         parts = [f"pp{self.n_prompt}"] * bool(self.n_prompt) + [f"tg{self.n_gen}"] * bool(self.n_gen)
         depth = f" @ d{self.depth}" if self.depth else ""
         return "+".join(parts) + depth + (f" x {self.num_parallel}" if self.num_parallel > 1 else "")
@@ -100,6 +101,7 @@ class BenchSettings:
 
     @property
     def context(self) -> int:
+        """Tokens of the longest case, and two more."""
         return max(case.depth + case.n_prompt + case.n_gen for case in self.cases) + 2
 
 

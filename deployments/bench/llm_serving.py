@@ -52,6 +52,7 @@ class RequestTimes:
 
     @property
     def ttft_ms(self) -> float:
+        """Milliseconds from the request to its first token."""
         return (self.first_s - self.arrival_s) * 1e3
 
     @property

@@ -27,8 +27,6 @@ from typing import Any
 import psutil
 import ray
 import torch
-from rich.console import Console
-from rich.table import Table
 from xxhash import xxh3_128
 
 from cluster.keeper.actor import keeper_class
@@ -36,6 +34,7 @@ from cluster.keeper.ray_extents import RayExtents
 from deployments.bench import load_peers
 from deployments.bench.machine import private_ray, touch_memory
 from deployments.bench.synthetic import write_flux_transformer
+from deployments.cli.output import Column, print_line, print_table
 from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loading.views import attach
@@ -353,31 +352,31 @@ def print_load_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(figures) + "\n")
         return
-    console = Console()
     warm = figures["warm"]
-    table = Table("loader", "cold GB/s", "range", "warm GB/s", "range", "peak RSS")
+    rows = []
     for name, gbps, rss in _load_rows(figures):
         low, high = figures["range_gbps"].get(name, (gbps, gbps))
         raw = {"raw O_DIRECT": warm["raw_gbps"], "raw O_DIRECT beside a core that hashes": warm["raw_busy_gbps"]}
         warm_gbps = {"ours": warm["ours_gbps"], **raw, **warm["peers"]}[name]
         warm_low, warm_high = warm["range_gbps"].get(name, (warm_gbps, warm_gbps))
-        table.add_row(
-            name,
+        cells = [
             f"{gbps:.2f}",
             f"{low:.2f} to {high:.2f}",
             f"{warm_gbps:.2f}",
             f"{warm_low:.2f} to {warm_high:.2f}",
-            f"{rss / 1e9:.2f} GB" if rss else "",
-        )
-    console.print(table)
+            f"{rss / 1e9:.2f}" if rss else "",
+        ]
+        rows.append([name, *cells])
+    headers = ("cold GB/s", "range", "warm GB/s", "range", "peak GB")
+    print_table((Column("loader", "text"), *(Column(header, align="right") for header in headers)), rows)
     best = figures["ratio_best_peer"]
-    console.print(
+    print_line(
         f"{figures['bytes'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, medians of {figures['rounds']} rounds; "
         f"raw reads {figures['raw_reads']}; ours / raw {figures['ratio_raw']:.2f}"
         + (f", ours / best peer {best:.2f}" if best else "")
         + "; "
         f"verification costs {figures['verification_cost']:.1%}; "
-        + ("all loaders gave the same bytes" if figures["verified"] else "[red]loaders gave DIFFERENT bytes[/red]")
+        + ("all loaders gave the same bytes" if figures["verified"] else "loaders gave DIFFERENT bytes")
     )
 
 

@@ -20,9 +20,6 @@ from itertools import pairwise, product
 from multiprocessing import get_context
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-
 from cluster.control.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
 from cluster.control.checking import usable_state
 from cluster.control.state import Components, ModelState, SloClass, WorkerState
@@ -32,6 +29,7 @@ from cluster.simulator.running import POLICIES, PolicyName, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import poisson, zipf_shares
+from deployments.cli.output import Column, print_line, print_table
 
 GB: Final = 10**9
 TARGET: Final = SloClass("bench", 30.0)
@@ -39,6 +37,7 @@ TARGET: Final = SloClass("bench", 30.0)
 SWITCHES: Final = {"measured, demo models": 0.0018, "30 GB at 25 GB/s": 30 / 25, "30 GB at 6 GB/s": 30 / 6}
 ZIPF_LOADS: Final = (0.5, 1.5, 3.0, 4.5)  # requests per second for 4 workers that can do 5.7
 SIZING_SLO: Final = 0.95
+_HEADERS: Final = {"slo_attainment": "in time", "mean_s": "mean s", "p95_s": "p95 s", "p99_s": "p99 s"}
 TITLES: Final = {"oracle": "latency over the oracle's", "sizing": "workers for 95 % within 30 s"}
 
 
@@ -221,26 +220,34 @@ def measure_schedule(num_seeds: int, parts: Iterable[str] = PARTS) -> Iterator[t
 
 def print_schedule_figures(figures: Iterable[tuple[str, Any]], as_json: bool) -> None:
     """Print each part as soon as it is there: tables, or one JSON object that grows."""
-    console = Console()
     for number, (name, part) in enumerate(figures):
         if as_json:
             sys.stdout.write(("{" if not number else ", ") + f"{json.dumps(name)}: {json.dumps(part)}")
             sys.stdout.flush()
         elif isinstance(part, dict):
-            console.print(name, {key: round(value, 1) for key, value in part.items()})
+            print_line(f"{name}: {', '.join(f'{key} {value:.1f}' for key, value in part.items())}")
+        elif "policy" in part[0]:  # the rest is in the JSON
+            known = ("rate", "policy", "switches", "goodput", "slo_attainment", "mean_s", "p95_s", "p99_s")
+            columns = [Column(_HEADERS.get(key, key), align="left" if key == "policy" else "right") for key in known]
+            print_table(columns, [[_cell(row[key]) for key in known] for row in part], title=name)
+        elif next(iter(part[0])) == "rate":
+            _print_by_rate(TITLES.get(name, name), part)
         else:
-            known = ("rate", "policy", "switches", "goodput", "slo_attainment", "mean_s", "p50_s", "p95_s", "p99_s",
-                     "coldest_wait_s", "jain", "moved_bytes")  # fmt: skip
-            _print_rows(console, TITLES.get(name, name), known if "policy" in part[0] else tuple(part[0]), part)
+            columns = [Column(key.replace("_", " "), "text" if key == "switch" else "whole") for key in part[0]]
+            print_table(
+                columns, [[_cell(value) for value in row.values()] for row in part], title=TITLES.get(name, name)
+            )
     if as_json:
         sys.stdout.write("}\n")
 
 
-def _print_rows(console: Console, title: str, keys: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(*keys, title=title)
-    for row in rows:
-        table.add_row(*(_cell(row[key]) for key in keys))
-    console.print(table)
+def _print_by_rate(title: str, found: Sequence[dict[str, Any]]) -> None:
+    """Print a row for each figure, of a policy mostly, and a column for each rate."""
+    names = [name for name in found[0] if name != "rate"]
+    columns = [Column("requests/s"), *(Column(_cell(one["rate"]), align="right") for one in found)]
+    print_table(
+        columns, [[name.replace("_", " "), *(_cell(one[name]) for one in found)] for name in names], title=title
+    )
 
 
 def _cell(value: Any) -> str:

@@ -95,7 +95,7 @@ class _Answer:
 
     @property
     def is_cached(self) -> bool | None:
-        """True when every text came from the cache; None when no text encoder was asked."""
+        """Return whether every text came from the cache; None when no text encoder was asked."""
         use = self.details.get("encoder_cache")
         return use["hits"] > 0 and use["misses"] == 0 if use else None
 

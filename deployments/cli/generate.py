@@ -78,11 +78,11 @@ def generate(
         return
     for path in paths:
         _out.print(f"wrote {path}", markup=False, soft_wrap=True)
-    stages = "  ".join(f"{stage} {ms:.0f}" for stage, ms in details["timings_ms"].items())
+    phases = "  ".join(f"{phase} {ms:.0f}" for phase, ms in details["timings_ms"].items())
     seed_used = (
         f"seed {details['seed']}   " if details.get("seed") is not None else ""
     )  # a pipeline has none of its own
-    _out.print(f"{seed_used}ms: {stages}")
+    _out.print(f"{seed_used}ms: {phases}")
     for warning in details["warnings"]:
         _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
 
@@ -143,7 +143,7 @@ def _save(files: list[bytes], output: Path) -> list[Path]:
 
 
 def _file(path: Path, option: str) -> str:
-    """Return a file in base64. Raises: OptionError."""
+    """Return a file in base64. Raises OptionError."""
     try:
         return base64.b64encode(path.read_bytes()).decode()
     except OSError as error:

@@ -51,12 +51,20 @@ def print_line(text: str, style: str = "") -> None:
 
 
 def print_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], *, wide: bool = False, title: str = ""
+    columns: Sequence[Column],
+    rows: Sequence[Sequence[str]],
+    *,
+    wide: bool = False,
+    title: str = "",
+    is_error: bool = False,
 ) -> None:
-    """Print a table; rows have a cell for every column, those of `--wide` as well. Without rows nothing is printed."""
+    """Print a table, `is_error` on stderr; rows have a cell for every column, those of `--wide` as well.
+
+    Without rows nothing is printed.
+    """
     if not rows:
         return
-    console = Console()
+    console = Console(stderr=is_error)
     shown = [index for index, column in enumerate(columns) if wide or not column.only_wide]
     lines = _layout(
         [columns[index] for index in shown],

@@ -51,7 +51,7 @@ def simulate_trace(
         typer.Option(min=0.01, max=1, help="Find the workers that keep this share in target, at most --workers."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals and of draws.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
+    chart: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
     wide: Wide = False,
     as_json: Json = False,
@@ -83,22 +83,22 @@ def simulate_trace(
     if sizing is not None:
         _print_sizing(scenario, policies, sizing, seed, as_json)
         return
-    runs = [_run(scenario, name, seed, picture if name == policies[0] else None) for name in policies]
+    runs = [_run(scenario, name, seed, chart if name == policies[0] else None) for name in policies]
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in runs]})
     else:
         _print_figures(runs, wide=wide)
 
 
-def _run(scenario: Scenario, policy: PolicyName, seed: int, picture: Path | None) -> RunFigures:
-    """Simulate a scenario, and draw it into the file `picture`."""
+def _run(scenario: Scenario, policy: PolicyName, seed: int, chart: Path | None) -> RunFigures:
+    """Simulate a scenario, and draw it into the file `chart`."""
     num_requests = len(scenario.requests)
     with _err.status(f"simulating {num_requests} requests under {policy}"):
         figures, world = simulate(scenario, policy, seed)
-    if picture is not None:
-        from cluster.simulator.picture import picture_of
+    if chart is not None:
+        from cluster.simulator.chart import chart_of
 
-        _write(picture, picture_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
+        _write(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
     return figures
 
 

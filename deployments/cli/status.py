@@ -31,7 +31,7 @@ RESIDENCY_COLUMNS: Final = (
     Column("where"),
     Column("resident", align="right"),
     Column("of", align="right", only_wide=True),
-    Column("used", align="right", only_wide=True),
+    Column("uses", align="right", only_wide=True),
     Column("switch", align="right"),
     Column("why it stays", "text"),
 )
@@ -91,7 +91,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     _print_queue(cluster.get("admission"), wide)
     print_line("")
     for encoder in cluster["text_encoders"]:
-        _print_replica("text encoder", encoder, _cache_use(encoder))
+        _print_replica("encoder", encoder, _cache_use(encoder))
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
     _print_templates(cluster.get("templates"))
@@ -165,7 +165,7 @@ def _print_residency(models: list[dict[str, Any]], wide: bool) -> None:
                     f"node {_node(node_id, wide)}",
                     size(found["host_bytes"]),
                     size(model["nbytes"]),
-                    f"{found['hits']} times",
+                    str(found["hits"]),
                     "",
                     ", ".join(held) or "may go",
                 ]
@@ -208,11 +208,13 @@ def _print_queue(queue: dict[str, Any] | None, wide: bool) -> None:
             print_line(f"{pool.replace('_', ' ')}: {', '.join(shares)} of the places taken")
 
 
-def _print_replica(name: str, replica: dict[str, Any], doing: str) -> None:
+def _print_replica(role: str, replica: dict[str, Any], doing: str) -> None:
+    """One line, by the name that the nodes know it by."""
     if "unreachable" in replica:
-        print_line(f"{name} is unreachable: {replica['unreachable']}", "red")
+        print_line(f"{role} is unreachable: {replica['unreachable']}", "red")
     else:
-        print_line(f"{name}: {len(replica['modules'])} modules, {size(replica['resident_bytes'])}; {doing}")
+        held = f"{len(replica['modules'])} modules, {size(replica['resident_bytes'])}"
+        print_line(f"{role}-{replica['name']}: {held}; {doing}")
 
 
 def _print_templates(found: dict[str, Any] | None) -> None:

@@ -65,7 +65,7 @@ class StepCosts:
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
         self._medians: dict[str, tuple[list[int], list[float]]] = {}  # of `_kinds`, by ascending rows
 
-    def note(self, kind: str, rows: int, seconds: float) -> None:
+    def note_call(self, kind: str, rows: int, seconds: float) -> None:
         """Take in that a call of `rows` rows took `seconds`."""
         is_believed = rows in self._curve(kind)[0]
         measured = self._kinds.setdefault(kind, _Kind())
@@ -129,7 +129,7 @@ class StepCosts:
             for size, seconds in sizes.items() if isinstance(sizes, dict) else ():
                 is_usable = isinstance(seconds, int | float) and 0 < seconds < float("inf")
                 if is_usable and str(size).isdecimal() and int(size) > 0:
-                    self.note(str(kind), int(size), float(seconds))
+                    self.note_call(str(kind), int(size), float(seconds))
         for known in self._kinds.values():
             known.num_calls += self._trusted_calls
         self._medians.clear()

@@ -37,7 +37,7 @@ class Slot:
 def admitted(queue: RequestQueue, ask: Ask) -> Iterator[Slot]:
     """Let a request in for as long as the context lasts, however it ends.
 
-    Raises: QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
+    Raises QueueFull, DeadlineExceeded or ModelUnavailable when it is refused, at once or while it waits for its place.
     """
     ticket = queue.submit(ask)
     end_turn(ask)

@@ -69,7 +69,7 @@ class Catalog:
         return list(self._snapshot)
 
     async def find_record(self, id_: str) -> ModelRecord:
-        """Return a model; waits for one that is just being registered. Raises: UnknownModel with the known names."""
+        """Return a model; waits for one that is just being registered. Raises UnknownModel with the known names."""
         await self._snapshot.ready()
         found = self._snapshot.find_model(id_)
         if found is not None and found.state != "registering":
@@ -87,7 +87,7 @@ class Catalog:
     async def find_usable(self, id_: str, *kinds: str) -> ModelRecord:
         """Return a model of one of the kinds that can be asked; the first one says what it is asked for.
 
-        Raises: UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else.
+        Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else.
         """
         record = await self.find_record(id_)
         if not record.serves:
@@ -104,7 +104,7 @@ class Catalog:
     async def find_adapter(self, id_: str, model: str, kind: Literal["adapter", "controlnet"]) -> ModelRecord:
         """Return a LoRA or a ControlNet of `model`.
 
-        Raises: UnknownModel with those that fit `model`, or ModelUnavailable.
+        Raises UnknownModel with those that fit `model`, or ModelUnavailable.
         """
         param, what = ("lora", "adapter") if kind == "adapter" else ("control", "ControlNet")
         try:

@@ -76,7 +76,7 @@ from deployments.tasks import shared_task
 __all__ = ["Ingress", "create_http_app"]
 
 _DESCRIPTION = """Images, text and embeddings from one cluster, in the OpenAI protocol (`/v1`) and in the Open Inference
-Protocol of KServe and Triton (`/v2`). Every answer says how long each stage took: in the `Server-Timing` header, and
+Protocol of KServe and Triton (`/v2`). Every answer says how long each phase took: in the `Server-Timing` header, and
 under `/v1` in the field `timings_ms`."""
 
 
@@ -208,7 +208,7 @@ class Ingress:
     async def generate_stream(
         self, request: ImageRequest | Mapping[str, Any]
     ) -> AsyncGenerator[ImageProgress | ImageResult]:
-        """Over a handle: `handle.options(stream=True).generate_stream.remote(...)`."""
+        """Yield progress and the result, over a handle: `handle.options(stream=True).generate_stream.remote(...)`."""
         async with aclosing(self._service.generate_stream(request)) as pieces:
             async for piece in pieces:
                 yield piece
@@ -223,7 +223,7 @@ class Ingress:
         return await self._service.complete(request)
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
-        """Over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
+        """Yield the pieces of a chat, over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
         async with aclosing(self._service.chat_stream(request)) as chunks:
             async for chunk in chunks:
                 yield chunk
@@ -266,7 +266,7 @@ def _checked_host(config: ClusterConfig) -> str:
     """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
     config.
 
-    Raises: ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
+    Raises ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
     """
     door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
     host = door or str(_get_global_client().http_config.host or config.http.host)

@@ -1,4 +1,4 @@
-"""Responses of every protocol: JSON written beside the event loop, stage times in a header, server-sent events.
+"""Responses of every protocol: JSON written beside the event loop, phase times in a header, server-sent events.
 
 An answer is an instance of the class that describes it on the OpenAPI page. Lists with many numbers or images in them
 are the exception: their parts are written one by one and joined, so that Python's lock is free between the parts.
@@ -57,12 +57,12 @@ def server_timing(timings_ms: Mapping[str, float]) -> dict[str, str]:
 
     `{"Server-Timing": "queue;dur=0.4, denoise;dur=212.0"}`
     """
-    return {"Server-Timing": ", ".join(f"{stage};dur={ms:.2f}" for stage, ms in timings_ms.items())}
+    return {"Server-Timing": ", ".join(f"{phase};dur={ms:.2f}" for phase, ms in timings_ms.items())}
 
 
 def rounded(timings_ms: Mapping[str, float]) -> dict[str, float]:
     """Return the times with two decimals."""
-    return {stage: round(ms, 2) for stage, ms in timings_ms.items()}
+    return {phase: round(ms, 2) for phase, ms in timings_ms.items()}
 
 
 class EventStream(StreamingResponse):

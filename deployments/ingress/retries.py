@@ -88,7 +88,7 @@ class RetriedCalls:
     async def call(self, method: str, *arguments: Any, ask: Ask) -> Any:
         """Call a method of a replica that has a place for the request. `ask.deadline_s` is from now.
 
-        Raises: the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
+        Raises the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
         """
         deadline = Deadline(ask.deadline_s)
         with admitted(self._queue, ask) as slot:
@@ -140,7 +140,7 @@ class RetriedCalls:
         return self._calls.begin_call(method, *arguments)
 
     async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
-        """Await a response of `begin_call`. Raises: Ray's errors when the replica dies."""
+        """Await a response of `begin_call`. Raises Ray's errors when the replica dies."""
         return await self._calls.answer(response, deadline)
 
     def deadline(self) -> Deadline:

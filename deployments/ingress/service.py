@@ -95,7 +95,7 @@ class Service:
         self._pipeline_models = PipelineModels(self.pipelines, self.run_pipeline)
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
-        """Make images. Raises: the ServiceErrors of `deployments.errors`."""
+        """Make images. Raises the ServiceErrors of `deployments.errors`."""
         request = as_record(ImageRequest, request)
         if await self._is_pipeline(request.model):
             check_image(request, self._config.ingress.limits)
@@ -153,7 +153,7 @@ class Service:
         return request.model_copy(update=update | {"priority": terms.priority}), terms
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
-        """Embed texts. Raises: the ServiceErrors of `deployments.errors`."""
+        """Embed texts. Raises the ServiceErrors of `deployments.errors`."""
         request = as_record(EmbeddingRequest, request)
         check_embedding(request, self._config.ingress.limits)
         if await self._is_pipeline(request.model):
@@ -172,7 +172,7 @@ class Service:
         return result
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
-        """Return a whole answer of a chat model. Raises: the ServiceErrors of `deployments.errors`."""
+        """Return a whole answer of a chat model. Raises the ServiceErrors of `deployments.errors`."""
         return await self._whole(as_record(ChatRequest, request))
 
     async def complete(self, request: CompletionRequest | Mapping[str, Any]) -> TextResult:
@@ -188,7 +188,7 @@ class Service:
     async def stream_text(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
         """Yield pieces of text; the last one has the finish reason and the timings.
 
-        A caller that stops early closes the generator. Raises: ReplicaLost when the replica dies after the first piece.
+        A caller that stops early closes the generator. Raises ReplicaLost when the replica dies after the first piece.
         """
         if await self._is_pipeline(request.model):
             yield _as_chunk(await self._whole(request))
@@ -262,7 +262,7 @@ class Service:
         return with_text_defaults(request, record.defaults)
 
     def _terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say. Raises: InvalidRequest."""
+        """Return the terms of a request as far as it or its headers say. Raises InvalidRequest."""
         terms = with_fields(current_terms.get(), request)
         terms.checked(self.queue.config)
         return terms
@@ -283,7 +283,7 @@ class Service:
         return cards + [self._pipeline_card(name) for name in self.pipelines.names()]
 
     async def model(self, id_: str) -> ModelCard:
-        """Return one model, adapter or pipeline. Raises: UnknownModel with the known names."""
+        """Return one model, adapter or pipeline. Raises UnknownModel with the known names."""
         if await self._is_pipeline(id_):
             return self._pipeline_card(id_)
         return card_of(await self._catalog.find_record(id_))

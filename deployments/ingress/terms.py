@@ -36,7 +36,7 @@ class Terms:
     waited_s: float = 0.0
 
     def checked(self, config: AdmissionConfig) -> Terms:
-        """Return the terms with a priority and a tenant that `config` knows. Raises: InvalidRequest."""
+        """Return the terms with a priority and a tenant that `config` knows. Raises InvalidRequest."""
         if self.priority > config.priority_levels:
             raise InvalidRequest(
                 f"priority {self.priority} is not served (known: 1, most urgent, to {config.priority_levels})",
@@ -57,7 +57,7 @@ current_terms: ContextVar[Terms] = ContextVar("current_terms", default=Terms()) 
 def read_terms(headers: Mapping[str, str], key_tenant: str = "") -> Terms:
     """Return the terms that headers or gRPC metadata say. The tenant of an API key goes before the header's.
 
-    Raises: InvalidRequest naming the header.
+    Raises InvalidRequest naming the header.
     """
     priority = headers.get(PRIORITY, "").strip()
     if priority and not (priority.isascii() and priority.isdigit() and 1 <= len(priority) <= 9 and int(priority)):

@@ -62,7 +62,7 @@ def edge_type(text: str) -> EdgeType:
 
 
 def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
-    """Return the batch that a request gave for an input of `type_`. Raises: InvalidRequest."""
+    """Return the batch that a request gave for an input of `type_`. Raises InvalidRequest."""
     if tensor.datatype != type_.datatype or not fits_shape(tensor.shape, type_.shape):
         given = f"{tensor.datatype}{list(tensor.shape)}"
         expected = f"{type_.datatype}{list(type_.shape)}"
@@ -89,7 +89,7 @@ def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
 
 
 def stacked(rows: Sequence[Any], type_: EdgeType) -> Batch:
-    """Return one batch of the items' values. Raises: ValueError for arrays of different shapes."""
+    """Return one batch of the items' values. Raises ValueError for arrays of different shapes."""
     if type_ in (TEXT, TOKENS):
         return list(rows)
     arrays = [np.asarray(row, dtype=NUMPY_DTYPES[type_.datatype]) for row in rows]

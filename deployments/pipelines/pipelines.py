@@ -62,16 +62,16 @@ class Pipelines:
     def signature(self, name: str) -> Signature:
         """Return what the pipeline takes and gives, which depends on its models.
 
-        Raises: UnknownModel, or ModelUnavailable with the reasons.
+        Raises UnknownModel, or ModelUnavailable with the reasons.
         """
         return self.plan(name).signature
 
     def description(self, name: str) -> str:
-        """Return the text that the config has about the pipeline. Raises: UnknownModel."""
+        """Return the text that the config has about the pipeline. Raises UnknownModel."""
         return self._config(name).description
 
     def plan(self, name: str) -> PipelinePlan:
-        """Return the plan, made anew when a model of it has changed. Raises: UnknownModel, ModelUnavailable."""
+        """Return the plan, made anew when a model of it has changed. Raises UnknownModel, ModelUnavailable."""
         config = self._config(name)
         models = self._models()
         used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()
@@ -86,7 +86,7 @@ class Pipelines:
         return known[1]
 
     async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
-        """Run a pipeline. Raises: the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
+        """Run a pipeline. Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
         plan = self.plan(request.pipeline)
         inputs, num_items = self._inputs(plan, request)
         if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):

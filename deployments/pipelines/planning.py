@@ -49,7 +49,7 @@ def plan_pipeline(
 ) -> PipelinePlan:
     """Return the plan of a pipeline. `models` are all known ones, by id.
 
-    Segments have memory planned for `max_batch_size` items. Raises: PipelineUnusable with all problems.
+    Segments have memory planned for `max_batch_size` items. Raises PipelineUnusable with all problems.
     """
     checked = _check_pipeline(config, models)
     if checked.problems:

@@ -76,6 +76,7 @@ class SegmentPlan:
 
     @property
     def name(self) -> str:
+        """Name of its first stage."""
         return self.stages[0].name
 
     @property
@@ -104,10 +105,12 @@ class PipelinePlan:
     output_types: Mapping[str, EdgeType]
 
     def stages(self) -> Iterator[StagePlan]:
+        """Yield all stages in an order in which they can run, those of segments as well."""
         for unit in self.units:
             yield from unit.stages if isinstance(unit, SegmentPlan) else (unit,)
 
     def segments(self) -> list[SegmentPlan]:
+        """Return the segments."""
         return [unit for unit in self.units if isinstance(unit, SegmentPlan)]
 
 

@@ -72,6 +72,7 @@ class TensorValue:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the data."""
         return self.data.shape
 
 

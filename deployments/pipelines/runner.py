@@ -111,7 +111,7 @@ class PipelineRun:
         return tuple(dict.fromkeys(self._warnings))  # results of one segment may come along several ways
 
     async def run_stages(self) -> None:
-        """Run all stages. Raises: the error of the stage that failed first, its name in front, or DeadlineExceeded."""
+        """Run all stages. Raises the error of the stage that failed first, its name in front, or DeadlineExceeded."""
         deadline = asyncio.timeout(self._timeout_s)
         try:
             async with deadline:

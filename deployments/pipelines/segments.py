@@ -116,7 +116,7 @@ class SegmentRunner:
         return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)
 
     async def run_segment(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
-        """Run a segment. Raises: ServiceErrors that begin with the stage's name."""
+        """Run a segment. Raises ServiceErrors that begin with the stage's name."""
         self.prepare_segment(call.plan)
         self._num_calls += 1
         given = dict(call.inputs)

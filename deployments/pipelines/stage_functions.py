@@ -76,7 +76,7 @@ class StageFunction:
     def __call__(self, arguments: Mapping[str, Batch], literals: Mapping[str, Any], num_items: int) -> dict[str, Batch]:
         """Call the function for all items, one after the other. Blocking.
 
-        Raises: InvalidRequest where the function raises ValueError, GenerationFailed for anything else.
+        Raises InvalidRequest where the function raises ValueError, GenerationFailed for anything else.
         """
         columns = {name: self._items(name, batch) for name, batch in arguments.items()}
         rows = []
@@ -131,7 +131,7 @@ class StageFunction:
 
 @lru_cache(maxsize=256)
 def find_function(name: str) -> StageFunction:
-    """Return a shipped function, or that of `module:function`. Raises: FunctionUnusable."""
+    """Return a shipped function, or that of `module:function`. Raises FunctionUnusable."""
     function = _imported(name) if ":" in name else SHIPPED.get(name)
     if function is None:
         raise FunctionUnusable(f"unknown function {name!r}{nearest_name(name, SHIPPED)}, or module:function")

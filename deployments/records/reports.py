@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TimingsMs = dict[str, float]  # milliseconds by stage: queue, encode, switch, denoise, prefill, generate, decode, total
+TimingsMs = dict[str, float]  # milliseconds by phase: queue, encode, switch, denoise, prefill, generate, decode, total
 
 
 @dataclass(frozen=True, slots=True)

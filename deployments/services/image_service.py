@@ -28,7 +28,7 @@ from deployments.modules.lease import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.modules.merging import Merging
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
-from deployments.services.apart_stages import ApartStages
+from deployments.services.apart_phases import ApartPhases
 from deployments.services.image_requests import (
     conditioning_request,
     denoise_request,
@@ -84,7 +84,7 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._apart = ApartStages(settings, device)
+        self._apart = ApartPhases(settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
         self._clock = clock
@@ -200,15 +200,15 @@ class ImageService:
     async def _run_apart(
         self, request: ImageRequest, manifest: Manifest, lease_parts: _LeaseParts, with_text: _WithText
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
-        """Yield what the engine tells of a request that has a stage of its model at a time, and the switches so far."""
-        stages = self._apart.stream_stages(
+        """Yield what the engine tells of a request that has a phase of its model at a time, and the switches so far."""
+        phases = self._apart.stream_phases(
             request,
             replace(await with_text(), num_previews=0),
             manifest,
             lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s, streams=True),
             partial(self._denoise, is_whole=False),
         )
-        async with contextlib.aclosing(stages) as told:
+        async with contextlib.aclosing(phases) as told:
             async for output_and_report in told:
                 yield output_and_report
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import math
-import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -70,7 +69,7 @@ class ModelReplica:
     async def _open(
         self,
         config: ClusterConfig,
-        role: str,
+        holder: str,
         settings: ModelReplicaConfig,
         builder: _Builder,
         num_threads: int | None = None,
@@ -79,7 +78,7 @@ class ModelReplica:
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `role` names this replica as a holder of leases. `working_memory` says what a component allocates itself, and
+        `holder` names this replica where it has leases. `working_memory` says what a component allocates itself, and
         `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
@@ -89,7 +88,7 @@ class ModelReplica:
         self._connect_registry = partial(connect_registry, config)
         self._registry: Any = self._connect_registry()
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
-        provider = await self._connect_keeper(role, keeps=keeps)
+        provider = await self._connect_keeper(holder, keeps=keeps)
 
         def report_attach(model: str, error: str | None) -> None:
             call_actor(self._registry, WeightRegistry.report_attach, model, error)
@@ -110,7 +109,7 @@ class ModelReplica:
         provider.start_beating()
         await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)
 
-    async def _connect_keeper(self, role: str, *, keeps: bool) -> RayExtents:
+    async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
         """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""
         node_id = ray.get_runtime_context().get_node_id()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
@@ -130,7 +129,6 @@ class ModelReplica:
                 self._registry = self._connect_registry()
                 raise  # it is asked again after a moment
 
-        holder = f"{role}-{uuid.uuid4().hex[:8]}"
         return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:

@@ -76,7 +76,7 @@ class PlacedRouter(PowerOfTwoChoicesRequestRouter):
         A replica may hold as much as Serve lets in although it has places: segments and the texts of workers come
         beside the admission queue. It is asked again.
 
-        Raises: ReplicaUnavailableError when it is gone or out of reach: the ingress asks another one.
+        Raises ReplicaUnavailableError when it is gone or out of reach: the ingress asks another one.
         """
         name = pending_request.metadata.session_id
         if not name:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
+from ray import serve
 
 from cluster.actor_names import cluster_key
 from cluster.encodings.actor import connect_shared_encodings
@@ -64,7 +65,8 @@ class TextEncoderService(ModelReplica):
                 await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
             shared = RaySharedTier(connect)
         self._cache = EncodingCache(settings.cache_bytes, shared)
-        await self._open(config, "text-encoder", settings, TextEncoderBuilder())
+        self._name = serve.get_replica_context().replica_id.unique_id
+        await self._open(config, f"encoder-{self._name}", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
         tuned = await call_actor(self._registry, WeightRegistry.encoder_batching)
         self._batching: BatchingConfig = tuned or settings.batching
@@ -139,6 +141,7 @@ class TextEncoderService(ModelReplica):
     async def describe(self) -> dict[str, Any]:
         """Add the cache, the batches and the pipelines' segments to what every replica tells of itself."""
         return await super().describe() | {
+            "name": self._name,
             "cache": asdict(self._cache.cache_stats()),
             "batching": asdict(self._batcher.batching_stats()),
             "batching_config": self._batching.model_dump(mode="json"),

@@ -55,12 +55,19 @@ class Worker(ModelReplica):
         self._device = DeviceThread()
         self._metrics = RequestMetrics()
         builder = ComponentBuilder(self._settings)
-        threads = self._settings.num_threads
-        await self._open(config, "worker", self._settings, builder, threads, builder.working_memory, builder.can_stream)
+        self._name = serve.get_replica_context().replica_id.unique_id
+        await self._open(
+            config,
+            f"worker-{self._name}",
+            self._settings,
+            builder,
+            self._settings.num_threads,
+            builder.working_memory,
+            builder.can_stream,
+        )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
         self._fallback_encoder = FallbackEncoder(self._module_cache, self._device)
-        self._name = serve.get_replica_context().replica_id.unique_id
         if config.controller.enabled:
             self._ordered = OrderedModels(
                 self._module_cache,

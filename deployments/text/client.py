@@ -35,6 +35,7 @@ class TextEncoderClient:
 
     @property
     def is_believed_down(self) -> bool:
+        """Return whether the service did not answer lately, so that it is not asked for a while."""
         return self._clock() < self._down_until_s
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:

@@ -1,6 +1,6 @@
 """What tritonclient is told by the demo pipelines: python ask_triton.py HOST:PORT FOLDER, in the judges' environment.
 
-FOLDER/questions.json has `sums`, `seeds` and `texts`; `answers.json` is put beside it, with `pictures` as nested lists
+FOLDER/questions.json has `sums`, `seeds` and `texts`; `answers.json` is put beside it, with `images` as nested lists
 (null where the pipeline refused) and `labels`.
 """
 
@@ -25,13 +25,13 @@ def main() -> None:
         client.async_infer("sum-to-digit", [texts("prompt", [prompt]), number("seed", seed)])
         for prompt, seed in zip(questions["sums"], questions["seeds"], strict=True)
     ]
-    pictures = [picture(answer) for answer in pending]
+    images = [image(answer) for answer in pending]
     labels = client.infer("text-classifier", [texts("text", questions["texts"])]).as_numpy("label")
-    answers = {"pictures": pictures, "labels": [label.decode() for label in labels]}
+    answers = {"images": images, "labels": [label.decode() for label in labels]}
     (folder / "answers.json").write_text(json.dumps(answers))
 
 
-def picture(pending: InferAsyncRequest) -> list | None:
+def image(pending: InferAsyncRequest) -> list | None:
     try:
         return pending.get_result().as_numpy("image")[0].tolist()
     except InferenceServerException as error:

@@ -21,7 +21,7 @@ from typing import Any
 import openai
 from PIL import Image, ImageDraw, ImageFont
 
-from digits import WORDS, first_of_each, load_split, outline, to_picture
+from digits import WORDS, first_of_each, load_split, outline, to_image
 from measure_pipelines import demo_cluster
 from run_demo import EDIT_STRENGTH
 
@@ -35,10 +35,10 @@ PARTIAL_IMAGES = 3
 
 @dataclass(frozen=True)
 class SheetRow:
-    """Ten pictures, and what they are."""
+    """Ten images, and what they are."""
 
     label: str
-    pictures: list[Image.Image]
+    images: list[Image.Image]
 
 
 class Painter:
@@ -53,7 +53,7 @@ class Painter:
 
         def ask(digit: int) -> Image.Image:
             answer = self._client.images.generate(**self._request(model, digit, options(digit)))
-            return _picture(answer.data[0].b64_json)
+            return _image(answer.data[0].b64_json)
 
         return self._all(ask)
 
@@ -63,7 +63,7 @@ class Painter:
         def ask(digit: int) -> list[tuple[str, Image.Image]]:
             request = self._request(model, digit, {})
             events = self._client.images.generate(**request, stream=True, partial_images=PARTIAL_IMAGES)
-            return [(_step(event), _picture(event.b64_json)) for event in events]
+            return [(_step(event), _image(event.b64_json)) for event in events]
 
         return self._all(ask)
 
@@ -105,7 +105,7 @@ def changes_sheet(painter: Painter) -> list[SheetRow]:
 
 def unseen_outlines() -> list[Image.Image]:
     """Those of ten digits that no model has seen."""
-    return [to_picture(ink) for ink in outline(first_of_each(load_split()[1], 1).ink)]
+    return [to_image(ink) for ink in outline(first_of_each(load_split()[1], 1).ink)]
 
 
 def partial_sheet(painter: Painter) -> list[SheetRow]:
@@ -119,13 +119,13 @@ def partial_sheet(painter: Painter) -> list[SheetRow]:
 
 
 def draw_sheet(rows: list[SheetRow]) -> Image.Image:
-    """Labels on the left, ten pictures to a row."""
+    """Labels on the left, ten images to a row."""
     sheet = Image.new("L", (LABEL_WIDTH + 10 * SIDE, SIDE * len(rows)), 255)
     pen, font = ImageDraw.Draw(sheet), ImageFont.load_default(15)
     for number, row in enumerate(rows):
         pen.text((6, SIDE * number + SIDE // 2), row.label, fill=0, font=font, anchor="lm")
-        for column, picture in enumerate(row.pictures):
-            enlarged = picture.convert("L").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
+        for column, image in enumerate(row.images):
+            enlarged = image.convert("L").resize((SIDE, SIDE), Image.Resampling.BICUBIC)
             sheet.paste(enlarged, (LABEL_WIDTH + column * SIDE, number * SIDE))
     return sheet.quantize(GREY_LEVELS)
 
@@ -135,13 +135,13 @@ def _step(event: Any) -> str:
     return f"step {event.step} of {event.num_steps}" if is_partial else "completed"
 
 
-def _picture(b64_json: str) -> Image.Image:
+def _image(b64_json: str) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(b64_json)))
 
 
-def _file(picture: Image.Image) -> str:
+def _file(image: Image.Image) -> str:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 

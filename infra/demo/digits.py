@@ -81,8 +81,8 @@ def outline(ink: torch.Tensor) -> torch.Tensor:
     return strokes - inside
 
 
-def to_picture(ink: torch.Tensor) -> Image.Image:
-    """(32, 32) ink -> a picture, black on white."""
+def to_image(ink: torch.Tensor) -> Image.Image:
+    """(32, 32) ink -> an image, black on white."""
     return Image.fromarray(((1 - ink.numpy()) * 255).round().astype(np.uint8)).convert("RGB")
 
 
@@ -136,7 +136,7 @@ def all_captions() -> list[str]:
 
 
 def ink_of_images(images: Sequence[Image.Image | np.ndarray]) -> np.ndarray:
-    """Pictures (PIL or uint8, any polarity) -> (N, 32, 32) ink in 0..1.
+    """Images (PIL or uint8, any polarity) -> (N, 32, 32) ink in 0..1.
 
     The paper's colour is read from the outermost columns, which digits hardly ever touch.
     """
@@ -147,9 +147,9 @@ def ink_of_images(images: Sequence[Image.Image | np.ndarray]) -> np.ndarray:
 
 
 def _grey(image: Image.Image | np.ndarray) -> np.ndarray:
-    picture = image if isinstance(image, Image.Image) else Image.fromarray(image)
-    picture = picture.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX)
-    return np.asarray(picture, dtype=np.float32) / 255.0
+    opened = image if isinstance(image, Image.Image) else Image.fromarray(image)
+    small = opened.convert("L").resize((IMAGE_SIZE, IMAGE_SIZE), Image.Resampling.BOX)
+    return np.asarray(small, dtype=np.float32) / 255.0
 
 
 class Judge:
@@ -170,5 +170,5 @@ class Judge:
         return self._classifier.predict(self._features(ink))
 
     def read(self, images: Sequence[Image.Image | np.ndarray]) -> np.ndarray:
-        """Pictures of a base or an inverted model -> (N,) digits."""
+        """Images of a base or an inverted model -> (N,) digits."""
         return self.read_ink(ink_of_images(images))

@@ -1,4 +1,4 @@
-"""How much ink a picture holds and how wide its strokes are; ink is (32, 32) in 0..1."""
+"""How much ink an image holds and how wide its strokes are; ink is (32, 32) in 0..1."""
 
 from __future__ import annotations
 

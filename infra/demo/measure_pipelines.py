@@ -1,6 +1,6 @@
 """Measures the demo pipelines over HTTP: python infra/demo/measure_pipelines.py [--url URL] [--json].
 
-Asks them what they are for, with the clients that people use: `sum-to-digit` for pictures of sums, which a classifier
+Asks them what they are for, with the clients that people use: `sum-to-digit` for images of sums, which a classifier
 reads, and `text-classifier` for the kinds of texts that no training saw; each with OpenAI's client and with
 tritonclient, which lives in the environment of `make judges`. Exit code 1 when a share is below its target.
 """
@@ -35,7 +35,7 @@ JUDGES_PYTHON = ROOT / ".judges/protocol/bin/python"
 DIGITS_TARGET = 0.95
 TEXTS_TARGET = 0.85
 CONCURRENCY = 4
-Pictures = list[np.ndarray | None]
+Images = list[np.ndarray | None]
 ALL_SUMS = [(first, second) for first in range(10) for second in range(10 - first)]
 
 
@@ -46,8 +46,8 @@ def draw_sums(number: int, seed: int) -> list[tuple[int, int]]:
     return [ALL_SUMS[index] for index in np.concatenate(rounds)[:number]]
 
 
-def openai_pictures(client: openai.OpenAI, sums: list[str], seeds: list[int]) -> Pictures:
-    def picture(prompt: str, seed: int) -> np.ndarray | None:
+def openai_images(client: openai.OpenAI, sums: list[str], seeds: list[int]) -> Images:
+    def image(prompt: str, seed: int) -> np.ndarray | None:
         try:
             answer = client.images.generate(model="sum-to-digit", prompt=prompt, extra_body={"seed": seed})
         except openai.BadRequestError:  # the adder was wrong, and its answer is no digit
@@ -55,7 +55,7 @@ def openai_pictures(client: openai.OpenAI, sums: list[str], seeds: list[int]) ->
         return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))))
 
     with ThreadPoolExecutor(CONCURRENCY) as pool:
-        return list(pool.map(picture, sums, seeds))
+        return list(pool.map(image, sums, seeds))
 
 
 def openai_labels(client: openai.OpenAI, texts: list[str]) -> list[str]:
@@ -67,21 +67,21 @@ def openai_labels(client: openai.OpenAI, texts: list[str]) -> list[str]:
         return list(pool.map(label, texts))
 
 
-def triton_answers(url: str, sums: list[str], seeds: list[int], texts: list[str]) -> tuple[Pictures, list[str]]:
+def triton_answers(url: str, sums: list[str], seeds: list[int], texts: list[str]) -> tuple[Images, list[str]]:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         (folder / "questions.json").write_text(json.dumps({"sums": sums, "seeds": seeds, "texts": texts}))
         script = Path(__file__).with_name("ask_triton.py")
         subprocess.run([str(JUDGES_PYTHON), str(script), url.removeprefix("http://"), place], check=True)
         answers = json.loads((folder / "answers.json").read_text())
-    pictures = [None if picture is None else np.array(picture, np.uint8) for picture in answers["pictures"]]
-    return pictures, answers["labels"]
+    images = [None if image is None else np.array(image, np.uint8) for image in answers["images"]]
+    return images, answers["labels"]
 
 
-def share_read(judge: Judge, pictures: Pictures, digits: list[int]) -> float:
-    """Of all; a picture that is missing is not right."""
-    there = [(picture, digit) for picture, digit in zip(pictures, digits, strict=True) if picture is not None]
-    read = judge.read([picture for picture, _ in there])
+def share_read(judge: Judge, images: Images, digits: list[int]) -> float:
+    """Of all; an image that is missing is not right."""
+    there = [(image, digit) for image, digit in zip(images, digits, strict=True) if image is not None]
+    read = judge.read([image for image, _ in there])
     return float((read == np.array([digit for _, digit in there])).sum() / len(digits))
 
 
@@ -94,16 +94,16 @@ def measure(url: str, num_sums: int, seed: int) -> dict[str, dict[str, float]]:
     texts, kinds = [text for text, _ in examples], [KINDS[kind] for _, kind in examples]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     answers = {
-        "openai": (openai_pictures(client, sums, seeds), openai_labels(client, texts)),
+        "openai": (openai_images(client, sums, seeds), openai_labels(client, texts)),
         "tritonclient": triton_answers(url, sums, seeds, texts),
     }
     judge = Judge(load_split()[0])
     return {
         name: {
-            "sum-to-digit": share_read(judge, pictures, digits),
+            "sum-to-digit": share_read(judge, images, digits),
             "text-classifier": float(np.mean([label == kind for label, kind in zip(labels, kinds, strict=True)])),
         }
-        for name, (pictures, labels) in answers.items()
+        for name, (images, labels) in answers.items()
     }
 
 

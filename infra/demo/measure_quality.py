@@ -37,7 +37,7 @@ from digits import (
     ink_of_images,
     load_split,
     outline,
-    to_picture,
+    to_image,
 )
 from ink_statistics import compare_ink, ink_areas, ink_overlaps, stroke_width
 from model_folder import MODELS_DIR
@@ -85,13 +85,13 @@ def call_options(pipeline: DiffusionPipeline) -> dict[str, Any]:
 
 
 def paint(name: str, pipeline: DiffusionPipeline, steps: int, samples: DigitSet) -> list[Image.Image]:
-    """20 pictures of each digit, 0 to 9; the n-th of every digit starts from seed n.
+    """20 images of each digit, 0 to 9; the n-th of every digit starts from seed n.
 
     With outline, the n-th of a digit also gets the outline of the n-th of `samples`.
     """
     pipeline.set_progress_bar_config(disable=True)
     jobs = [(label, seed) for label in range(10) for seed in SEEDS]
-    outlines = [to_picture(ink) for ink in outline(samples.ink)] if is_controlled(name) else []
+    outlines = [to_image(ink) for ink in outline(samples.ink)] if is_controlled(name) else []
     images: list[Image.Image] = []
     console = Console(stderr=True)
     for start in track(range(0, len(jobs), BATCH), description=name, console=console):
@@ -116,7 +116,7 @@ def measure(judge: Judge, ink: np.ndarray) -> Measurement:
         accuracy=float(right.mean()),
         accuracy_per_digit=right.reshape(10, -1).mean(axis=1).tolist(),
         ink_area=float(ink_areas(ink).mean()),
-        stroke_width=float(np.mean([stroke_width(picture) for picture in ink])),
+        stroke_width=float(np.mean([stroke_width(image) for image in ink])),
     )
 
 

@@ -29,13 +29,13 @@ from configs.loading import load_cluster_config
 from deployments.cli.client import Client
 from deployments.cli.progress import StartDisplay
 from deployments.cli.running import cluster_up
-from digits import WORDS, Judge, first_of_each, ink_of_images, load_split, outline, to_picture
+from digits import WORDS, Judge, first_of_each, ink_of_images, load_split, outline, to_image
 from ink_statistics import ink_areas
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs/clusters/demo.yaml"
 OUT = ROOT / "out"
-STAGES = ("queue", "encode", "switch", "denoise", "decode", "prefill", "generate", "total")
+PHASES = ("queue", "encode", "switch", "denoise", "decode", "prefill", "generate", "total")
 SEED = 7
 UNLOAD_S = 10.0
 EDIT_STRENGTH = 0.8
@@ -62,7 +62,7 @@ class Demo:
         self.rows: list[Row] = []
         seen, unseen = load_split()
         self._judge = Judge(seen)
-        self._outlines = [to_picture(ink) for ink in outline(first_of_each(unseen, 1).ink)]
+        self._outlines = [to_image(ink) for ink in outline(first_of_each(unseen, 1).ink)]
 
     def run(self) -> bool:
         plain = self._digits("ten digits", "digits-flux", "digits.png")
@@ -101,34 +101,34 @@ class Demo:
         with ThreadPoolExecutor(10) as pool:
             answers = list(pool.map(ask, range(10)))
         elapsed_ms = (time.perf_counter() - start) * 1e3
-        pictures = [Image.open(io.BytesIO(answer.files[0])) for answer in answers]
-        contact_sheet(pictures).save(OUT / file)
-        read = self._judge.read(pictures)
+        images = [Image.open(io.BytesIO(answer.files[0])) for answer in answers]
+        contact_sheet(images).save(OUT / file)
+        read = self._judge.read(images)
         hits = sum(answer.details["encoder_cache"]["hits"] for answer in answers)
         misses = sum(answer.details["encoder_cache"]["misses"] for answer in answers)
-        times = {stage: float(np.median([a.details["timings_ms"].get(stage, 0) for a in answers])) for stage in STAGES}
-        times = {stage: ms for stage, ms in times.items() if ms} | {"total": elapsed_ms}
+        times = {phase: float(np.median([a.details["timings_ms"].get(phase, 0) for a in answers])) for phase in PHASES}
+        times = {phase: ms for phase, ms in times.items() if ms} | {"total": elapsed_ms}
         right = int((read == np.array(wanted)).sum())
         answer = f"{right} of 10 read right: {' '.join(map(str, read))}"
         self.rows.append(Row(f"{what} -> {file}", answer, right >= MIN_READABLE, times, f"{hits} of {hits + misses}"))
-        return pictures
+        return images
 
     def _follow_outlines(self) -> None:
         """Give a ControlNet the outlines of digits that no model has seen; the prompt names no digit."""
         options = [
-            {"prompt": "a handwritten digit", "control": [{"name": "outline", "image": _png(picture)}]}
-            for picture in self._outlines
+            {"prompt": "a handwritten digit", "control": [{"name": "outline", "image": _png(image)}]}
+            for image in self._outlines
         ]
         self._digits("ten outlines, ControlNet", "digits-flux", "digits-outline.png", options)
 
-    def _edit(self, pictures: Sequence[Image.Image]) -> None:
-        """Begin at pictures of digits, and ask for others."""
-        options = [{"init_image": _png(picture), "strength": EDIT_STRENGTH} for picture in pictures]
+    def _edit(self, images: Sequence[Image.Image]) -> None:
+        """Begin at images of digits, and ask for others."""
+        options = [{"init_image": _png(image), "strength": EDIT_STRENGTH} for image in images]
         wanted = [(number + 5) % 10 for number in range(10)]
         self._digits("ten digits become others", "digits-flux", "digits-edited.png", options, wanted)
 
     def _compare_ink(self, plain: Sequence[Image.Image], bold: Sequence[Image.Image]) -> None:
-        before, after = (ink_areas(ink_of_images(pictures)).mean() for pictures in (plain, bold))
+        before, after = (ink_areas(ink_of_images(images)).mean() for images in (plain, bold))
         ratio = after / before
         self.rows.append(Row("ink of bold / plain", f"{ratio:.2f}", bool(ratio > 1.1), {}))
 
@@ -218,28 +218,28 @@ class Demo:
         self._digits("ten digits, SDXL", "digits-sdxl", "digits-sdxl.png")
 
 
-def _png(picture: Image.Image) -> str:
+def _png(image: Image.Image) -> str:
     """The file in base64, as JSON has it."""
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
-def contact_sheet(pictures: Sequence[Image.Image], scale: int = 4) -> Image.Image:
+def contact_sheet(images: Sequence[Image.Image], scale: int = 4) -> Image.Image:
     """Five in a row, enlarged."""
-    width, height = (side * scale for side in pictures[0].size)
-    sheet = Image.new("RGB", (width * 5, height * ((len(pictures) + 4) // 5)))
-    for index, picture in enumerate(pictures):
-        enlarged = picture.resize((width, height), Image.Resampling.BICUBIC)
+    width, height = (side * scale for side in images[0].size)
+    sheet = Image.new("RGB", (width * 5, height * ((len(images) + 4) // 5)))
+    for index, image in enumerate(images):
+        enlarged = image.resize((width, height), Image.Resampling.BICUBIC)
         sheet.paste(enlarged, (index % 5 * width, index // 5 * height))
     return sheet
 
 
 def print_rows(rows: Sequence[Row]) -> None:
-    table = Table("what", "answer", "stages in ms", "encodings cached", title="demo")
+    table = Table("what", "answer", "phases in ms", "encodings cached", title="demo")
     for row in rows:
-        stages = "  ".join(f"{stage} {row.timings_ms[stage]:.1f}" for stage in STAGES if stage in row.timings_ms)
-        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", stages, row.cache)
+        phases = "  ".join(f"{phase} {row.timings_ms[phase]:.1f}" for phase in PHASES if phase in row.timings_ms)
+        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", phases, row.cache)
     console.print(table)
 
 
@@ -273,7 +273,7 @@ def main() -> int:
         with console.status("asking it for everything once"):
             right = demo.run()
         print_rows(demo.rows)
-        console.print(f"pictures: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
+        console.print(f"images: {', '.join(sorted(str(p.relative_to(ROOT)) for p in OUT.glob('digits*.png')))}")
         if not options.once:
             console.print(HOW_TO_TALK.format(url=url), markup=False, soft_wrap=True)
             stop.wait()

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, packed_weight, product_path
-from deployments.engines.nn.unpacking import unpack_blocks
+from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, product_path
+from deployments.engines.nn.packed_weights import _unpack_blocks, packed_weight
 from weights.dtypes import BLOCK_SIZES
 
 RANDOM = np.random.default_rng()
@@ -23,7 +23,7 @@ def test_products_on_a_device_equal_the_hosts(device: torch.device, kind: str, a
         blocks[..., at : at + 2] = RANDOM.uniform(0.001, 0.01, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
     packed = torch.from_numpy(blocks.reshape(96, -1))
     x = torch.randn(20, 512)
-    expected = x.double() @ unpack_blocks(kind, packed).double().T
+    expected = x.double() @ _unpack_blocks(kind, packed).double().T
     weight = packed_weight("w", kind, packed.to(device))
     linear = PackedLinear(weight, None, arithmetic)
     got = linear(x.to(device)).cpu()

@@ -25,7 +25,7 @@ IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten four", "seed": 11, "nu
 
 @pytest.fixture
 def run_demo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """The module of `make demo`, with its pictures in the test's folder."""
+    """The module of `make demo`, with its images in the test's folder."""
     monkeypatch.syspath_prepend(ROOT / "infra/demo")
     module = importlib.import_module("run_demo")
     monkeypatch.setattr(module, "OUT", tmp_path)

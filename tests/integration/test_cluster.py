@@ -217,7 +217,7 @@ def test_metrics_are_prometheus_text(cluster: Cluster) -> None:
         return {family.name for family in text_string_to_metric_families(page)}
 
     assert post(cluster, "/v1/images/generations", json=IMAGE).status_code == 200
-    wait_for(lambda: {"ray_atelier_requests", "ray_atelier_stage_ms"} <= families(), "Atelier's metrics")
+    wait_for(lambda: {"ray_atelier_requests", "ray_atelier_phase_ms"} <= families(), "Atelier's metrics")
 
 
 def test_the_registry_answers_by_name(cluster: Cluster) -> None:

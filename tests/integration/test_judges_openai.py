@@ -24,13 +24,13 @@ EDITED, OUTLINED = 2, 5  # digits that come with requests; another one is asked 
 
 @pytest.fixture(scope="module")
 def questions(asked: dict[str, Any]) -> dict[str, Any]:
-    """Return those of all judges, and pictures: a digit that no model has seen, and the outline of another one.
+    """Return those of all judges, and images: a digit that no model has seen, and the outline of another one.
 
     The seed is fixed, because a classifier reads what it gives.
     """
     demo = demo_module("digits")
     ink = demo.first_of_each(demo.load_split()[1], 1).ink
-    digit, outline = demo.to_picture(ink[EDITED]), demo.to_picture(demo.outline(ink)[OUTLINED])
+    digit, outline = demo.to_image(ink[EDITED]), demo.to_image(demo.outline(ink)[OUTLINED])
     image = asked["image"] | {"seed": 11}
     return asked | {"image": image, "digit": file_of(digit), "outline": file_of(outline), "bodies": BODIES}
 
@@ -47,13 +47,13 @@ def litellm(cluster: Cluster, questions: dict[str, Any], tmp_path_factory: pytes
     return judge("litellm_client", "litellm", cluster.url, cluster.grpc, folder, questions)
 
 
-def file_of(picture: Image.Image) -> str:
+def file_of(image: Image.Image) -> str:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
 
 
-def picture_of(b64_json: str) -> np.ndarray:
+def image_of(b64_json: str) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64_json))).convert("RGB")).astype(int)
 
 
@@ -61,14 +61,14 @@ def generated(cluster: Cluster, body: dict[str, Any]) -> np.ndarray:
     """Return the image that a plain HTTP request gets."""
     answer = httpx.post(f"{cluster.url}/v1/images/generations", json={"model": "digits-flux", **body}, timeout=60)
     assert answer.status_code == 200, answer.text
-    return picture_of(answer.json()["data"][0]["b64_json"])
+    return image_of(answer.json()["data"][0]["b64_json"])
 
 
 def check_partials(events: list[dict[str, Any]], task: str) -> np.ndarray:
     """Two partial images, the second nearer to the final one, which is returned."""
     assert [event["type"] for event in events] == [f"{task}.partial_image"] * 2 + [f"{task}.completed"]
     assert [event["partial_image_index"] for event in events[:2]] == [0, 1]
-    first, second, final = (picture_of(event["b64_json"]) for event in events)
+    first, second, final = (image_of(event["b64_json"]) for event in events)
     assert 0 < np.abs(second - final).mean() < np.abs(first - final).mean()
     return final
 
@@ -77,18 +77,18 @@ def test_node_sees_partial_images_while_the_image_is_made(node: Observed) -> Non
     events = node["image.stream"]
     final = check_partials(events, "image_generation")
     assert all(event["seen"] >= 1 for event in events[:2])  # what the server said was running
-    assert np.array_equal(final, picture_of(node["image"]))
+    assert np.array_equal(final, image_of(node["image"]))
 
 
 def test_node_edits_images(node: Observed, cluster: Cluster, questions: dict[str, Any]) -> None:
     body = questions["image"] | {"init_image": questions["digit"], "strength": 0.8}
     expected = generated(cluster, body)
-    assert np.array_equal(picture_of(node["image.edit"]), expected)
+    assert np.array_equal(image_of(node["image.edit"]), expected)
     assert np.array_equal(check_partials(node["image.edit_stream"], "image_edit"), expected)
 
 
 def test_node_uses_a_controlnet(node: Observed) -> None:
-    assert digit_judge().read([picture_of(node["image.control"]).astype(np.uint8)]) == [OUTLINED]
+    assert digit_judge().read([image_of(node["image.control"]).astype(np.uint8)]) == [OUTLINED]
 
 
 def test_node_chats(node: Observed) -> None:
@@ -203,7 +203,7 @@ def test_litellm_gets_embeddings_and_images(litellm: Observed, cluster: Cluster,
     answer = cluster.openai.embeddings.create(model="minilm", input=questions["texts"], encoding_format="float")
     ours = np.array([item.embedding for item in answer.data], np.float32)
     np.testing.assert_allclose(litellm.array("embeddings", "litellm"), ours, atol=1e-5)
-    assert np.array_equal(picture_of(litellm["image"]), generated(cluster, questions["image"]))
+    assert np.array_equal(image_of(litellm["image"]), generated(cluster, questions["image"]))
 
 
 def test_litellm_hears_what_is_wrong(litellm: Observed) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,12 @@ def test_the_images_snippet_runs(
 
 
 def test_the_handle_snippet_runs(cluster: Cluster) -> None:
-    assert run(snippet("get_app_handle"))["result"].images[0].shape == (32, 32, 3)
+    """In a process that Ray has started, and in one that nothing connects but the snippet."""
+    code = snippet("get_app_handle")
+    assert run(code)["result"].images[0].shape == (32, 32, 3)
+    code += "\nprint(result.images[0].shape)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split("\n")[-2] == "(32, 32, 3)", done.stderr
 
 
 def test_the_triton_snippet_runs(cluster: Cluster) -> None:

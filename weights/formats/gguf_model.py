@@ -38,11 +38,13 @@ class GgufModel:
 
     @property
     def architecture(self) -> str | None:
+        """Name of the architecture in the metadata; None without one."""
         value = self.metadata.get("general.architecture")
         return value if isinstance(value, str) else None
 
     @property
     def is_llm(self) -> bool:
+        """Return whether the file is a language model, and not an adapter or a projector."""
         name = self.architecture or ""
         return name not in _NOT_LLMS and name.startswith(_LLM_FAMILIES)
 

@@ -49,6 +49,7 @@ class LoraConfig:
         return min((item for item in found if item is not None), default=(0, self.alpha))[1]
 
     def scale(self, alpha: float, rank: int) -> float:
+        """Return the factor of a module's product: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 

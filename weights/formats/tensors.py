@@ -29,7 +29,8 @@ class SourceTensor(ReadableTensor, Protocol):
     """A tensor in a file of a checkpoint."""
 
     @property
-    def file(self) -> Path: ...
+    def file(self) -> Path:
+        """File that the bytes come from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ def is_shape(value: Any) -> bool:
 
 
 def is_size(value: Any) -> bool:
+    """Return whether a value of a file is an integer from 0 to `MAX_SIZE`; bools are none."""
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 

@@ -38,10 +38,12 @@ class SourceModel:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @property
     def is_tied(self) -> bool:
+        """Return whether the head shares the embedding's matrix."""
         return bool(self.config.get("tie_word_embeddings", False))
 
     def integer(self, key: str, default: int | None = None) -> int:

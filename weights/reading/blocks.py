@@ -79,6 +79,7 @@ class Span:
 
     @property
     def is_aligned(self) -> bool:
+        """Return whether the span begins at a border of `BLOCK_ALIGNMENT` bytes."""
         return self.start % BLOCK_ALIGNMENT == 0
 
 
@@ -134,7 +135,7 @@ class PackReader:
 
     @property
     def is_direct(self) -> bool:
-        """True when a buffer must begin at a page and hold whole blocks."""
+        """Return whether a buffer must begin at a page and hold whole blocks."""
         return self._direct
 
     def __enter__(self) -> Self:

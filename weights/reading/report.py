@@ -112,6 +112,7 @@ class LoadReport:
 
     @property
     def share_of_peak(self) -> float | None:
+        """Share of the medium's measured rate, 0 to 1 mostly; None where nobody measured it."""
         return self.gbps / self.peak_gbps if self.peak_gbps else None
 
     @property

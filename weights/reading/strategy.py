@@ -113,6 +113,7 @@ class Probe(BaseModel):
 
     @property
     def peak_gbps(self) -> float:
+        """Rate of the better way to read, 10^9 bytes per second."""
         return max(self.direct_gbps or 0.0, self.buffered_gbps)
 
 

@@ -44,6 +44,7 @@ class Entry(Candidate, Generic[Thing]):
 
     @property
     def is_leased(self) -> bool:
+        """Return whether anybody has a lease on it, firm or callable."""
         return bool(self.firm or self.callable)
 
 

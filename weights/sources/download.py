@@ -76,6 +76,7 @@ class Journal:
             self._append(record)
 
     def put_part(self, name: str, part: int, checksum: str) -> None:
+        """Note that a part of a file is on disk, with its checksum."""
         with self._lock:
             self.records[name].parts[part] = checksum
             self._append(_PartRecord(name=name, part=part, checksum=checksum))

@@ -30,7 +30,7 @@ class DraftComponent:
 
     @property
     def is_copyable(self) -> bool:
-        """True when its files have the tensors as they will be stored, in a format that can be written again."""
+        """Return whether its files have the tensors as they will be stored, in a format that can be written again."""
         if self.root is None or self.record.format not in WRITABLE_FORMATS:
             return False
         files = {self.root / self.record.folder / file for file in self.record.files}

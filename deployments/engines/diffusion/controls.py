@@ -26,6 +26,7 @@ class Control:
     reads_prompt: bool
 
     def acts_at(self, step_index: int, num_steps: int) -> bool:
+        """Return whether it acts at a step, counted from 0: the whole step lies within its part of the schedule."""
         return not (step_index / num_steps < self.start or (step_index + 1) / num_steps > self.end)
 
 

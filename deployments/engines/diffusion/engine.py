@@ -146,7 +146,7 @@ class DiffusionEngine:
         """Take in what the turn cost. One in which something failed, and ran again alone perhaps, says nothing."""
         kind, rows = self._turn
         self._order.work(self.costs.seconds_per_row(kind) * rows)
-        self._stopwatch.end(lambda seconds: None if failed else self.costs.note(kind, rows, seconds))
+        self._stopwatch.end(lambda seconds: None if failed else self.costs.note_call(kind, rows, seconds))
 
     def _denoise(self, batch: Sequence[_Running]) -> list[DiffusionOutput]:
         now = self._clock()

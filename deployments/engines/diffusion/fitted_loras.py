@@ -1,4 +1,9 @@
-"""LoRAs fitted to one component of a pipeline: their modules named as it names them, in its dtype and place."""
+"""LoRAs fitted to one component of a pipeline: their modules named as it names them, in its dtype and place.
+
+Files of kohya's trainer (`lora_unet_…`, `lora_te_…`, `.alpha`) are renamed as the stock loaders do it. Which module a
+name means depends on the model, so it is found out beside the model and not in the store. The renaming is that of
+diffusers 0.42, `loaders/lora_conversion_utils.py`, behind `lora_state_dict` of the pipelines.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +11,17 @@ import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, fit_pairs, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter
+from weights.adapters import LoraAdapter, parse_adapter
+from weights.errors import AdapterError
 
 
 class FittedLoras:
@@ -76,10 +84,8 @@ class FittedLoras:
     def _fit(self, adapter: LoraAdapter) -> FittedPairs:
         family, of_text = self._family, self._component != self._family.denoiser_name
         if adapter.kohya:
-            from deployments.engines.diffusion.kohya import rename_kohya  # it imports the loaders of diffusers
-
             config = None if of_text else self._module.config
-            adapter = rename_kohya(adapter, family, of_text=of_text, denoiser_config=config)
+            adapter = _rename_kohya(adapter, family, of_text=of_text, denoiser_config=config)
         adaptable = (family.denoiser_name, *family.lora_encoders)
         if foreign := sorted(set(adapter.components) - set(adaptable)):
             raise EngineError(
@@ -114,3 +120,60 @@ def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> 
         if names.count(use.name) > 1:
             raise EngineError(f"adapter {use.name!r} is named {names.count(use.name)} times, expected once")
     return loras
+
+
+def _rename_kohya(adapter: LoraAdapter, family: Family, *, of_text: bool, denoiser_config: Any = None) -> LoraAdapter:
+    """Return what the adapter changes in text encoders, or else in the denoiser, with modules named as diffusers does.
+
+    A UNet's names depend on `denoiser_config`. The adapter's tensors are not written. Raises EngineError naming the
+    file, for one of another family or kind.
+    """
+    from diffusers import loaders  # which nobody else needs, and which take their time
+
+    if family.lora_loader is None:
+        raise EngineError(f"{adapter.path}: {family.class_name} takes LoRAs in the layout of diffusers, not of kohya")
+    loader: Any = getattr(loaders, family.lora_loader)
+    options = {"unet_config": denoiser_config} if family.denoiser_name == "unet" else {"return_alphas": True}
+    others = "lora_unet_" if of_text else "lora_te"
+    # HAZARD: stock scales the matrices of Flux's text encoder in place.
+    own = {
+        name: tensor.clone() if of_text else tensor
+        for name, tensor in adapter.kohya.items()
+        if not name.startswith(others)
+    }
+    if not own:
+        return LoraAdapter(adapter.path, {})
+    try:
+        state, alphas = loader.lora_state_dict(own, **options)[:2]
+        names = {_peft_name(name): name for name in state}
+    except Exception as error:  # the converters know the layouts of their models, and fail in their own ways
+        raise EngineError(f"{adapter.path}: is no LoRA of kohya's for a {family.class_name}: {error}") from error
+    alpha_of = {_module_of(name.removesuffix(".alpha")): alpha for name, alpha in (alphas or {}).items()}
+    tensors = {new: state[old] for new, old in names.items()}
+    for new, old in names.items():
+        module, is_down, _ = new.rpartition(".lora_A.weight")
+        if is_down and (alpha := alpha_of.get(_module_of(old))) is not None:
+            tensors[f"{module}.alpha"] = torch.as_tensor(alpha)
+    try:
+        return parse_adapter(adapter.path, tensors, {})
+    except AdapterError as error:
+        raise EngineError(str(error)) from None
+
+
+def _peft_name(name: str) -> str:
+    from diffusers.utils import state_dict_utils as stock
+
+    if name.startswith("text_encoder"):
+        known = stock.PEFT_STATE_DICT_MAPPINGS
+        kinds = stock.StateDictType
+        (renamed,) = stock.convert_state_dict({name: None}, {**known[kinds.DIFFUSERS_OLD], **known[kinds.DIFFUSERS]})
+    else:
+        (renamed,) = stock.convert_unet_state_dict_to_peft({name: None})
+    return str(renamed)
+
+
+def _module_of(name: str) -> str:
+    """Return what the names of a module's matrices and of its alpha have in common."""
+    for suffix in (".down.weight", ".up.weight", ".lora"):
+        name = name.removesuffix(suffix)
+    return name

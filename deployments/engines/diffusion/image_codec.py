@@ -46,7 +46,7 @@ class ImageCodec:
 
     @property
     def is_blank(self) -> bool:
-        """True for a VAE without weights: it knows sizes, and is run elsewhere."""
+        """Return whether it is a VAE without weights, which knows sizes and is run elsewhere."""
         return bool(next(self.vae.parameters()).is_meta)
 
     def encode(

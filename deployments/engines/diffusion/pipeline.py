@@ -52,9 +52,8 @@ from deployments.engines.diffusion.state import (
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
-from deployments.engines.nn.forwards import replaced_forwards
+from deployments.engines.nn.forwards import make_quick, replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
-from deployments.engines.nn.quick_forwards import make_quick
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
 from weights.loading.views import memory_form

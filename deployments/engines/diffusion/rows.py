@@ -46,9 +46,11 @@ class BatchBounds:
     max_vae_bytes: int = 8 * 2**30
 
     def denoise_rows(self, image_pixels: int) -> int:
+        """Return how many images of so many pixels one forward of a denoiser takes, at least 1."""
         return max(1, min(self.max_rows, self.max_pixels // image_pixels))
 
     def decode_rows(self, image_pixels: int) -> int:
+        """Return how many images of so many pixels one decode takes, at least 1."""
         return max(1, self.max_decode_pixels // image_pixels)
 
 

@@ -87,10 +87,12 @@ class DenoiseState:
 
     @property
     def done(self) -> bool:
+        """Return whether all steps are made."""
         return self.step_index >= self.num_steps
 
     @property
     def num_steps_left(self) -> int:
+        """Number of steps to come."""
         return self.num_steps - self.step_index
 
     @property

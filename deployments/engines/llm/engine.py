@@ -140,6 +140,7 @@ class LLMEngine:
 
     @property
     def num_blocks(self) -> int:
+        """Blocks of the KV cache, used and free."""
         return self._blocks.num_blocks
 
     @property
@@ -221,7 +222,7 @@ class LLMEngine:
             chunks, tokens = self._run_wanted(plan.chunks)
         deltas = self._postprocess(chunks, tokens)
         if plan.num_decoding and not self.failures and chunks == plan.chunks:
-            self._pace.note(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
+            self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
         return deltas
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:

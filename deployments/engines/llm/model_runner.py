@@ -94,7 +94,7 @@ class ModelRunner:
         first = 0
         for chunk in chunks:
             if chunk.sequence.pooled is not None:
-                chunk.sequence.pooled.note(chunk.start, hidden[first : first + chunk.num_tokens])
+                chunk.sequence.pooled.note_states(chunk.start, hidden[first : first + chunk.num_tokens])
             scores = chunk.sequence.prompt_logprobs
             last = min(chunk.end, scores.end) if scores else chunk.start
             for begin in range(chunk.start, last, ROWS_AT_ONCE):
@@ -104,7 +104,7 @@ class ModelRunner:
                 with adapted_rows(self._model.module, adapters):
                     logits = self._logits(hidden, list(range(first + begin - chunk.start, first + end - chunk.start)))
                 assert scores is not None
-                scores.note(begin, logits)
+                scores.note_logits(begin, logits)
             first += chunk.num_tokens
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:

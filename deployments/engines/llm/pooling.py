@@ -78,7 +78,7 @@ class PooledStates:
         """Return whether every token's hidden state counts, also that of one whose keys and values are cached."""
         return self._pooling == "mean"
 
-    def note(self, position: int, hidden_NC: torch.Tensor) -> None:
+    def note_states(self, position: int, hidden_NC: torch.Tensor) -> None:
         """Note the hidden states of `position` and the next ones, which follow those noted before where all count."""
         new_NC = hidden_NC[max(0, self._num_noted - position) :]
         if not len(new_NC):

@@ -65,14 +65,14 @@ class PrefillPace:
                 chosen = size
         return min(chosen, self._max_tokens)
 
-    def note(self, num_decoding: int, num_tokens: int, seconds: float) -> None:
+    def note_step(self, num_decoding: int, num_tokens: int, seconds: float) -> None:
         """Take in what a step of so many decoding sequences and prompt tokens took."""
         known = self._kinds.setdefault(num_decoding, _Kind())
         if num_tokens:
             known.num_beside += 1
         else:
             known.num_idle, known.num_beside = known.num_idle + 1, 0
-        self._costs.note(_name(num_decoding), num_decoding + _size_of(num_tokens), seconds)
+        self._costs.note_call(_name(num_decoding), num_decoding + _size_of(num_tokens), seconds)
 
 
 def _name(num_decoding: int) -> str:

@@ -32,7 +32,7 @@ class PromptLogprobs:
         """Return what is known of each token."""
         return tuple(self._found)
 
-    def note(self, position: int, logits_NV: torch.Tensor) -> None:
+    def note_logits(self, position: int, logits_NV: torch.Tensor) -> None:
         """Note the tokens that follow `position` and the next ones, by the float32 logits of these."""
         count = min(len(logits_NV), self.end - position)
         tokens = self._token_ids[position + 1 : position + 1 + count]

@@ -58,10 +58,12 @@ class Sequence:
 
     @property
     def num_completion_tokens(self) -> int:
+        """Number of tokens drawn so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed_tokens(self) -> int:
+        """Number of tokens whose keys and values are still to be computed."""
         return len(self.token_ids) - self.num_computed_tokens
 
 

@@ -44,6 +44,7 @@ class TokenPicker:
 
     @property
     def is_greedy(self) -> bool:
+        """Return whether the likeliest token is taken each time."""
         return self.params.temperature == 0 or self.params.top_k == 1
 
     @property

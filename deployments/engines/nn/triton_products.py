@@ -1,9 +1,9 @@
 """Products with packed weights on CUDA: blocks are unpacked in registers, on their way to the tensor cores.
 
-Imported only where triton is, which CUDA builds of torch bring along. Block layouts: ggml-common.h, as in
-`unpacking.py`. A decode step is bound by the bytes of W, which are read once, packed; a prefill reads them once per
-`_MOST_ROWS` rows of x. Without a card the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), which is how the
-unit tests compare it, in float32: the interpreter multiplies bfloat16 as integers.
+Imported only where triton is, which CUDA builds of torch bring along. Block layouts: as in `packed_weights.py`. A
+decode step is bound by the bytes of W, which are read once, packed; a prefill reads them once per `_MOST_ROWS` rows of
+x. Without a card the kernel runs in Triton's interpreter (TRITON_INTERPRET=1), which is how the unit tests compare it,
+in float32: the interpreter multiplies bfloat16 as integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from deployments.engines.nn.packed_linear import Arithmetic, PackedWeight
+from deployments.engines.nn.packed_linear import Arithmetic
+from deployments.engines.nn.packed_weights import PackedWeight
 
 _FEW_ROWS: Final = 16  # the least that a tensor core multiplies
 _MOST_ROWS: Final = 64

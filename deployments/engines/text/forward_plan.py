@@ -120,4 +120,5 @@ class EncodeCounter:
             )
 
     def encode_stats(self) -> EncodeStats:
+        """Return a snapshot of the counts."""
         return self._stats

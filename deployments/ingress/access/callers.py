@@ -45,13 +45,13 @@ class Callers:
 
     @property
     def need_keys(self) -> bool:
-        """True when callers need a key at all."""
+        """Return whether callers need a key at all."""
         return self._file is not None
 
     def identify(self, key: str | None, need: Need) -> Caller | None:
         """Return who asks, None where nobody needs a key.
 
-        Raises: NotAuthenticated without a key that holds, NotAllowed when it is no admin's and one is needed.
+        Raises NotAuthenticated without a key that holds, NotAllowed when it is no admin's and one is needed.
         """
         if self._file is None or need == "nothing":
             return None
@@ -70,7 +70,7 @@ class Callers:
         return entry
 
     def count_request(self, key: str) -> KeyUse:
-        """Begin a request of the key. Raises: NotAuthenticated when it does not hold (any more), RateLimited."""
+        """Begin a request of the key. Raises NotAuthenticated when it does not hold (any more), RateLimited."""
         entry = self._find(key)
         self._forget_revoked()
         use = self._uses.setdefault(entry.sha256, KeyUse())
@@ -104,7 +104,7 @@ class Caller:
     def begin_request(self) -> Iterator[None]:
         """Count one request of the key for as long as the context lasts.
 
-        Raises: NotAuthenticated when the key was revoked since, RateLimited.
+        Raises NotAuthenticated when the key was revoked since, RateLimited.
         """
         use = self.callers.count_request(self.key)
         try:
@@ -163,7 +163,7 @@ class KeyUse:
         self._seen_s = 0.0
 
     def begin_request(self, limits: KeyLimits, now_s: float) -> None:
-        """Count one request, until `end_request`. `now_s` never goes back. Raises: RateLimited; then nothing counts."""
+        """Count one request, until `end_request`. `now_s` never goes back. Raises RateLimited; then nothing counts."""
         if limits.max_concurrent is not None and self.num_in_progress >= limits.max_concurrent:
             raise RateLimited(f"this key has as many requests in progress as it may ({limits.max_concurrent})")
         if limits.requests_per_s is not None:

@@ -57,7 +57,7 @@ class HttpAccess:
     def caller_of(self, path: str, method: str, headers: Headers) -> Caller | None:
         """Return who asks, None where nobody needs a key.
 
-        Raises: NotAuthenticated; NotAllowed for a key without the right, or a web page that may not ask.
+        Raises NotAuthenticated; NotAllowed for a key without the right, or a web page that may not ask.
         """
         if (need := _need_of(path)) == "nothing":
             return None

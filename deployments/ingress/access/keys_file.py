@@ -66,7 +66,7 @@ class KeysFile:
 def read_book(path: Path) -> KeyBook:
     """Read a keys file.
 
-    Raises: KeysFileError when it is not there or cannot be read, when others than its owner may write it, or when no
+    Raises KeysFileError when it is not there or cannot be read, when others than its owner may write it, or when no
     line of it is right.
     """
     try:
@@ -84,7 +84,7 @@ def read_book(path: Path) -> KeyBook:
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:
-    """Write one more line, in a new file if there is none. Raises: KeysFileError, also when the name is taken."""
+    """Write one more line, in a new file if there is none. Raises KeysFileError, also when the name is taken."""
     with _rewritten(path, create=True) as lines:
         if any(_name_on(line) == entry.name for line in lines):
             raise KeysFileError(f"{path}: there is a key {entry.name!r} already; revoke it, or choose another name")
@@ -92,7 +92,7 @@ def add_key(path: Path, entry: KeyEntry) -> None:
 
 
 def revoke_key(path: Path, name: str) -> None:
-    """Take out the line of a key. Raises: KeysFileError, also when there is no such key."""
+    """Take out the line of a key. Raises KeysFileError, also when there is no such key."""
     with _rewritten(path, create=False) as lines:
         kept = [line for line in lines if _name_on(line) != name]
         if len(kept) == len(lines):

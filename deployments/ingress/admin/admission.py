@@ -80,7 +80,7 @@ def _as_unavailable() -> Iterator[None]:
 
 
 async def describe_admission(queue: RequestQueue) -> AdmissionAnswer:
-    """Return the queue as it is. Raises: QueueAway."""
+    """Return the queue as it is. Raises QueueAway."""
     snapshot = await queue.snapshot()
     return AdmissionAnswer(
         admission=AdmissionConfig(**queue.config.model_dump()),

@@ -119,7 +119,7 @@ class _Asking:
     async def call(
         self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call a method of the actor. Raises: Conflict when it is off, InvalidRequest, NoReplica while it is away."""
+        """Call a method of the actor. Raises Conflict when it is off, InvalidRequest, NoReplica while it is away."""
         if self._connect is None:
             raise Conflict(_OFF)
         try:

@@ -104,7 +104,7 @@ class Operations:
 
         A new model that is unusable leaves nothing behind; an update that is leaves the version before.
 
-        Raises: InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
+        Raises InvalidRequest, Conflict, or Unprocessable when it was waited for and the checkpoint is unusable.
         """
         is_new = entry.id not in {record.id for record in await self._catalog.all_records()}
         record = await self._call_registry(WeightRegistry.register, entry, wait)
@@ -124,7 +124,7 @@ class Operations:
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
         """Remove a model and return the adapters that have no base left.
 
-        Raises: UnknownModel, or Conflict for a model of the cluster config.
+        Raises UnknownModel, or Conflict for a model of the cluster config.
         """
         orphans = await self._remove_model(model, purge)
         await self._in_replicas("unpin", model, _DESCRIBE_TIMEOUT_S)
@@ -163,7 +163,7 @@ class Operations:
     async def evict_model(self, model: str) -> None:
         """Take the model out of replicas and nodes; the next request brings it back.
 
-        Raises: Conflict when running requests or pins hold some of it; what nothing holds is gone then, too.
+        Raises Conflict when running requests or pins hold some of it; what nothing holds is gone then, too.
         """
         await self._catalog.find_record(model)
         workers, encoders = await asyncio.gather(
@@ -240,9 +240,10 @@ class Operations:
         )
         replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
         named = [
-            (f"{role} {number}", replica)
-            for role, found in (("worker", replicas["workers"]), ("text encoder", replicas["text_encoders"]))
-            for number, replica in enumerate(found)
+            (f"{role}-{replica['name']}", replica)  # as the keeper knows it
+            for role, found in (("worker", replicas["workers"]), ("encoder", replicas["text_encoders"]))
+            for replica in found
+            if "unreachable" not in replica
         ]
         built, switches = _built_models(named), _last_switches(named)
         models = [

@@ -72,7 +72,7 @@ class Inference:
         return await is_any_answering(self._service)
 
     async def ready(self, model: str, version: str = "") -> bool:
-        """Return whether requests for `model` can be answered. Raises: UnknownModel.
+        """Return whether requests for `model` can be answered. Raises UnknownModel.
 
         Never waits for a model that is being registered, as a request for it would.
         """
@@ -165,7 +165,7 @@ class Inference:
     def _checked(
         self, card: ModelCard, signature: Signature, request: InferRequest
     ) -> tuple[dict[str, TensorValue], Schedule]:
-        """Return the inputs by name and the schedule. Raises: InvalidRequest, before any work is done."""
+        """Return the inputs by name and the schedule. Raises InvalidRequest, before any work is done."""
         if len(request.id) > MAX_ID_CHARS:
             raise InvalidRequest(f"id: {len(request.id)} characters, at most {MAX_ID_CHARS} are allowed", "id")
         if (number := len(request.parameters)) > MAX_PARAMETERS:
@@ -322,7 +322,7 @@ def _text_outputs(results: Sequence[TextResult | TextChunk]) -> tuple[TensorValu
 
 
 async def _infer_embeddings(service: Service, request: EmbeddingRequest) -> _Outputs:
-    """Return one vector for each input. Raises: InvalidRequest when they differ in size."""
+    """Return one vector for each input. Raises InvalidRequest when they differ in size."""
     result = await service.embed(request)
     if len({vector.shape for vector in result.embeddings}) > 1:
         raise InvalidRequest(f"model {request.model!r} gives these texts embeddings of different sizes; ask one by one")
@@ -349,6 +349,6 @@ async def _infer_pipeline(service: Service, request: PipelineRequest, batch_size
 
 
 def _slowest(timings_ms: Sequence[TimingsMs]) -> TimingsMs:
-    """Return the longest time of each stage, of parts that ran side by side."""
-    stages = {stage: None for timings in timings_ms for stage in timings}
-    return {stage: max(timings.get(stage, 0.0) for timings in timings_ms) for stage in stages}
+    """Return the longest time of each phase, of parts that ran side by side."""
+    phases = {phase: None for timings in timings_ms for phase in timings}
+    return {phase: max(timings.get(phase, 0.0) for timings in timings_ms) for phase in phases}

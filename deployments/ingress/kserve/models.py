@@ -94,7 +94,7 @@ def _described(specs: Sequence[TensorSpec]) -> str:
 
 
 def check_inputs(model: str, signature: Signature, inputs: Sequence[TensorValue]) -> dict[str, TensorValue]:
-    """Return the inputs by name. Raises: InvalidRequest naming what the model takes."""
+    """Return the inputs by name. Raises InvalidRequest naming what the model takes."""
     takes = f"model {model!r} takes {_described(signature.inputs)}"
     specs = {spec.name: spec for spec in signature.inputs}
     given: dict[str, TensorValue] = {}
@@ -136,7 +136,7 @@ _READY_STATES: Final = ("ready", "updating")
 async def find_model(service: Service, model: str, version: str) -> tuple[ModelCard, Signature]:
     """Return a model or pipeline that answers requests, and what it takes and gives.
 
-    Waits for a model that is just being registered. Raises: UnknownModel, ModelUnavailable, and InvalidRequest for an
+    Waits for a model that is just being registered. Raises UnknownModel, ModelUnavailable, and InvalidRequest for an
     adapter, which answers no requests of its own.
     """
     _check_version(model, version)

@@ -74,7 +74,7 @@ class InferResponse:
     """The answer to one request, or a piece of it. `id` is the request's.
 
     `outputs` are in the order that the request named them, or in the model's own.
-    `timings_ms` by stage, of the slowest part where the request had several; "queue" and "total" are always there.
+    `timings_ms` by phase, of the slowest part where the request had several; "queue" and "total" are always there.
     """
 
     model: str

@@ -50,7 +50,7 @@ class Repository:
     async def names(self, model: str = "", version: str = "") -> list[str]:
         """Return the names of all models and pipelines, or only `model`, checked.
 
-        Raises: UnknownModel with the known names, also for a version that is not served.
+        Raises UnknownModel with the known names, also for a version that is not served.
         """
         if version not in ("", VERSION):
             raise UnknownModel(f"model {model!r} has no version {version!r} (known: {VERSION})", "model_version")
@@ -63,7 +63,7 @@ class Repository:
     async def load(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
         """Bring the model to the replicas that run it, and return when it is usable. Waits while it is registered.
 
-        Raises: ModelUnavailable with the reason when no replica can have it.
+        Raises ModelUnavailable with the reason when no replica can have it.
         """
         _check_repository(repository)
         _check_parameters("load", parameters or {}, frozenset())
@@ -79,7 +79,7 @@ class Repository:
                 raise ModelUnavailable(f"model {model!r} was not loaded: {replicas[0]}", "model")
 
     async def unload(self, model: str, parameters: Parameters | None = None, repository: str = "") -> None:
-        """Take the model out of memory. Raises: Conflict when running requests or pins hold it.
+        """Take the model out of memory. Raises Conflict when running requests or pins hold it.
 
         `unload_dependents` changes nothing: no model here is unloaded by another's unloading.
         """

@@ -35,7 +35,7 @@ def image_requests(
 ) -> list[ImageRequest]:
     """Return one request for each prompt.
 
-    Raises: InvalidRequest, also when the images would not fit into one tensor.
+    Raises InvalidRequest, also when the images would not fit into one tensor.
     """
     prompts = texts(given["prompt"])
     options = _options(len(prompts), given, specs[1:], parameters)
@@ -71,7 +71,7 @@ def text_requests(
 def embedding_request(
     model: str, given: Mapping[str, TensorValue], parameters: Parameters, wishes: Sequence[str], schedule: Schedule
 ) -> EmbeddingRequest:
-    """Return the request for a language model's embeddings, with the parameter `pooling`. Raises: InvalidRequest."""
+    """Return the request for a language model's embeddings, with the parameter `pooling`. Raises InvalidRequest."""
     if len(wishes) > 1:
         raise InvalidRequest(f"outputs: {', '.join(wishes)}; an embedding is asked for alone", "outputs")
     if others := given.keys() - {"text_input"}:
@@ -163,7 +163,7 @@ class Schedule:
 def schedule_of(parameters: Parameters) -> Schedule:
     """Return the schedule. Unknown parameters are ignored, as the protocol says.
 
-    Raises: InvalidRequest, also for the parameters of sequences, which are not supported.
+    Raises InvalidRequest, also for the parameters of sequences, which are not supported.
     """
     for name in _SEQUENCE:
         if parameters.get(name, 0) not in (0, "", "0"):

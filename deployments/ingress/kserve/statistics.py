@@ -1,14 +1,14 @@
 """Statistics of each model in the terms of Triton's statistics extension.
 
 Counted where requests pass, so the figures are those of one ingress replica since it started: with several, add them
-up, or read Prometheus instead. What Triton's durations mean here, from the stage times that results bring along:
+up, or read Prometheus instead. What Triton's durations mean here, from the phase times that results bring along:
 
     queue           waiting for a turn and for a place in a replica (`queue`)
     compute_input   bringing the model's weights to where they are used (`switch`)
-    compute_infer   every other stage: encode, denoise, prefill, generate, decode, stages of a pipeline
+    compute_infer   every other phase: encode, denoise, prefill, generate, decode, stages of a pipeline
     compute_output  what is left of the whole: making protocol tensors of results, and transport
 
-Stages that run side by side count in full each, so the parts may add up to more than the whole. One request is one
+Phases that run side by side count in full each, so the parts may add up to more than the whole. One request is one
 execution: which requests shared a forward is known to the replicas only. `cache_hit` and `cache_miss` count text
 encodings; how long a look-up took is not measured, so their nanoseconds are 0.
 """
@@ -37,7 +37,7 @@ class Duration:
     ns: int = 0
 
     def add_duration(self, ms: float, count: int = 1) -> None:
-        """Count `count` events of `ms` in all. Negative times, differences of stages side by side, count as 0."""
+        """Count `count` events of `ms` in all. Negative times, differences of phases side by side, count as 0."""
         self.count += count
         self.ns += max(0, round(ms * 1e6))
 
@@ -99,12 +99,12 @@ class Statistics:
         cache_hits: int = 0,
         cache_misses: int = 0,
     ) -> None:
-        """Count an answered request of `batch_size` items. `timings_ms` are by stage, the whole under "total"."""
+        """Count an answered request of `batch_size` items. `timings_ms` are by phase, the whole under "total"."""
         found = self._touched(model)
         found.inference_count += batch_size
         found.execution_count += 1
         queue_ms, input_ms = timings_ms.get(_QUEUE, 0.0), timings_ms.get(_SWITCH, 0.0)
-        infer_ms = sum(ms for stage, ms in timings_ms.items() if stage not in (_QUEUE, _SWITCH, _TOTAL))
+        infer_ms = sum(ms for phase, ms in timings_ms.items() if phase not in (_QUEUE, _SWITCH, _TOTAL))
         known_ms = queue_ms + input_ms + infer_ms
         total_ms = timings_ms.get(_TOTAL, known_ms)
         stats, batch = found.inference_stats, _of_size(found.batch_stats, _rounded(batch_size))
@@ -137,7 +137,7 @@ class Statistics:
 async def statistics_of(
     repository: Repository, statistics: Statistics, model: str = "", version: str = ""
 ) -> list[ModelStatistics]:
-    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises: UnknownModel."""
+    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises UnknownModel."""
     return [statistics.of_model(name) for name in await repository.names(model, version)]
 
 

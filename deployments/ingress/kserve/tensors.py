@@ -35,7 +35,7 @@ _INTEGERS: Final = (frozenset({int}), "whole numbers")
 
 
 def checked_datatype(name: str, datatype: object) -> Datatype:
-    """Return the datatype. Raises: InvalidRequest naming the known ones."""
+    """Return the datatype. Raises InvalidRequest naming the known ones."""
     for known in get_args(Datatype):
         if datatype == known:
             return known
@@ -43,7 +43,7 @@ def checked_datatype(name: str, datatype: object) -> Datatype:
 
 
 def checked_shape(name: str, shape: Sequence[object]) -> tuple[int, ...]:
-    """Return the shape. Raises: InvalidRequest for dimensions that are no sizes, and for too many elements.
+    """Return the shape. Raises InvalidRequest for dimensions that are no sizes, and for too many elements.
 
     A size of 0 does not excuse the others: numpy makes no array of shape (0, 2**62).
     """
@@ -81,7 +81,7 @@ def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Seque
 def to_json(value: TensorValue) -> list[Any]:
     """Return the elements, flat and row-major.
 
-    Raises: InvalidRequest for what JSON cannot say; the message names binary data as the way.
+    Raises InvalidRequest for what JSON cannot say; the message names binary data as the way.
     """
     check_json(value)
     flat = value.data.reshape(-1)
@@ -126,7 +126,7 @@ def to_bytes(value: TensorValue) -> bytes:
 
 
 def texts(value: TensorValue) -> list[str]:
-    """Return the elements of a BYTES tensor as text. Raises: InvalidRequest when one is not UTF-8."""
+    """Return the elements of a BYTES tensor as text. Raises InvalidRequest when one is not UTF-8."""
     try:
         return [bytes(element).decode() for element in value.data.reshape(-1)]
     except UnicodeDecodeError:

@@ -17,7 +17,7 @@ from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.responses import Answer, rounded
 from deployments.records import CacheUse, EmbeddingResult, ImageResult, SwitchReport
 
-TimesMs = dict[str, float]  # by stage
+TimesMs = dict[str, float]  # by phase
 
 
 def warnings_of_ignored(names: Iterable[str]) -> tuple[str, ...]:

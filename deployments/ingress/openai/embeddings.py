@@ -51,7 +51,7 @@ class EmbeddingsBody(RequestModel):
     user: UserName | None = None
 
     def to_record(self) -> EmbeddingRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
+        """Return the request as the service takes it. Raises InvalidRequest."""
         value: Any = self.input
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]

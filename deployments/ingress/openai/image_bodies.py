@@ -77,7 +77,7 @@ class ImagesBody(ImageOptions):
         return size
 
     def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
-        """Return the request as the service takes it, with the images that came beside it. Raises: InvalidRequest."""
+        """Return the request as the service takes it, with the images that came beside it. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
         fields |= self._stream_fields()
         if self.size != "auto":
@@ -128,7 +128,7 @@ class GenerationBody(ImagesBody):
         return bool(self.init_image or self.mask_image or self.control)
 
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
+        """Return the request as the service takes it. Raises InvalidRequest."""
         image, mask = (
             None if text is None else decode_base64_image(text, name, limits.max_pixels)
             for name, text in (("init_image", self.init_image), ("mask_image", self.mask_image))
@@ -147,7 +147,7 @@ class VariationBody(ImagesBody):
         return from_json(value) if isinstance(value, str) else value
 
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ImageRequest:
-        """Return the request with the files of its form. Raises: InvalidRequest."""
+        """Return the request with the files of its form. Raises InvalidRequest."""
         if unknown := sorted(files.keys() - {"image", "mask"}):
             raise InvalidRequest(f"{unknown[0]}: not a field for a file (files: image, mask)", unknown[0])
         images = _decode_one(files.get("image", ()), "image", limits)

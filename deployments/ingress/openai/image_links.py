@@ -41,7 +41,7 @@ class ImageLinks:
     def keep_file(self, data: bytes, format_: ImageFormat, server_url: str) -> str:
         """Keep a file, and return its link, below the config's `base_url` or else `server_url`, as the client knows it.
 
-        Raises: Overloaded when the file cannot be written.
+        Raises Overloaded when the file cannot be written.
         """
         name = f"{secrets.token_hex(16)}.{format_}"
         try:

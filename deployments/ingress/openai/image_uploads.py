@@ -56,7 +56,7 @@ class DecodedImage:
 def decode_image(data: bytes, field: str, max_pixels: int) -> DecodedImage:
     """Decode a PNG, JPEG or WebP file, turned upright as its camera noted (Exif `Orientation`).
 
-    The header says the size before any pixel is decoded. Raises: InvalidRequest naming `field`.
+    The header says the size before any pixel is decoded. Raises InvalidRequest naming `field`.
     """
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as file:
@@ -71,7 +71,7 @@ def decode_image(data: bytes, field: str, max_pixels: int) -> DecodedImage:
 
 
 def decode_base64_image(text: str, field: str, max_pixels: int) -> DecodedImage:
-    """Decode an image of a JSON body: base64, or a data URL of it. Raises: InvalidRequest naming `field`."""
+    """Decode an image of a JSON body: base64, or a data URL of it. Raises InvalidRequest naming `field`."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
     try:
@@ -90,7 +90,7 @@ def resize_pixels(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.N
 async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, str], dict[str, list[bytes]]]:
     """Return the fields and the files of a form, by name; `image[]`, as clients name lists, is `image`.
 
-    Raises: InvalidRequest for another body, and for a field that came twice.
+    Raises InvalidRequest for another body, and for a field that came twice.
     """
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise InvalidRequest("expected a body of multipart/form-data with the image as a file")

@@ -76,7 +76,7 @@ class ResumableStreams:
     async def begin(self, pieces: ImagePieces, events: ImageEvents) -> Response:
         """Answer with a new stream, once its first piece is there. Until then it ends with its caller.
 
-        Raises: what `pieces` raises before that; Overloaded when there are as many streams as may be; InvalidRequest
+        Raises what `pieces` raises before that; Overloaded when there are as many streams as may be; InvalidRequest
         where another ingress replica may be asked for the rest.
         """
         if self._num_replicas > 1:

@@ -137,7 +137,7 @@ class ChatBody(TextBody):
     store: bool | None = Field(None, description="nothing is stored")
 
     def to_record(self) -> ChatRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
+        """Return the request as the service takes it. Raises InvalidRequest."""
         options = self.options()
         if self.max_completion_tokens:
             options["max_tokens"] = self.max_completion_tokens
@@ -164,7 +164,7 @@ class CompletionBody(TextBody):
     suffix: None = None
 
     def to_record(self) -> CompletionRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
+        """Return the request as the service takes it. Raises InvalidRequest."""
         if self.best_of not in (None, self.n or 1):
             raise InvalidRequest("best_of: only as many as n are made", "best_of")
         options = self.options() | {"echo": bool(self.echo), "logprobs": self.logprobs}

@@ -126,7 +126,7 @@ class ResponsesBody(RequestModel):
     user: UserName | None = None
 
     def to_record(self) -> ChatRequest:
-        """Return the request as the service takes it. Raises: InvalidRequest."""
+        """Return the request as the service takes it. Raises InvalidRequest."""
         given: dict[str, Any] = {"model": self.model, "messages": self._messages()}
         given |= {
             "lora": self.lora or (),

@@ -67,6 +67,7 @@ class DeviceMemory:
 
     @property
     def peak_bytes(self) -> int:
+        """Largest number of bytes that were in use at once since the last reset."""
         with self._lock:
             return self._peak_bytes
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from transformers import AutoConfig, PretrainedConfig
 
 from deployments.engines.llm.models.packed import PackedSource
-from deployments.engines.nn.packed_linear import SUPPORTED_KINDS
+from deployments.engines.nn.packed_weights import SUPPORTED_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header

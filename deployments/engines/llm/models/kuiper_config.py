@@ -11,7 +11,7 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from deployments.engines.llm.models.packed import PackedSource
-from deployments.engines.nn.packed_linear import GROUP_INT8
+from deployments.engines.nn.packed_weights import GROUP_INT8
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, parse_kuiper, read_kuiper

@@ -18,7 +18,8 @@ from deployments.engines.llm.models.gguf_config import CLASS_NAMES, MAX_EXPERTS,
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
-from deployments.engines.nn.packed_linear import DENSE_KINDS, GROUP_INT8, Arithmetic
+from deployments.engines.nn.packed_linear import Arithmetic
+from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
 from weights.formats.untrusted import shown

@@ -57,14 +57,14 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
 
 
 def parsed(request: Any) -> Any:
-    """Return the message that a handler got. Raises: InvalidRequest for bytes that are none."""
+    """Return the message that a handler got. Raises InvalidRequest for bytes that are none."""
     if isinstance(request, DecodeError):
         raise InvalidRequest("the request is not a message of the type that this method takes")
     return request
 
 
 async def read_infer(request: Any) -> InferRequest:
-    """Return the record of a request. Raises: InvalidRequest."""
+    """Return the record of a request. Raises InvalidRequest."""
     message = parsed(request)
     return await call_aside(message.ByteSize(), grpc_codec.read_request, message)
 

@@ -45,7 +45,7 @@ Scalar = bool | int | float | str
 
 
 def read_request(message: messages.ModelInferRequest) -> InferRequest:
-    """Return the record of a request. Raises: InvalidRequest naming the tensor or parameter."""
+    """Return the record of a request. Raises InvalidRequest naming the tensor or parameter."""
     return InferRequest(
         model=message.model_name,
         inputs=tuple(_inputs(message)),
@@ -59,7 +59,7 @@ def read_request(message: messages.ModelInferRequest) -> InferRequest:
 
 
 def read_parameters(parameters: Mapping[str, Any]) -> dict[str, Scalar]:
-    """Return the parameters. Raises: InvalidRequest for one without a value.
+    """Return the parameters. Raises InvalidRequest for one without a value.
 
     `bytes_param`, which only repositories know, is no scalar and counts as none.
     """

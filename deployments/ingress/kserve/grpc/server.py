@@ -125,7 +125,7 @@ async def start_grpc_server(
 
     gRPC itself refuses larger messages before anything is decoded, and calls beyond `max_calls`, of any kind.
 
-    Raises: OSError when it cannot listen there.
+    Raises OSError when it cannot listen there.
     """
     server = grpc.aio.server(
         interceptors=[_AccessInterceptor(callers)] if callers else [],

@@ -91,7 +91,7 @@ class InferenceServicer:
     async def _model_infer(
         self, request: messages.ModelInferRequest, context: grpc.aio.ServicerContext
     ) -> messages.ModelInferResponse:
-        """The stage times are in the trailing metadata, in the form of the HTTP header."""
+        """The phase times are in the trailing metadata, in the form of the HTTP header."""
         current_terms.set(_terms_of(context))
         response = await self._inference.infer(await read_infer(request))
         timing = server_timing(response.timings_ms)
@@ -216,7 +216,7 @@ class _InferStream:
 
 
 def _terms_of(context: grpc.aio.ServicerContext) -> Terms:
-    """Return the terms of a call: its metadata, and gRPC's own deadline. Raises: InvalidRequest."""
+    """Return the terms of a call: its metadata, and gRPC's own deadline. Raises InvalidRequest."""
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
     terms = read_terms(metadata, current_tenant.get())
     left_s = context.time_remaining()

@@ -109,7 +109,7 @@ class InferAnswer(Answer):
 def read_request(model: str, version: str, body: bytes, json_length: str | None = None) -> InferRequest:
     """Return the record of a body. `json_length` is the header Inference-Header-Content-Length.
 
-    Raises: InvalidRequest, whatever comes.
+    Raises InvalidRequest, whatever comes.
     """
     num_json_bytes = _json_length(json_length, len(body))
     form = read_json(InferBody, body[:num_json_bytes])
@@ -130,7 +130,7 @@ def read_request(model: str, version: str, body: bytes, json_length: str | None 
 def write_response(request: InferRequest, response: InferResponse) -> tuple[bytes, int | None]:
     """Return the body, and the length of its JSON part when raw tensors follow.
 
-    Raises: InvalidRequest for a tensor that JSON cannot say and that was not asked for as binary data.
+    Raises InvalidRequest for a tensor that JSON cannot say and that was not asked for as binary data.
     """
     default = _flag("binary_data_output", request.parameters)
     binary = {wish.name: wish.binary for wish in request.outputs}
@@ -162,7 +162,7 @@ def _data_parts(value: TensorValue) -> Iterator[bytes]:
 
 
 def read_json(class_: type[BodyT], body: bytes) -> BodyT:
-    """Return strict JSON of that form. Raises: InvalidRequest naming the member."""
+    """Return strict JSON of that form. Raises InvalidRequest naming the member."""
     try:
         return class_.model_validate(json.loads(body, parse_constant=_not_json))
     except ValidationError as error:
@@ -177,7 +177,7 @@ def read_json(class_: type[BodyT], body: bytes) -> BodyT:
 
 
 def read_parameters(where: str, parameters: dict[str, Any] | None) -> Parameters:
-    """Return the parameters. Raises: InvalidRequest for values that are no plain ones."""
+    """Return the parameters. Raises InvalidRequest for values that are no plain ones."""
     for name, value in (parameters or {}).items():
         if not isinstance(value, bool | int | float | str) or (isinstance(value, float) and not math.isfinite(value)):
             raise InvalidRequest(

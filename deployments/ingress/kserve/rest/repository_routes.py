@@ -48,6 +48,7 @@ class StatisticsAnswer(Answer):
 
 
 def create_repository_router(repository: Repository, statistics: Statistics) -> APIRouter:
+    """Return the routes that list, load and unload models, and tell their statistics."""
     router = create_protocol_router()
     _add_repository_routes(router, repository)
     _add_statistics_routes(router, repository, statistics)

@@ -283,7 +283,7 @@ async def _generate_events(opening: InferResponse, pieces: AsyncIterator[InferRe
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Return the body as it was before it was compressed.
 
-    Raises: RequestTooLarge above `max_bytes`, InvalidRequest for damage and for codings that are not known.
+    Raises RequestTooLarge above `max_bytes`, InvalidRequest for damage and for codings that are not known.
     """
     body = await request.body()
     encoding = request.headers.get("content-encoding", "")
@@ -305,7 +305,7 @@ async def _compressed_if_accepted(request: Request, body: bytes, headers: dict[s
 def _decompressed(body: bytes, encoding: str, max_bytes: int) -> bytes:
     """Return the decompressed body. Never makes more than `max_bytes`, however much the body would become.
 
-    Raises: RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
+    Raises RequestTooLarge for more, InvalidRequest for damage and for codings that are not known.
     """
     name = encoding.strip().lower()
     if name in ("", "identity"):

@@ -19,17 +19,17 @@ def test_a_fixed_part_and_one_by_work_are_told_apart(seed: int) -> None:
         work = rng.choice([4, 8, 16, 64])
         works.append(work)
         took.append((fixed_s + per_work_s * work) * rng.lognormvariate(0, 0.05))
-        seconds.note(work, took[-1])
+        seconds.note_seconds(work, took[-1])
     slope, start = np.polyfit(works, took, 1)
     for work in (1, 4, 10, 64, 100):
-        assert seconds.of(work) == pytest.approx(start + slope * work, rel=0.15)
+        assert seconds.seconds_of(work) == pytest.approx(start + slope * work, rel=0.15)
 
 
 def test_one_kind_of_work_counts_as_proportional() -> None:
     seconds = Seconds()
     for _ in range(20):
-        seconds.note(16, 2.0)
-    assert [seconds.of(work) for work in (8, 16, 32)] == pytest.approx([1.0, 2.0, 4.0])
+        seconds.note_seconds(16, 2.0)
+    assert [seconds.seconds_of(work) for work in (8, 16, 32)] == pytest.approx([1.0, 2.0, 4.0])
 
 
 @pytest.mark.parametrize("factor", [0.25, 3.0])
@@ -37,26 +37,26 @@ def test_the_level_follows_soon_and_the_parts_stay(factor: float) -> None:
     seconds, rng = Seconds(), random.Random(0)
     for _ in range(300):
         work = rng.choice([2, 20])
-        seconds.note(work, 1 + 0.1 * work)
+        seconds.note_seconds(work, 1 + 0.1 * work)
     for _ in range(25):
         work = rng.choice([2, 20])
-        seconds.note(work, factor * (1 + 0.1 * work))
-    assert seconds.of(2) == pytest.approx(factor * 1.2, rel=0.15)
-    assert seconds.of(20) == pytest.approx(factor * 3.0, rel=0.15)
+        seconds.note_seconds(work, factor * (1 + 0.1 * work))
+    assert seconds.seconds_of(2) == pytest.approx(factor * 1.2, rel=0.15)
+    assert seconds.seconds_of(20) == pytest.approx(factor * 3.0, rel=0.15)
 
 
 def test_a_stall_moves_little_and_nothing_is_negative() -> None:
     seconds = Seconds()
-    assert seconds.of(3) == 0
+    assert seconds.seconds_of(3) == 0
     for _ in range(50):
-        seconds.note(1, 1.0)
-    seconds.note(1, 1000.0)
-    assert seconds.of(1) < 1.6
+        seconds.note_seconds(1, 1.0)
+    seconds.note_seconds(1, 1000.0)
+    assert seconds.seconds_of(1) < 1.6
     rng = random.Random(1)
     for _ in range(500):  # the more work, the less time: no law of ours
         work = rng.choice([1, 100])
-        seconds.note(work, 1 / work)
-        assert min(seconds.of(each) for each in (0.01, 1, 100, 10_000)) >= 0
+        seconds.note_seconds(work, 1 / work)
+        assert min(seconds.seconds_of(each) for each in (0.01, 1, 100, 10_000)) >= 0
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.3])
@@ -101,7 +101,7 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
     assert known is not None
     for work in (4.0, 12.0):
         for size in (2.0, 5.0, 16.0):
-            assert known.latency_s(work).of(size) == pytest.approx(latency_s(work, size), rel=0.2)
+            assert known.latency_s(work).seconds_among(size) == pytest.approx(latency_s(work, size), rel=0.2)
     assert known.usual_latency_s(8.0) == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
     assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
 

@@ -71,7 +71,7 @@ def test_the_log_forgets_the_oldest_and_goes_on_after_any_number() -> None:
     number, seen = log.after(None, 0.0).next_number, []
     for index in range(MAX_KEPT + 500):
         ask = Ask("worker", str(index), 1.0, 1.0, 1, "default", 1e9)
-        log.note(Ended(Waiting(index, ask, index, 0.0, 1.0), "r", 1.0, 1.0), float(index), 0.0, True)
+        log.note_end(Ended(Waiting(index, ask, index, 0.0, 1.0), "r", 1.0, 1.0), float(index), 0.0, True)
         if chance.random() < 0.01:
             page = log.after(number, 0.0)
             seen += [one.model for one in page.requests]

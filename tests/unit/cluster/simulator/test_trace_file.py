@@ -1,4 +1,4 @@
-"""Trace files, pictures, and generated arrivals."""
+"""Trace files, charts, and generated arrivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 from unit.cluster.simulator.random_scenarios import random_scenario
 
-from cluster.simulator.picture import picture_of
+from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import read_trace, trace_lines
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
@@ -81,9 +81,9 @@ def test_zipf_poisson_diurnal_and_bursts_have_the_rates_that_they_say() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_picture_shows_every_switch_at_its_place(seed: int) -> None:
+def test_the_chart_shows_every_switch_at_its_place(seed: int) -> None:
     _, world = simulate(random_scenario(seed, with_faults=True), "latency-first", patience=40.0)
-    root = ElementTree.fromstring(picture_of(world, 'a & b < "c"'))
+    root = ElementTree.fromstring(chart_of(world, 'a & b < "c"'))
     name = "{http://www.w3.org/2000/svg}"
     switches = [span for span in world.spans if span.is_switch]
     assert len([rect for rect in root.iter(f"{name}rect") if rect.get("class") == "s"]) == len(switches)

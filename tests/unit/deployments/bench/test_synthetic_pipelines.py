@@ -41,8 +41,8 @@ def test_diffusers_opens_and_runs_them(pipelines: dict[str, Path], name: str) ->
     pipeline = DiffusionPipeline.from_pretrained(pipelines[name], torch_dtype=torch.bfloat16)
     pipeline.set_progress_bar_config(disable=True)
     options: dict[str, Any] = {} if name == SDXL else {"max_sequence_length": 16}
-    (picture,) = pipeline("7", height=16, width=16, num_inference_steps=1, output_type="pt", **options).images
-    assert picture.shape == (3, 16, 16)
+    (image,) = pipeline("7", height=16, width=16, num_inference_steps=1, output_type="pt", **options).images
+    assert image.shape == (3, 16, 16)
 
 
 def test_the_weights_are_finite(pipelines: dict[str, Path]) -> None:

@@ -23,14 +23,14 @@ CLUSTER = {
     "num_nodes": 2,
     "models": [
         {"id": "m", "kind": "llm", "state": "updating", **CARD, "resident": {"0123456789abcdef": RESIDENT}}
-        | {"last_switch": {"replica": "worker 0", "switch_ms": 12.34}}
-        | {"built": [{"replica": "worker 0", "bytes": 1024, "leases": 2, "pinned": True}]},
+        | {"last_switch": {"replica": "worker-4db2180e", "switch_ms": 12.34}}
+        | {"built": [{"replica": "worker-4db2180e", "bytes": 1024, "leases": 2, "pinned": True}]},
         {"id": "idle", "kind": "llm", "state": "ready", **CARD, "resident": {"0123456789abcdef": {}}}
         | {"last_switch": None},
     ],
     "nodes": [NODE, {"node_id": "fedcba9876543210", "unreachable": "[/red] gone"}],
     "text_encoders": [{"unreachable": "the actor died"}],
-    "workers": [{"modules": [{}] * 4, "resident_bytes": 100, "denoising": 2}],
+    "workers": [{"name": "4db2180e", "modules": [{}] * 4, "resident_bytes": 100, "denoising": 2}],
 }
 CLUSTER["models"][1]["resident"]["0123456789abcdef"] = RESIDENT | {"pinned": False, "holders": []}  # type: ignore[index]
 Run = Callable[..., tuple[int, str, str]]
@@ -143,21 +143,21 @@ def test_status_shows_what_is_where_and_why(run: Run, options: list[str]) -> Non
     code, out, _ = run("status", *options)
     assert code == 0
     (held, idle) = [line for line in out.splitlines() if "1.5 KiB" in line]
-    more = ["7 times", "2.0 KiB", "node 0123456789abcdef"] if options else []
+    more = ["  7 ", "2.0 KiB", "node 0123456789abcdef"] if options else []
     for word in ("m", "node 01234567", "pinned, worker-[1]", *more):
         assert word in held
-    (built,) = [line for line in out.splitlines() if "worker 0" in line]
+    (built,) = [line for line in out.splitlines() if "worker-4db2180e  " in line]
     for word in ("m", "1.0 KiB", "pinned, 2 leases", "12.3 ms"):
         assert word in built
     assert "may go" in idle
     assert "unreachable: [/red] gone" in out
-    assert "text encoder is unreachable: the actor died" in out
-    assert "worker: 4 modules, 100 B; 2 requests denoising" in out
+    assert "encoder is unreachable: the actor died" in out
+    assert "worker-4db2180e: 4 modules, 100 B; 2 requests denoising" in out
 
 
 def test_status_reads_well_at_80_columns(run: Run, server: Any) -> None:
     words = "Handwritten digits, 32 x 32 pixels, trained on scikit-learn's digits; shares its text encoders and its VAE"
-    holders = [f"worker-{number:08x}" for number in range(4)] + ["text-encoder-0badcafe"]
+    holders = [f"worker-{number:08x}" for number in range(4)] + ["encoder-0badcafe"]
     found = {"host_bytes": 2**34 - 1, "num_extents": 2, "pinned": True, "holders": holders, "hits": 12345}
     big = {"kind": "diffusion", "state": "unavailable", "nbytes": 2**35, "description": words, "error": "", "base": []}
     models = [
@@ -166,7 +166,7 @@ def test_status_reads_well_at_80_columns(run: Run, server: Any) -> None:
     ]
     node = {"node_id": "0123456789abcdef" * 3, "num_extents": 12345, "read_s": 1.0}
     node |= {f"{name}_bytes": 2**38 for name in ("resident", "leased", "pinned", "budget", "read")}
-    encoder = {"modules": [{}] * 12, "resident_bytes": 2**34}
+    encoder = {"name": "y5dll3lg", "modules": [{}] * 12, "resident_bytes": 2**34}
     encoder["cache"] = {"entries": 10**6, "nbytes": 2**30, "local": 10**7, "joined": 1, "shared": 1, "computed": 10**6}
     answer = CLUSTER | {"models": models, "nodes": [node], "text_encoders": [encoder]}
     server.answers["GET", "/admin/cluster"] = (200, answer)

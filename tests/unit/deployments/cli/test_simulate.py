@@ -20,12 +20,12 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 def test_a_recorded_trace_gives_the_same_figures(monkeypatch, tmp_path: Path, capsys) -> None:
-    trace, picture = tmp_path / "a/trace.jsonl", tmp_path / "run.svg"
+    trace, chart = tmp_path / "a/trace.jsonl", tmp_path / "run.svg"
     words = ["--poisson", "1", "--duration-s", "30", "--models", "4", "--workers", "2", "--json"]
-    run(monkeypatch, *words, "--record", str(trace), "--picture", str(picture))
+    run(monkeypatch, *words, "--record", str(trace), "--chart", str(chart))
     made = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in made["runs"]] == list(POLICIES)
-    assert picture.read_text().startswith("<svg")
+    assert chart.read_text().startswith("<svg")
     run(monkeypatch, str(trace), "--json")
     assert json.loads(capsys.readouterr().out) == made
 

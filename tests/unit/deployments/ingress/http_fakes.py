@@ -132,7 +132,7 @@ class Replicas:
 
     def broadcast(self, method: str) -> Any:
         async def results_async(**_: Any) -> list[dict[str, Any]]:
-            return [{"answers": method}] * 2
+            return [{"name": "a", "answers": method}, {"name": "b", "answers": method}]
 
         return SimpleNamespace(results_async=results_async)
 

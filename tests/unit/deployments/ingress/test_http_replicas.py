@@ -327,15 +327,15 @@ async def test_a_request_is_one_call_of_one_replica(path: str, body: dict[str, A
 @pytest.mark.parametrize(
     ("path", "body"), [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
 )
-async def test_stage_times_are_in_the_answer_and_its_header(
+async def test_phase_times_are_in_the_answer_and_its_header(
     http: httpx.AsyncClient, path: str, body: dict[str, Any]
 ) -> None:
     response = await http.post(f"/v1/{path}", json=body)
     assert response.status_code == 200
-    stages = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
-    assert {"total", "queue"} <= set(stages)
-    assert all(float(ms) >= 0 for ms in stages.values())
-    assert {stage: float(ms) for stage, ms in stages.items()} == response.json()["timings_ms"]
+    phases = dict(part.split(";dur=") for part in response.headers["server-timing"].split(", "))
+    assert {"total", "queue"} <= set(phases)
+    assert all(float(ms) >= 0 for ms in phases.values())
+    assert {phase: float(ms) for phase, ms in phases.items()} == response.json()["timings_ms"]
 
 
 async def test_many_at_once(http: httpx.AsyncClient, replicas: Replicas) -> None:

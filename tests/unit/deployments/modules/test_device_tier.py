@@ -1,4 +1,4 @@
-"""A device of its own, on any machine: bytes counted where a card would get them, and the same pictures."""
+"""A device of its own, on any machine: bytes counted where a card would get them, and the same images."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def _config(store: WeightStore, device: str) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
-def test_pictures_are_the_same_bit_for_bit(store: WeightStore, model: str) -> None:
+def test_images_are_the_same_bit_for_bit(store: WeightStore, model: str) -> None:
     request = ImageRequest(
         model=model,
         prompt=f"a handwritten {random.choice(['two', 'five', 'nine'])}",

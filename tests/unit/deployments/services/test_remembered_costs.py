@@ -16,7 +16,7 @@ def measured(chance: random.Random, num_kinds: int = 3) -> StepCosts:
     costs = StepCosts()
     for kind in range(num_kinds):
         for rows in (1, 2, 5, 16):
-            costs.note(f"kind {kind}", rows, chance.uniform(0.01, 0.0101) * rows**0.4)
+            costs.note_call(f"kind {kind}", rows, chance.uniform(0.01, 0.0101) * rows**0.4)
     return costs
 
 

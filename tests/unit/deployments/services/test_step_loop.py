@@ -44,8 +44,8 @@ def costs_of_merging() -> StepCosts:
     """Return costs by which all who can share a turn do, whatever turns take here."""
     costs = StepCosts()
     for kind, rows in itertools.product(("step", "decode"), range(1, 65)):
-        costs.note(kind, rows, 1.0)
-    costs.note = lambda *arguments: None  # type: ignore[method-assign]
+        costs.note_call(kind, rows, 1.0)
+    costs.note_call = lambda *arguments: None  # type: ignore[method-assign]
     return costs
 
 

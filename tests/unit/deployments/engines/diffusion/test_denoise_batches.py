@@ -117,7 +117,7 @@ def test_a_finished_state_cannot_step(pair, make_request):
 class CostsOfMerging(StepCosts):
     """Costs by which all who can share a turn do, whatever turns take here."""
 
-    def note(self, kind, rows, seconds):
+    def note_call(self, kind, rows, seconds):
         pass
 
     def seconds(self, kind, rows):

@@ -27,10 +27,10 @@ def test_sizes_that_were_slow_once_are_tried_again(seed: int, is_remembered: boo
     fixed_s, row_s = chance.uniform(0.002, 0.03), chance.uniform(0.001, 0.003)
     right, wrong = StepCosts(), StepCosts()
     for rows in range(1, NUM_WAITING + 1):
-        right.note(KIND, rows, fixed_s + row_s * rows)
+        right.note_call(KIND, rows, fixed_s + row_s * rows)
         slowness = chance.uniform(3, 6) if rows > 4 or chance.random() < 0.3 else 1.0
         for _ in range(chance.randrange(1, 6)):
-            wrong.note(KIND, rows, slowness * (fixed_s + row_s * rows))
+            wrong.note_call(KIND, rows, slowness * (fixed_s + row_s * rows))
     if is_remembered:
         figures = wrong.figures()
         wrong = StepCosts()
@@ -38,7 +38,7 @@ def test_sizes_that_were_slow_once_are_tried_again(seed: int, is_remembered: boo
     best = choose(right)
     for _ in range(8 * TRUSTED_CALLS):
         size = choose(wrong)
-        wrong.note(KIND, size, (fixed_s + row_s * size) * chance.lognormvariate(0, 0.02))
+        wrong.note_call(KIND, size, (fixed_s + row_s * size) * chance.lognormvariate(0, 0.02))
     per_row_s = wrong.seconds(KIND, size) / size
     assert per_row_s == pytest.approx(right.seconds(KIND, best) / best, rel=0.1)
     assert wrong.seconds(KIND, best) == pytest.approx(right.seconds(KIND, best), rel=0.5)
@@ -49,5 +49,5 @@ def test_sizes_that_stay_slow_are_tried_seldom() -> None:
     for _ in range(20 * TRUSTED_CALLS):
         size = choose(costs)
         tried[size] += 1
-        costs.note(KIND, size, (0.01 + 0.01 * size + (0.5 if size > 8 else 0.0)) * chance.lognormvariate(0, 0.05))
+        costs.note_call(KIND, size, (0.01 + 0.01 * size + (0.5 if size > 8 else 0.0)) * chance.lognormvariate(0, 0.05))
     assert sum(count for size, count in tried.items() if size > 8) <= 20 * (NUM_WAITING - 8)

@@ -69,7 +69,7 @@ class Ours:
 
     def worked(self, kind: str, rows: int, seconds: float) -> None:
         self.order.work(self.costs.seconds_per_row(kind) * rows)
-        self.costs.note(kind, rows, seconds)
+        self.costs.note_call(kind, rows, seconds)
 
 
 class Fixed:
@@ -130,7 +130,7 @@ def trained(curve: Seconds, kinds: Sequence[str] = ("small",)) -> Ours:
     """A policy that has met all batch sizes before, as after a warm start."""
     ours = Ours()
     for kind, rows in itertools.product(kinds, (1, 2, 4, 8, 16, 32, 64)):
-        ours.costs.note(kind, rows, curve(rows))
+        ours.costs.note_call(kind, rows, curve(rows))
     return ours
 
 
@@ -179,7 +179,7 @@ def test_merging_is_never_slower_than_serial() -> None:
     for _ in range(300):
         costs = StepCosts()
         for rows in [*chance.sample(range(1, 65), chance.randrange(1, 12)), 1]:
-            costs.note("small", rows, chance.uniform(0.01, 0.1) * rows ** chance.uniform(0.2, 1.3))
+            costs.note_call("small", rows, chance.uniform(0.01, 0.1) * rows ** chance.uniform(0.2, 1.3))
         candidates = [
             Candidate(
                 frozenset(["small"]), "small", chance.choice([1, 2, 4]), chance.choice([4, 16, 64]), chance.random()
@@ -206,7 +206,7 @@ def test_nobody_ends_later_than_with_even_shares() -> None:
             jobs.append(Job(now, chance.choice([1, 4, 20, 50]), chance.choice(["small", "small", "large"])))
         ours = Ours()
         for kind, curve in seconds.items():
-            ours.costs.note(kind, 1, curve(1))
+            ours.costs.note_call(kind, 1, curve(1))
         fair, even = simulate(ours, jobs, seconds), simulate(EvenShares(), jobs, seconds)
         assert mean_latency(fair) <= mean_latency(even)
         for mine, theirs in zip(fair, even, strict=True):
@@ -223,7 +223,7 @@ def test_a_long_request_moves_on_under_a_stream_of_short_ones() -> None:
 
 def test_a_deadline_that_can_be_kept_goes_first() -> None:
     costs = StepCosts()
-    costs.note("small", 1, 1.0)
+    costs.note_call("small", 1, 1.0)
     key = frozenset(["small"])
     crowd = [Candidate(key, "small", 1, 64, float(number), 10.0) for number in range(5)]
     tight = Candidate(key, "small", 1, 64, 99.0, 5.0, deadline_s=20.0)

@@ -22,7 +22,8 @@ from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.scheduler import Sequence as Completion
 from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
-from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, packed_weight
+from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear
+from deployments.engines.nn.packed_weights import packed_weight
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import TextLora
 from weights.adapters import LoraAdapter, LoraPair

@@ -70,13 +70,13 @@ def test_neither_cuts_nor_company_nor_the_cache_change_a_bit(pooling, tiny, prom
 def test_a_chunk_that_is_computed_again_counts_once():
     states = torch.randn(10, 4)
     pooled = PooledStates(10, "mean")
-    pooled.note(0, states[:6])
-    pooled.note(0, states[:6])
-    pooled.note(4, states[4:])
+    pooled.note_states(0, states[:6])
+    pooled.note_states(0, states[:6])
+    pooled.note_states(4, states[4:])
     expected = torch.nn.functional.normalize(states.double().mean(0), dim=0).float()
     torch.testing.assert_close(torch.from_numpy(pooled.vector()), expected)
     bad = PooledStates(1, "last")
-    bad.note(0, torch.full((1, 4), float("nan")))
+    bad.note_states(0, torch.full((1, 4), float("nan")))
     with pytest.raises(ComputationFailed, match="not finite"):
         bad.vector()
 

@@ -73,7 +73,7 @@ class Machine:
                 self.ends[chunk.sequence.request_id] = self.now
                 self.scheduler.finish(chunk.sequence)
         if plan.num_decoding:
-            self.pace.note(plan.num_decoding, plan.num_prompt_tokens, seconds)
+            self.pace.note_step(plan.num_decoding, plan.num_prompt_tokens, seconds)
             self.gaps.append(seconds)
         return plan.num_decoding, plan.num_prompt_tokens
 

@@ -13,17 +13,15 @@ import torch
 
 from deployments.engines.native import building, library
 from deployments.engines.native.library import PackedMatrix, load_kernels
-from deployments.engines.nn.packed_linear import (
-    Arithmetic,
-    PackedEmbedding,
-    PackedLinear,
+from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear, product_path
+from deployments.engines.nn.packed_weights import (
+    UNPACKED_KINDS,
     PackedWeight,
-    _unpack_rows,
+    _unpack_blocks,
     group_int8_weight,
     packed_weight,
-    product_path,
+    unpack_rows,
 )
-from deployments.engines.nn.unpacking import UNPACKED_KINDS, unpack_blocks
 from deployments.engines.protocol import EngineError
 from weights.dtypes import BLOCK_SIZES
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
@@ -61,8 +59,8 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", UNPACKED_KINDS)
 def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
     weight, reference = random_weight(kind, 37, 768)
-    torch.testing.assert_close(unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
-    torch.testing.assert_close(_unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(_unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 41])
@@ -151,16 +149,14 @@ def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
     values, scales = quantize_int8(RANDOM.standard_normal((64, columns), dtype=np.float32), group)
     weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), group)
     reference = torch.from_numpy(dequantize_int8(values, scales, group))
-    torch.testing.assert_close(_unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
     x = torch.randn(7, columns)
     assert relative(product(x, weight, "exact"), x @ reference.T) < 1e-5
     assert relative(product(x, weight, "fast"), x @ reference.T) < 0.012
     if product_path(weight, "fast") != "unpack":
         alone = torch.cat([product(x[i : i + 1], weight, "fast") for i in range(7)])
         assert torch.equal(alone, product(x, weight, "fast"))
-    assert torch.equal(
-        PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), _unpack_rows(weight, 0, 64)[[9, 2]]
-    )
+    assert torch.equal(PackedEmbedding(weight, torch.float32)(torch.tensor([9, 2])), unpack_rows(weight, 0, 64)[[9, 2]])
 
 
 def test_other_variants_of_the_kernels_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +220,8 @@ def test_without_a_compiler_torch_computes(tmp_path: Path, monkeypatch: pytest.M
         building.build_library(tmp_path)
     assert list(tmp_path.iterdir()) == []
     code = (
-        "import torch; from deployments.engines.nn.packed_linear import *;"
+        "import torch; from deployments.engines.nn.packed_linear import PackedLinear, product_path;"
+        "from deployments.engines.nn.packed_weights import packed_weight;"
         "w = packed_weight('w', 'Q8_0', torch.zeros(4, 34, dtype=torch.uint8));"
         "assert product_path(w, 'fast') == 'unpack', product_path(w, 'fast');"
         "assert PackedLinear(w, None, 'fast')(torch.ones(2, 32)).shape == (2, 4)"

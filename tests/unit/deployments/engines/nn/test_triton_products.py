@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.nn.packed_linear import PackedWeight, group_int8_weight, packed_weight
-from deployments.engines.nn.unpacking import UNPACKED_KINDS
+from deployments.engines.nn.packed_weights import UNPACKED_KINDS, PackedWeight, group_int8_weight, packed_weight
 from weights.dtypes import BLOCK_SIZES
 
 RANDOM = np.random.default_rng()

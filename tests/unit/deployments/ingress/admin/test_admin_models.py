@@ -141,15 +141,16 @@ async def registry(tmp_path: Path) -> Registry:
 def worker() -> Replicas:
     vae = {"component": "vae", "models": ["base", "other"], "bytes": 5, "leases": 1, "pinned": False}
     unet = {"component": "unet", "models": ["base"], "bytes": 7, "leases": 0, "pinned": True}
-    return Replicas(
-        {"modules": [vae, unet], "last_switches": {"base": {"switch_ms": 3.0}}}, ActorDiedError(), {"modules": [vae]}
-    )
+    first = {"name": "4db2180e", "modules": [vae, unet], "last_switches": {"base": {"switch_ms": 3.0}}}
+    return Replicas(first, ActorDiedError(), {"name": "y5dll3lg", "modules": [vae]})
 
 
 @pytest.fixture
 async def http(registry: Registry, worker: Replicas, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     watch = RegistrySnapshot(lambda: registry)
-    encoder = Replicas({"modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}})
+    encoder = Replicas(
+        {"name": "b", "modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}}
+    )
     app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
@@ -352,10 +353,10 @@ async def test_the_cluster_is_shown_with_what_does_not_answer(http: httpx.AsyncC
     assert (shown["cluster"], shown["nodes"]) == ("atelier", registry.residency_now["nodes"])
     (base,) = shown["models"]
     assert (base["id"], base["state"], base["resident"]) == ("base", "ready", resident)
-    assert base["last_switch"] == {"replica": "worker 0", "switch_ms": 3.0}
+    assert base["last_switch"] == {"replica": "worker-4db2180e", "switch_ms": 3.0}
     assert base["built"] == [
-        {"replica": "worker 0", "bytes": 12, "leases": 1, "pinned": True},
-        {"replica": "worker 2", "bytes": 5, "leases": 1, "pinned": False},
+        {"replica": "worker-4db2180e", "bytes": 12, "leases": 1, "pinned": True},
+        {"replica": "worker-y5dll3lg", "bytes": 5, "leases": 1, "pinned": False},
     ]
     assert shown["text_encoders"][0]["modules"] == []
     assert shown["workers"][1]["unreachable"].startswith("The actor died")

@@ -13,7 +13,7 @@ from deployments.ingress.kserve.statistics import Duration, Statistics, statisti
 NOW_S = 1_700_000_000.25
 
 
-def test_durations_are_those_of_the_stages() -> None:
+def test_durations_are_those_of_the_phases() -> None:
     statistics = Statistics(lambda: NOW_S)
     times = {"queue": 1.0, "switch": 20.0, "encode": 3.0, "denoise": 100.0, "decode": 7.0, "total": 140.0}
     statistics.succeeded("flux", timings_ms=times, batch_size=4, cache_hits=3, cache_misses=1)
@@ -33,7 +33,7 @@ def test_durations_are_those_of_the_stages() -> None:
     assert (batch.batch_size, batch.compute_infer) == (4, Duration(1, 110_000_000))
 
 
-def test_stages_side_by_side_leave_nothing_for_the_output() -> None:
+def test_phases_side_by_side_leave_nothing_for_the_output() -> None:
     statistics = Statistics(lambda: NOW_S)
     statistics.succeeded("flux", timings_ms={"switch": 20.0, "encode": 20.0, "total": 25.0})
     stats = statistics.of_model("flux").inference_stats
@@ -41,7 +41,7 @@ def test_stages_side_by_side_leave_nothing_for_the_output() -> None:
     assert stats.compute_output == Duration(1, 0)
 
 
-def test_without_a_total_the_stages_are_the_whole() -> None:
+def test_without_a_total_the_phases_are_the_whole() -> None:
     statistics = Statistics(lambda: NOW_S)
     statistics.succeeded("m", timings_ms={"queue": 1.5, "generate": 2.5})
     assert statistics.of_model("m").inference_stats.success == Duration(1, 4_000_000)

@@ -16,8 +16,8 @@ from deployments.ingress.openai.image_files import ImageFormat, describe_image, 
 from deployments.records import CacheUse, ImageRequest, ImageResult, LoraUse
 
 
-def picture(seed: int) -> np.ndarray:
-    """A smooth picture, which JPEG keeps well, with some noise."""
+def random_image(seed: int) -> np.ndarray:
+    """A smooth image, which JPEG keeps well, with some noise."""
     rng = np.random.default_rng(seed)
     ramp = np.linspace(0, 200, 40)[:, None, None] + np.linspace(0, 50, 24)[None, :, None]
     return (ramp + rng.integers(0, 5, (40, 24, 3))).astype(np.uint8)
@@ -25,7 +25,7 @@ def picture(seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("format_", ["png", "jpeg", "webp"])
 def test_a_file_has_its_pixels_and_its_description(format_: ImageFormat) -> None:
-    image, description = picture(3), {"model": "flux", "seed": 2**53 + 1, "note": 'é "quoted"'}
+    image, description = random_image(3), {"model": "flux", "seed": 2**53 + 1, "note": 'é "quoted"'}
     read = Image.open(io.BytesIO(encode_image(image, format_, description=description)))
     assert (read.format, read.size) == (format_.upper(), (24, 40))
     difference = np.abs(np.asarray(read.convert("RGB"), int) - image)
@@ -36,7 +36,7 @@ def test_a_file_has_its_pixels_and_its_description(format_: ImageFormat) -> None
 
 def test_png_chunks_are_as_the_specification_has_them() -> None:
     """Read without PIL: length, type, data, CRC; a tEXt chunk is keyword, zero byte, Latin-1 text."""
-    data = encode_image(picture(5), "png", description={"seed": 7})
+    data = encode_image(random_image(5), "png", description={"seed": 7})
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     texts, place = {}, 8
     while place < len(data):
@@ -60,7 +60,7 @@ def test_compression_is_the_quality_of_lossy_formats_alone() -> None:
 
 def test_a_description_says_what_makes_the_image_again() -> None:
     request = ImageRequest(model="flux", prompt="x", n=2, lora=(LoraUse(name="bold", scale=0.5),))
-    images = [picture(1), picture(2)]
+    images = [random_image(1), random_image(2)]
     result = ImageResult("flux", images, 9, 4, {}, None, CacheUse(0, 0))
     assert describe_image(request, result, 1) == {
         "model": "flux",

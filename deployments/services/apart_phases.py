@@ -1,4 +1,4 @@
-"""An image in stages that have the device one after the other: VAE, denoiser, VAE. For devices too small for both.
+"""An image in phases that have the device one after the other: VAE, denoiser, VAE. For devices too small for both.
 
 A request holds one lease at a time and waits for room with none, so requests never wait for each other in a circle.
 """
@@ -37,7 +37,7 @@ TakeLease = Callable[[Wants, list[str], float | None], AbstractAsyncContextManag
 Denoise = Callable[[Lease, ConditionedRequest], AsyncGenerator[DiffusionOutput, None]]
 
 
-class ApartStages:
+class ApartPhases:
     """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
 
     def __init__(self, settings: WorkerConfig, device: DeviceThread) -> None:
@@ -45,7 +45,7 @@ class ApartStages:
         self._device = device
         self._blank: OrderedDict[str, nn.Module] = OrderedDict()  # by structure
 
-    async def stream_stages(
+    async def stream_phases(
         self, request: ImageRequest, conditioned: ConditionedRequest, manifest: Manifest, take: TakeLease, run: Denoise
     ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
         """Yield the outputs of `run`, which denoises, and at the end the images; each with the switches so far.

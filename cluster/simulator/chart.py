@@ -1,4 +1,4 @@
-"""A run as an SVG picture: workers over time coloured by model, switches hatched, and curves of queue and latency."""
+"""A run as an SVG chart: workers over time coloured by model, switches hatched, and curves of queue and latency."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STYLE: Final = (
 )
 
 
-def picture_of(world: World, title: str) -> str:
+def chart_of(world: World, title: str) -> str:
     """Return the SVG text of a run that has ended."""
     end_s = max(world.now_s, 1e-9)
     names = [model.id for model in world.scenario.models]

@@ -9,7 +9,7 @@ import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttention, FluxPosEmbed
 
-from deployments.engines.nn.quick_forwards import make_quick
+from deployments.engines.nn.forwards import make_quick
 
 
 def quick_copy(stock):
