@@ -31,7 +31,6 @@ __all__ = [
     "SessionFile",
     "SessionRecord",
     "check_can_start",
-    "end_actors",
     "join_ray",
     "ray_session",
     "record_folder",
