@@ -237,5 +237,6 @@ def _kind_of(product: nn.Module) -> str | None:
     """Return how the kernels compute a product; None where they do not."""
     if isinstance(product, PackedLinear):
         return _INT8 if product_path(product.packed, product.arithmetic).startswith(_INT8) else None
-    is_dense = type(product) is nn.Linear and product.weight.is_contiguous() and product.in_features % _VECTOR == 0
-    return _DENSE.get(product.weight.dtype) if is_dense else None
+    if type(product) is not nn.Linear or product.in_features % _VECTOR or not product.weight.is_contiguous():
+        return None
+    return _DENSE.get(product.weight.dtype)

@@ -129,9 +129,9 @@ def _blocks(rows_NV: torch.Tensor) -> torch.Tensor:
 
 def _block_maxima(logits_NV: torch.Tensor) -> torch.Tensor:
     """Return the best logit of each block of _BLOCK tokens (N, B), the last of which may be shorter."""
-    size = logits_NV.shape[1]
+    num_rows, size = logits_NV.shape
     whole = size - size % _BLOCK
-    maxima = [logits_NV[:, :whole].unflatten(1, (-1, _BLOCK)).amax(-1)]
+    maxima = [logits_NV[:, :whole].view(num_rows, whole // _BLOCK, _BLOCK).amax(-1)]
     if whole < size:
         maxima.append(logits_NV[:, whole:].amax(-1, keepdim=True))
     return torch.cat(maxima, 1)
