@@ -25,9 +25,8 @@ from deployments.modules.cache import ModuleCache
 from deployments.modules.lease import Lease
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
-from deployments.text.adapters import EncoderLora, EncoderLoras
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
-from deployments.text.encoders import KeyedEncoder
+from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from weights.manifest import Component
 

@@ -1,9 +1,10 @@
-"""Text encoders as a replica's module cache builds them: a module, its tokenizer, and the identity of both."""
+"""Text encoders as a replica's module cache builds them, the LoRAs that change them, and the identity of both."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,9 @@ from typing import Any, Final
 
 import torch
 
+from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.fitted_loras import FittedLoras
+from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
@@ -61,6 +65,49 @@ class KeyedEncoder:
         with self._lock:
             self.is_retired = self.is_retired or not self.num_computing
             return self.is_retired
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderLora:
+    """A LoRA's pairs for one encoder, its strength, and `key`, which tells it from all others."""
+
+    key: str
+    pairs: FittedPairs
+    scale: float
+
+    @property
+    def identity(self) -> str:
+        """Return what changes an encoding: the weights and their strength."""
+        return f"{self.key} * {self.scale!r}"
+
+
+class EncoderLoras:
+    """The LoRAs of a replica, each fitted once to each encoder that it changes."""
+
+    def __init__(self) -> None:
+        self._fitted: weakref.WeakKeyDictionary[TextEncoder, dict[tuple[str, str], FittedLoras]]
+        self._fitted = weakref.WeakKeyDictionary()
+
+    def loras_of(
+        self,
+        family: Family,
+        component: str,
+        encoder: TextEncoder,
+        adapters: Mapping[str, LoraAdapter],
+        keys: Mapping[str, str],
+        scales: Mapping[str, float],
+    ) -> tuple[EncoderLora, ...]:
+        """Return the LoRAs that change this encoder, in one order for the same ones; `keys` and `scales` are by name.
+
+        Raises EngineError for one that does not fit.
+        """
+        by_use = self._fitted.setdefault(encoder, {})
+        fitted = by_use.setdefault((family.class_name, component), FittedLoras(family, component, encoder.module))
+        found = [(name, fitted.pairs_of(adapter)) for name, adapter in adapters.items()]
+        if component not in family.lora_encoders:
+            return ()
+        acting = [EncoderLora(keys[name], pairs, scales[name]) for name, pairs in found if pairs and scales[name]]
+        return tuple(sorted(acting, key=lambda lora: lora.identity))
 
 
 def is_text_encoder(component: Component) -> bool:

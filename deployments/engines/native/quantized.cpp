@@ -132,7 +132,7 @@ extern "C" void JOINED(atelier_linear, ISA)(const float* weight, int64_t rows, i
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) if (threads > 1)
     for (int64_t first = 0; first < rows; first += kPiece) {
         const int64_t last = std::min(rows, first + kPiece);
-        multiply_dense_rows<kDenseRows>(matrix, first, last, x, columns, m, y + first, rows);
+        multiply_dense(matrix, first, last, x, columns, m, y + first, rows);
         for (int64_t row = 0; bias && row < m; ++row)
             for (int64_t i = first; i < last; ++i) y[row * rows + i] += bias[i];
     }
