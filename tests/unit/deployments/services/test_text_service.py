@@ -288,3 +288,14 @@ async def test_a_text_over_the_context_is_cut_with_a_warning_or_refused(
         await service.embed(EmbeddingRequest(model="m", input=("x",), dimensions=7))
     with pytest.raises(InvalidRequest, match="token id 99999999"):
         await service.embed(EmbeddingRequest(model="m", input=((99999999,),)))
+
+
+async def test_a_template_without_an_end_costs_its_own_request_an_error_with_the_models_name(
+    engine: LLMEngine, service: TextService
+) -> None:
+    stock = engine.tokenizer.chat_template
+    engine.tokenizer.chat_template = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(InvalidRequest, match="model 'm': the chat template 'default' is broken: it takes more than"):
+        await chunks_of(service, ChatRequest(model="m", messages=QUESTION))
+    engine.tokenizer.chat_template = stock
+    assert whole_text("m", await chunks_of(service, ChatRequest(model="m", messages=QUESTION))).text == "19."
