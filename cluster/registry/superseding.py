@@ -1,4 +1,4 @@
-"""When a control plane has been superseded: nobody uses it, and another config of its cluster is in use. Pure.
+"""The end of a control plane that was superseded: nobody uses it, and another config of its cluster is in use. Pure.
 
 A config that is deployed over another one brings a registry, keepers and a controller of its own, and those of the
 config before have nothing to do once the last of its replicas has drained. The only one never ends itself, however

@@ -93,7 +93,7 @@ class Steps:
             self.spend(1 + len(value) // (CHARACTERS_PER_STEP if isinstance(value, str) else 4))
         return value
 
-    def pay_for_product(self, value: Any, arguments: Iterable[Any]) -> None:
+    def _pay_for_product(self, value: Any, arguments: Iterable[Any]) -> None:
         """Pay for an operation whose result may be as large as the value times all its arguments."""
         factor = 1
         size = _size(value, self)
@@ -101,11 +101,11 @@ class Steps:
             factor += abs(argument) if isinstance(argument, int) else _size(argument, self)
         self.spend(size * factor // CHARACTERS_PER_STEP)
 
-    def pay_for_format(self, text: Any, arguments: Iterable[Any]) -> None:
+    def _pay_for_format(self, text: Any, arguments: Iterable[Any]) -> None:
         """Pay for a text that is filled in. Integers are written, and are no widths."""
         if isinstance(text, str) and _WIDTH.search(text.replace("{{", "").replace("%%", "")):
             raise TooManySteps
-        self.pay_for_product(text, [str(one)[:99] if isinstance(one, int) else one for one in arguments])
+        self._pay_for_product(text, [str(one)[:99] if isinstance(one, int) else one for one in arguments])
 
     def pay_for_operator(self, operator: str, left: Any, right: Any) -> None:
         """Pay for an arithmetic operator."""
@@ -118,7 +118,7 @@ class Steps:
             if bits > MAX_BITS:
                 raise TooManySteps
         elif operator == "%" and isinstance(left, str | bytes):
-            self.pay_for_format(left, right if isinstance(right, tuple) else [right])
+            self._pay_for_format(left, right if isinstance(right, tuple) else [right])
         elif operator in "+*":
             copies = [one for one in (left, right) if isinstance(one, int)] if operator == "*" else []
             for one in (left, right):
@@ -131,7 +131,7 @@ class Steps:
         if isinstance(function, Macro):
             return
         if (text := getattr(function, "filled_text", None)) is not None:
-            self.pay_for_format(text, arguments)
+            self._pay_for_format(text, arguments)
             return
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
         if isinstance(owner, str) and name in _LINEAR_METHODS:
@@ -139,7 +139,7 @@ class Steps:
         elif isinstance(owner, dict) and name in ("get", "items", "keys", "values"):
             pass
         elif isinstance(owner, _VALUES):
-            self.pay_for_product(owner, arguments)
+            self._pay_for_product(owner, arguments)
             return
         for argument in arguments:
             self.pay_for(argument)
@@ -162,11 +162,11 @@ class Steps:
         elif name in _ORDERING_FILTERS:
             self.spend(_ORDERING * self.pay_for(value) // CHARACTERS_PER_STEP)
         elif name == "format":
-            self.pay_for_format(value, arguments)
+            self._pay_for_format(value, arguments)
         elif name == "sum":
             self.spend(len(value) * self.pay_for(value) // CHARACTERS_PER_STEP if hasattr(value, "__len__") else 1)
         else:
-            self.pay_for_product(value, arguments)
+            self._pay_for_product(value, arguments)
         return value
 
 
