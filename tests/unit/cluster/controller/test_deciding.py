@@ -58,7 +58,7 @@ class Cluster:
 
 
 def places(decided: Decided, model: str) -> tuple[str, ...] | None:
-    return decided.placement.of(POOL, model, 0.0)
+    return decided.placement.replicas_of(POOL, model, 0.0)
 
 
 def orders(decided: Decided, name: str) -> list[tuple[str, str]]:

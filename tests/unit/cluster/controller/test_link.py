@@ -61,7 +61,7 @@ class Actors:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry = Registry()
-        monkeypatch.setattr(module, "RegistrySnapshot", lambda connect: self.registry)
+        monkeypatch.setattr(module, "RegistrySnapshot", lambda connect, of_replica: self.registry)
         self.controller: Controller | None = None
 
     async def start(self) -> Controller:
