@@ -20,6 +20,7 @@ from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.memory_limits import is_out_of_memory
+from deployments.engines.nn import few_rows
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, SamplingParams, TextRequest
 from deployments.pipelines.edge_types import TOKENS, EdgeType
 from deployments.pipelines.plans import PIPELINE_INPUT, Edge, SegmentCall, StagePlan, form_units
@@ -207,6 +208,12 @@ async def encoder(store: WeightStore, device: torch.device, model: str, name: st
     return lease.modules[name]
 
 
+@pytest.fixture
+def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host multiplies few rows as a device does, not in the compiled kernels, which round otherwise."""
+    monkeypatch.setattr(few_rows, "load_kernels", lambda: None)
+
+
 @pytest.mark.parametrize(
     ("model", "name"),
     [
@@ -217,7 +224,13 @@ async def encoder(store: WeightStore, device: torch.device, model: str, name: st
     ],
 )
 async def test_encodings_are_those_of_the_host(
-    store: WeightStore, device: torch.device, module: Any, model: str, name: str, leave_free: Callable[[int], None]
+    store: WeightStore,
+    device: torch.device,
+    module: Any,
+    model: str,
+    name: str,
+    leave_free: Callable[[int], None],
+    products_of_torch: None,
 ) -> None:
     outputs = []
     for where in (HOST, device):
@@ -256,7 +269,9 @@ async def test_heads_score_as_the_host_does(
     assert_equal(found, expected, device)
 
 
-async def test_a_segments_tensors_stay_on_the_device(store: WeightStore, device: torch.device, module: Any) -> None:
+async def test_a_segments_tensors_stay_on_the_device(
+    store: WeightStore, device: torch.device, module: Any, products_of_torch: None
+) -> None:
     """Text -> ids -> vector -> scores, in memory that was planned on the device; the same as a segment of the host."""
     given, ids, vector = Edge(PIPELINE_INPUT, "text"), Edge("ids", "tokens"), Edge("vector", "embedding")
     scores, found, met = Edge("scores", "output"), [], []
