@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 import math
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -35,6 +36,8 @@ from weights.store import WeightStore
 
 MAX_PREPARED: Final = 64
 KEEPER_TIMEOUT_S: Final = 30.0
+REGISTRY_RETRY_S: Final = 20.0  # one that was killed is back within seconds
+REGISTRY_PAUSE_S: Final = 0.1
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -132,12 +135,21 @@ class ModelReplica:
         return RayExtents(keeper, holder, on_damage, reconnect, on_recall if keeps else None)
 
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the registry; another one, if it has been ended because its config was superseded."""
-        try:
-            return await call_actor(self._registry, method, *args, **kwargs)
-        except ray.exceptions.ActorDiedError:
-            self._registry = await asyncio.to_thread(self._connect_registry)
-            return await call_actor(self._registry, method, *args, **kwargs)
+        """Call the registry, perhaps twice: wait for one that restarts, which is not the fault of the model asked for.
+
+        One that was ended because its config was superseded is started anew.
+        """
+        deadline_s = time.monotonic() + REGISTRY_RETRY_S
+        while True:
+            try:
+                return await call_actor(self._registry, method, *args, **kwargs)
+            except ray.exceptions.RayActorError as error:
+                if time.monotonic() > deadline_s:
+                    raise
+                is_gone = isinstance(error, ray.exceptions.ActorDiedError)
+            if is_gone:
+                self._registry = await asyncio.to_thread(self._connect_registry)
+            await asyncio.sleep(REGISTRY_PAUSE_S)
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
         try:

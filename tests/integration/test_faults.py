@@ -209,7 +209,7 @@ def test_after_a_replica_was_killed_at_rest_another_answers_the_same_and_its_lea
     kill(victim)()
     wait_for(lambda: len(before - watched.holders()) == 1, "the end of the dead one's leases")
     (dead,) = before - watched.holders()
-    assert dead.startswith(victim.replace("_", "-"))
+    assert dead.startswith({"worker": "worker-", "text_encoder": "encoder-"}[victim])
     assert_equal(watched.answers(), expected)
     assert watched.node()["read_bytes"] == read_bytes  # what it had mapped is with the keeper
     wait_for(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")

@@ -154,3 +154,27 @@ async def test_a_registry_that_was_ended_is_started_anew_by_a_replica_that_comes
     worker._registry = ended
     assert await worker._fetch_manifest(MODEL, None) == cluster.store.manifest(MODEL)
     assert next(found, None) is None
+
+
+async def test_a_registry_that_restarts_is_waited_for_and_not_for_ever(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = object.__new__(Worker)
+    settings = cluster.config.worker
+    await worker._open(cluster.config, "worker", settings, ComponentBuilder(settings))
+    num_asked = 0
+
+    async def manifest(model: str, version: str | None) -> Any:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked < 4:
+            raise ray.exceptions.ActorUnavailableError("The actor is restarting.", None)
+        return cluster.store.manifest(model)
+
+    worker._registry = SimpleNamespace(manifest=SimpleNamespace(remote=manifest))
+    monkeypatch.setattr("deployments.services.model_replica.REGISTRY_PAUSE_S", 0.0)
+    assert await worker._fetch_manifest(MODEL, None) == cluster.store.manifest(MODEL)
+    num_asked = -(10**9)
+    monkeypatch.setattr("deployments.services.model_replica.REGISTRY_RETRY_S", 0.05)
+    with pytest.raises(ray.exceptions.ActorUnavailableError):
+        await worker._fetch_manifest(MODEL, None)
