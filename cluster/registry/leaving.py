@@ -25,6 +25,8 @@ async def leave_when_superseded(config: ClusterConfig, own_use: Callable[[], Use
     HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered any
     more, but told by Ray that the registry has died, and starts another one.
     """
+    if not own_use().has_ended:  # nearly always: Ray need not be asked for its actors then
+        return
     others = await _other_uses(config)
     if not is_superseded(own_use(), others):
         return

@@ -109,7 +109,7 @@ class NodeKeepers:
 
     @property
     def has_silent(self) -> bool:
-        """True while a keeper does not say whether it has replicas."""
+        """Return whether a keeper does not say that it has replicas, or none."""
         return bool(self._silent)
 
     def _begin(self, node_id: str) -> Any:

@@ -31,12 +31,15 @@ class Use:
     is_expected: bool = False
     is_unclear: bool = False
 
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the replicas have gone, and none is waited for any more."""
+        return self.unused_s >= (EXPECTED_S if self.is_expected else UNUSED_S) and not self.is_unclear
+
 
 def is_superseded(own: Use, others: Iterable[Use]) -> bool:
     """Return whether the control plane ends, by its own use and that of the others of its cluster."""
-    patience_s = EXPECTED_S if own.is_expected else UNUSED_S
-    is_unused = own.unused_s >= patience_s and not own.is_unclear
-    return is_unused and any(other.unused_s <= IN_USE_S and not other.is_expected for other in others)
+    return own.has_ended and any(other.unused_s <= IN_USE_S and not other.is_expected for other in others)
 
 
 class UseBook:

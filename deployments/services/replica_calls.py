@@ -74,7 +74,7 @@ class ReplicaCalls:
     async def call(self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None) -> Any:
         """Return what the replica answers whose name `place` gives; without a place, the one that Serve chooses.
 
-        Raises What `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
+        Raises what `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
         answer or have a place; Ray's errors when the replica dies.
         """
         handle = self._handle_of(await self._replica_at(place, deadline))

@@ -1,4 +1,4 @@
-"""How much ink an image holds and how wide its strokes are; ink is (32, 32) in 0..1."""
+"""The ink of an image and the width of its strokes; ink is (32, 32) in 0..1."""
 
 from __future__ import annotations
 

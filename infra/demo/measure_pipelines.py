@@ -79,7 +79,7 @@ def triton_answers(url: str, sums: list[str], seeds: list[int], texts: list[str]
 
 
 def share_read(judge: Judge, images: Images, digits: list[int]) -> float:
-    """Of all; an image that is missing is not right."""
+    """Return the share of all that are right; an image that is missing is not."""
     there = [(image, digit) for image, digit in zip(images, digits, strict=True) if image is not None]
     read = judge.read([image for image, _ in there])
     return float((read == np.array([digit for _, digit in there])).sum() / len(digits))

@@ -137,7 +137,7 @@ def test_bfloat16_logits_are_nearer_to_exact_ones_than_those_of_transformers(cas
 
 
 def test_bfloat16_products_are_exact_to_float32(tiny: Any) -> None:
-    """Where attention adds nothing, nothing but weights is rounded, and those of the reference are the same."""
+    """Attention adds nothing here, so nothing but weights is rounded, and those of the reference are the same."""
     model = new_model(tiny)
     for name, tensor in model.tensors.items():
         if name.endswith("o_proj.weight"):

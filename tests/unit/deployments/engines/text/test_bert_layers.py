@@ -47,7 +47,7 @@ def _random_texts(lengths):
 @pytest.mark.parametrize("lengths", [[1], [23], [9, 9, 9], [31, 4, 17]])
 @pytest.mark.parametrize(("model", "config"), MODELS)
 def test_equals_stock(model, config, lengths):
-    """What is padding has vectors, too, which nobody reads."""
+    """Padding has vectors, too, which nobody reads."""
     module = model(config(**SIZES, type_vocab_size=2)).eval()
     ids, mask = _random_texts(lengths)
     with torch.no_grad():
