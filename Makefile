@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .judges
 FUZZ := out/fuzz
+RAYS := $(JUDGES)/ray-2.58.1/.installed $(JUDGES)/ray-2.59.0/.installed  # releases whose private names are compared
 SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: help setup judges judges-long judge-node judge-llama demo test test-gpu test-long faults fuzz unit check format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama demo test test-gpu test-long abuse faults fuzz unit coverage check docs format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -26,7 +27,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/litellm/.installed judge-node  ## And those of test-long
+judges-long: judges $(JUDGES)/litellm/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+
+$(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
 
 $(JUDGES)/%/.installed: infra/judges/%.txt
 	$(PYTHON) -m venv $(JUDGES)/$*
@@ -41,6 +46,14 @@ $(JUDGES)/openai_node/.installed: infra/judges/openai_node/package-lock.json
 	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
 	@touch $@
 
+judge-axe: $(if $(shell command -v npm 2>/dev/null),$(JUDGES)/axe/.installed)  ## axe-core, which judges the pages, where there is npm
+
+$(JUDGES)/axe/.installed: infra/judges/axe/package-lock.json
+	mkdir -p $(@D)
+	cp infra/judges/axe/package*.json $(@D)
+	cd $(@D) && npm ci --silent --no-audit --no-fund --ignore-scripts
+	@touch $@
+
 $(JUDGES)/atheris/.installed: infra/judges/atheris.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement infra/judges/atheris.txt
 	@touch $@
@@ -51,13 +64,16 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
-	$(PYTEST) tests/unit -n 2 --dist worksteal
+	$(PYTEST) tests/unit -n 2 --dist worksteal --durations=25
 	$(PYTEST) tests/device
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
+
+abuse: setup     ## Attack a cluster, each way for ten seconds; the chats of another key have to go on as before
+	PYTHONPATH=.:tests $(BIN)/python tests/abuse/run_abuse.py
 
 faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	for turn in $$(seq $(TIMES)); do \
@@ -79,11 +95,21 @@ test-gpu: setup  ## The device tests on this machine's CUDA cards instead of a s
 unit: setup      ## The quick tests without Ray, in under a minute
 	$(PYTEST) tests/unit -m "not slow"
 
-check: setup     ## Format, lint, types and import contracts
+coverage: setup  ## Share of the product's lines that the unit tests run, and the modules with the least of them
+	rm -rf out/coverage && mkdir -p out/coverage
+	$(BIN)/coverage run -m pytest tests/unit -n 2 --dist worksteal --quiet
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report --skip-covered --sort=-cover | tail -n 24
+
+check: setup     ## Format, lint, types, import contracts, and the links of the site
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/ruff check --quiet .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/mkdocs build
+
+docs: setup      ## Build the site of docs/ into out/docs
+	$(BIN)/mkdocs build
 
 format: setup    ## Rewrite the code in the house style
 	$(BIN)/ruff format .

@@ -13,13 +13,10 @@ from typing import Final
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
-APP_NAME: Final = "atelier"  # of the Serve application
 _ROLES: Final = (
     "controller",
     "registry",
     "keeper",
-    "encodings",
-    "admission",
 )  # in the order of ending them: a controller would start the registry again, and that one keepers
 _HASH_CHARS: Final = 12
 
@@ -31,17 +28,12 @@ def cluster_key(config: ClusterConfig) -> str:
 
 def registry_name(config: ClusterConfig) -> str:
     """Return the name of the cluster's registry."""
-    return f"registry:{cluster_key(config)}"
+    return registry_of(cluster_key(config))
 
 
-def encodings_name(key: str) -> str:
-    """Return the name of the actor with the shared encodings of the cluster with that `cluster_key`."""
-    return f"encodings:{key}"
-
-
-def admission_name(config: ClusterConfig) -> str:
-    """Return the name of the actor with the admission queue of the cluster's ingress replicas."""
-    return f"admission:{cluster_key(config)}"
+def registry_of(key: str) -> str:
+    """Return the name of the registry of the cluster with that `cluster_key`."""
+    return f"registry:{key}"
 
 
 def controller_name(config: ClusterConfig) -> str:
@@ -54,10 +46,10 @@ def keeper_name(key: str, node_id: str) -> str:
     return f"keeper:{key}:{node_id}"
 
 
-def keeper_node(key: str, name: str) -> str | None:
-    """Return the node of a keeper of the cluster with that `cluster_key`, None for another actor's name."""
-    node_id = name.removeprefix(keeper_name(key, ""))
-    return node_id if node_id != name else None
+def keeper_nodes(key: str, names: Iterable[str]) -> list[str]:
+    """Return the nodes of the keepers of the cluster with that `cluster_key`, among the names of actors."""
+    start = keeper_name(key, "")
+    return [name.removeprefix(start) for name in names if name.startswith(start)]
 
 
 def names_of_cluster(cluster: str, names: Iterable[str]) -> list[str]:
@@ -67,10 +59,9 @@ def names_of_cluster(cluster: str, names: Iterable[str]) -> list[str]:
     return [name for _, name in sorted(mine)]
 
 
-def other_registries(config: ClusterConfig, names: Iterable[str]) -> list[str]:
-    """Return the names of the registries that the same cluster has with other configs."""
-    own = registry_name(config)
-    return [name for name in names_of_cluster(config.name, names) if name.startswith("registry:") and name != own]
+def clusters_of(names: Iterable[str]) -> list[str]:
+    """Return the clusters that have actors of these names, sorted."""
+    return sorted({parts[1] for name in names if len(parts := name.split(":")) > 2 and parts[0] in _ROLES})
 
 
 def names_beside_registry(config: ClusterConfig, names: Iterable[str]) -> list[str]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
-from cluster.actor_names import NAMESPACE
+from cluster.actor_names import NAMESPACE, names_beside_registry, registry_name
 from cluster.errors import SessionError
+from configs.cluster import ClusterConfig
 
 END_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.1
@@ -22,6 +24,22 @@ def named_actors() -> list[str]:
 
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+
+
+def named_everywhere() -> list[str]:
+    """Return the names of all actors that have some and have not ended: Atelier's, and Serve's with its replicas."""
+    import ray
+
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+
+
+def end_control_plane(config: ClusterConfig) -> None:
+    """End the actors of a config in their order, its registry last: nobody else knows of them. Blocks.
+
+    Raises SessionError when some would not end.
+    """
+    end_actors(partial(names_beside_registry, config))
+    end_actors(lambda names: [name for name in names if name == registry_name(config)])
 
 
 def end_actors(find: Callable[[Sequence[str]], Sequence[str]], timeout_s: float = END_TIMEOUT_S) -> None:

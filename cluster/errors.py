@@ -2,7 +2,8 @@
 
 ClusterError
 ├── ModelUnknown                 no model of that name is registered
-├── ModelUnavailable             the model is registered, but its weights cannot be used; names file and tensor
+├── WeightsUnavailable           the model is registered, but its weights cannot be used; names file and tensor
+├── ModelUnservable              a checkpoint that no engine could run; names what it is and what there are engines for
 ├── ImportFailed                 the import process of a checkpoint crashed, or passed a limit
 ├── RegistrationRefused          the model cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict     it conflicts with what is registered already
@@ -12,6 +13,7 @@ ClusterError
 │   ├── PeerBusy                 it has no free connection or slot now (peers/connections.py)
 │   └── FetchFailed              no peer is left, and bytes are missing (peers/client.py)
 ├── SessionError                 the Ray session cannot be started, reached or stopped
+├── RayIncompatible              this version of Ray lacks private names that Atelier needs; names them
 └── ProxyUnavailable             HAProxy cannot be used here; names the reason, and Serve's own proxy takes its place
 """
 
@@ -26,8 +28,12 @@ class ModelUnknown(ClusterError):
     """No model of that name is registered. The message lists known names."""
 
 
-class ModelUnavailable(ClusterError):
+class WeightsUnavailable(ClusterError):
     """The model is registered, but its weights cannot be used."""
+
+
+class ModelUnservable(ClusterError):
+    """A checkpoint is sound, and no engine could run it. Nothing of it was read but headers and configs."""
 
 
 class ImportFailed(ClusterError):
@@ -35,7 +41,14 @@ class ImportFailed(ClusterError):
 
 
 class RegistrationRefused(ClusterError):
-    """A model cannot be registered or removed as asked. Nothing has changed."""
+    """A model cannot be registered or removed as asked. Nothing has changed.
+
+    `field` of the entry is why, None where no field is; the message begins with its name.
+    """
+
+    def __init__(self, problem: str, field: str | None = None) -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
+        self.field = field
 
 
 class RegistrationConflict(RegistrationRefused):
@@ -52,6 +65,10 @@ class KeeperFailed(ClusterError):
 
 class PeerUnavailable(ClusterError):
     """Another node's keeper is gone, too slow, busy, or does not have the extent."""
+
+
+class RayIncompatible(ClusterError):
+    """This version of Ray lacks private names that Atelier needs."""
 
 
 class SessionError(ClusterError):

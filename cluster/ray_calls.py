@@ -9,6 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import ray
 
 from cluster.actor_names import NAMESPACE
+from configs.cluster import PlacementConfig
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,10 +26,13 @@ def call_actor(
     return cast("Awaitable[R]", getattr(actor, method.__name__).remote(*args, **kwargs))
 
 
-def connect_actor(class_: type, name: str, max_calls: int, *arguments: Any, **options: Any) -> Any:
+def connect_actor(
+    class_: type, name: str, max_calls: int, placement: PlacementConfig, *arguments: Any, **options: Any
+) -> Any:
     """Return the handle of the detached actor of that name; the first caller starts it, with these arguments. Blocks.
 
-    Ray starts it again with the same arguments whenever it dies. It takes `max_calls` calls at once, and no CPU.
+    Ray starts it again with the same arguments whenever it dies, on a node as `placement` says. It takes `max_calls`
+    calls at once, and no CPU.
     """
     actor = ray.remote(class_).options(
         name=name,
@@ -38,6 +42,7 @@ def connect_actor(class_: type, name: str, max_calls: int, *arguments: Any, **op
         max_restarts=-1,
         max_concurrency=max_calls,
         num_cpus=0,
+        **placement.ray_options,
     )
     return actor.remote(*arguments, **options)
 

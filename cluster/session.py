@@ -12,18 +12,18 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import psutil
 
 from cluster.actor_names import NAMESPACE
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
-from cluster.templates.starting import workers_by_templates
-from configs.cluster import ClusterConfig
+from cluster.old_sessions import begin_removing_old_sessions
+from configs.cluster import ClusterConfig, RayConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
 
@@ -31,6 +31,7 @@ __all__ = [
     "SessionFile",
     "SessionRecord",
     "check_can_start",
+    "check_http_ports",
     "join_ray",
     "ray_session",
     "record_folder",
@@ -40,10 +41,11 @@ __all__ = [
 
 _STOP_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_LOOPBACK: Final = "127.0.0.1"
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
-# The autoscaler's loop, of which one node has no use; what copies the workers' logs to the driver, which does not ask
-# for them; and the dashboard's server, which `include_dashboard=False` leaves with nothing but usage statistics.
-_UNNEEDED: Final = ("start_monitor", "start_log_monitor", "start_api_server")
+_TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
+# Of each log of a process: by itself, Ray keeps 3 GB.
+_LOG_LIMITS: Final = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +107,8 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
             raise SessionError(
                 f"cluster {record.name!r} is already up at {record.url} (process {record.pid}); `atelier down` stops it"
             )
-    _check_port_free(config.http)
-    if config.http.proxy == "haproxy":
-        check_helper_ports(config.http.haproxy)
+    if config.ray.address is None:
+        check_http_ports(config.http)
     if config.grpc:  # replicas share this port on purpose, so that another cluster there would go unnoticed later
         _check_port_free(config.grpc)
     pids = _ray_processes()
@@ -116,6 +117,13 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
             f"Ray is already running on this machine (gcs_server, process {', '.join(map(str, pids))}). Use it with "
             "`ray: {address: auto}` in the cluster config, or stop it first (`atelier down` or `ray stop`)"
         )
+
+
+def check_http_ports(http: HttpConfig) -> None:
+    """Raise SessionError when a port is taken on which Serve, or HAProxy before it, is to listen."""
+    _check_port_free(http)
+    if http.proxy == "haproxy":
+        check_helper_ports(http.haproxy)
 
 
 def _check_port_free(where: HttpConfig | GrpcConfig) -> None:
@@ -141,38 +149,52 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     import ray
     from ray.exceptions import AuthenticationError
 
-    from cluster.loopback import ray_on_loopback
-
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Ray starts its workers at nice 15, which would put them behind everything else on the machine.
     os.environ.setdefault("RAY_worker_niceness", "0")
     private = config.ray.address is None
     try:
         if private:
-            _guard_ray_token()
-            with contextlib.ExitStack() as around:
-                around.enter_context(ray_on_loopback())
-                around.enter_context(workers_by_templates())
-                if not config.ray.dashboard:
-                    around.enter_context(_without_unneeded_processes())
-                ray.init(
-                    address="local",
-                    num_cpus=config.ray.num_cpus,
-                    object_store_memory=config.ray.object_store_bytes,
-                    include_dashboard=config.ray.dashboard,
-                    namespace=NAMESPACE,
-                    log_to_driver=False,
-                    logging_level="error",
-                )
+            _start_private_ray(config.ray)
         else:
             join_ray(str(config.ray.address))
     except (ConnectionError, ValueError, RuntimeError, OSError, AuthenticationError) as error:
         asked = "" if private or os.environ.get(_MODE) == "token" else f"; does it ask for a token? ({_MODE}=token)"
         raise SessionError(f"Ray cannot be {'started' if private else 'reached'}: {error}{asked}") from error
     try:
+        if private and ray.util.get_node_ip_address() != _LOOPBACK:
+            raise SessionError(
+                f"Ray listens on {ray.util.get_node_ip_address()} although it was started for {_LOOPBACK}"
+            )
         yield
     finally:
         ray.shutdown()
+
+
+def _start_private_ray(config: RayConfig) -> None:
+    """Start a Ray of one node on loopback, with its token, and without the processes that nobody needs."""
+    import ray
+
+    from cluster.ray_seam.loopback import ray_on_loopback
+    from cluster.ray_seam.processes import without_spare_processes
+
+    _guard_ray_token()
+    begin_removing_old_sessions()
+    for name, value in _LOG_LIMITS.items():
+        os.environ.setdefault(name, value)
+    with contextlib.ExitStack() as around:
+        around.enter_context(ray_on_loopback())
+        if not config.dashboard:
+            around.enter_context(without_spare_processes())
+        ray.init(
+            address="local",
+            num_cpus=config.num_cpus,
+            object_store_memory=config.object_store_bytes,
+            include_dashboard=config.dashboard,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level="error",
+        )
 
 
 def join_ray(address: str = "auto") -> None:
@@ -183,13 +205,15 @@ def join_ray(address: str = "auto") -> None:
     """
     import ray
 
-    from cluster.loopback import ray_on_loopback
+    from cluster.ray_seam.loopback import ray_on_loopback
 
     if ray.is_initialized():
         return
     # HAZARD: Ray takes 127.0.0.1 in an address for the machine's other one, and looks in vain for a Ray there.
     is_private = address == "auto" and any(map(_is_on_loopback, _ray_processes()))
     with ray_on_loopback() if is_private else contextlib.nullcontext():
+        if is_private:
+            _take_ray_token()
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
 
 
@@ -201,27 +225,32 @@ def _is_on_loopback(pid: int) -> bool:
 
 
 def _guard_ray_token() -> None:
-    """Let nobody else join the Ray that this process starts: with a token in ~/.ray/auth_token, mode 0600.
+    """Let nobody else join the Ray that this process starts: with a token beside the session records, mode 0600.
 
-    Ray's ports are open to the network, and who joins can run any code. Ray makes such a token itself, but in a file
-    that everybody may read. It stays at that place, because there other drivers of this user find it (`join_ray`).
-    Where the home folder cannot be written it is in `record_folder`. An environment that names a token, or wants none
-    (RAY_AUTH_MODE=disabled), is left as it is. Raises OSError, SessionError.
+    Ray's ports are open to the network, and who joins can run any code. Ray's own place for tokens would lock every
+    Ray that this user starts later. An environment that names a token, or wants none (RAY_AUTH_MODE=disabled), is left
+    as it is. Raises OSError, SessionError.
     """
     # HAZARD: setting RAY_AUTH_MODE here would not reach Ray's own copy of it; `ray.init` sets both when it is unset.
-    if os.environ.get(_MODE, "token") != "token" or os.environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH}:
-        return
-    try:
-        _make_private_token(Path.home() / ".ray" / "auth_token")
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        path = record_folder() / "ray_token"
+    if not _decides_about_tokens(os.environ):
+        path = record_folder() / _TOKEN_FILE
         _make_private_token(path)
         os.environ[_TOKEN_PATH] = str(path)
 
 
+def _take_ray_token() -> None:
+    """Use the token that `atelier up` has made, to join its Ray; nothing without one."""
+    path = record_folder() / _TOKEN_FILE
+    if not _decides_about_tokens(os.environ) and path.exists():
+        os.environ[_TOKEN_PATH] = str(path)
+
+
+def _decides_about_tokens(environ: Mapping[str, str]) -> bool:
+    return environ.get(_MODE, "token") != "token" or bool(environ.keys() & {"RAY_AUTH_TOKEN", _TOKEN_PATH})
+
+
 def _make_private_token(path: Path) -> None:
     """Create the token, or close the file of one that is there to everybody else."""
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+") as file:
         os.fchmod(file.fileno(), 0o600)
         if not file.read().strip():
@@ -284,22 +313,3 @@ def _listener(port: int) -> str:
                 name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
                 return f" (process {connection.pid}, {name})"
     return ""
-
-
-@contextlib.contextmanager
-def _without_unneeded_processes() -> Iterator[None]:
-    """Let a Ray that starts in the block leave them out, for which Ray 2.60 has no option."""
-    from ray._private.node import Node
-
-    known = {name: found for name in _UNNEEDED if (found := Node.__dict__.get(name)) is not None}
-    for name in known:
-        setattr(Node, name, _start_nothing)
-    try:
-        yield
-    finally:
-        for name, found in known.items():
-            setattr(Node, name, found)
-
-
-def _start_nothing(node: Any, *arguments: Any, **options: Any) -> None:
-    """Start no process."""

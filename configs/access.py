@@ -8,12 +8,14 @@ from typing import Annotated
 
 from pydantic import Field, StringConstraints
 
+from configs.batching import MAX_PRIORITY_LEVELS
 from configs.model import StrictModel
 
 Origin = Annotated[str, StringConstraints(pattern=r"^(\*|https?://[A-Za-z0-9._\[\]:-]+)$", to_lower=True)]
 HostName = Annotated[str, StringConstraints(pattern=r"^(\*\.)?[A-Za-z0-9_]([A-Za-z0-9._-]*)$", to_lower=True)]
 RequestRate = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 MaxConcurrent = Annotated[int, Field(ge=1, le=2**31)]
+MaxPriority = Annotated[int, Field(ge=1, le=MAX_PRIORITY_LEVELS)]
 
 
 class AccessConfig(StrictModel):
@@ -21,29 +23,33 @@ class AccessConfig(StrictModel):
 
     keys_file: Path | None = Field(
         None,
-        description="hashed API keys, written by `atelier keys add`; read at this path by every ingress replica, and "
-        "again when it changes; without it nobody needs a key",
+        description="file of hashed API keys, written by `atelier keys add`; every ingress replica reads it at this "
+        "path, and again when it changes; without it no key is needed",
     )
     requests_per_s: RequestRate | None = Field(
         None,
-        description="requests per second of a key whose line does not say; null: no limit; not of admin keys. Each of "
-        "several ingress replicas allows its part, so that requests that are spread unevenly get less",
+        description="default rate limit per key, in requests per second; null: no limit. Admin keys have none. "
+        "Several ingress replicas divide it evenly, so unevenly spread requests get less",
     )
     max_concurrent: MaxConcurrent | None = Field(
         None,
-        description="requests in progress of a key whose line does not say; null: no limit; not of admin keys. Each of "
-        "several ingress replicas allows its part, rounded up",
+        description="default limit of concurrent requests per key; null: no limit. Admin keys have none. Several "
+        "ingress replicas divide it, rounded up",
     )
-    insecure: bool = Field(
-        False, description="listen beyond this machine although nobody needs a key; also `atelier up --insecure`"
+    max_priority: MaxPriority | None = Field(
+        None,
+        description="default for the most urgent priority that a key may use (1 is the most urgent); more urgent "
+        "requests get this one; null: admission.default_priority. Admin keys may use all, and so may everybody without "
+        "a keys file",
     )
+    insecure: bool = Field(False, description="listen beyond this machine without keys; also `atelier up --insecure`")
     cors_origins: tuple[Origin, ...] = Field(
-        (), description="web pages that browsers let ask this server, such as https://app.example.com; *: all pages"
+        (), description="origins of web pages that may call this server, such as https://app.example.com; *: all"
     )
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
-        description="names in the header Host, such as atelier.example.com or *.example.com; addresses and localhost "
-        "always pass. Without any: no other name on a loopback address without keys, every name elsewhere",
+        description="accepted names in the header Host, such as atelier.example.com or *.example.com; addresses and "
+        "localhost always pass. Empty: no other name on a loopback address without keys, every name elsewhere",
     )
 
 

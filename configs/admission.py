@@ -1,4 +1,4 @@
-"""The settings of `cluster/control`: requests that wait, whose turn it is, and which model is on which worker."""
+"""The settings of `cluster/admission` and `cluster/placement`: who waits, whose turn it is, which model is where."""
 
 from __future__ import annotations
 
@@ -14,35 +14,37 @@ TenantName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.
 
 
 class TenantConfig(StrictModel):
-    """One tenant. Tenants with work share the replicas by their weights; who has none leaves its part to the others."""
+    """One tenant. Tenants with work share the replicas by their weights; the part of an idle one goes to the others."""
 
     weight: float = Field(1.0, ge=0.001, le=1000, allow_inf_nan=False)
 
 
 class AdmissionConfig(StrictModel):
-    """The admission queue of the cluster, in front of all replicas. Requests beyond its bounds get 429 at once."""
+    """The admission queue of the cluster, in front of all replicas. Requests beyond its bounds get a 429 at once."""
 
-    max_waiting: int = Field(4096, ge=1, le=1_000_000, description="requests that may wait, for all models together")
-    max_waiting_per_model: int = Field(1024, ge=1, le=1_000_000, description="requests that may wait for one model")
+    max_waiting: int = Field(4096, ge=1, le=1_000_000, description="maximum waiting requests, all models together")
+    max_waiting_per_model: int = Field(1024, ge=1, le=1_000_000, description="maximum waiting requests per model")
     default_timeout_s: float | None = Field(
         None,
-        gt=0,
+        ge=0.001,
         allow_inf_nan=False,
-        description="deadline of requests that give themselves none; default: http.request_timeout_s, which also "
-        "bounds what they may give themselves",
+        description="timeout of requests that name none; default: http.request_timeout_s, which also bounds the "
+        "timeouts that requests name",
     )
-    priority_levels: int = Field(3, ge=1, le=MAX_PRIORITY_LEVELS, description="1 is the most urgent")
-    default_priority: int = Field(2, ge=1, description="of requests that say none")
+    priority_levels: int = Field(
+        3, ge=1, le=MAX_PRIORITY_LEVELS, description="number of priorities; 1 is the most urgent"
+    )
+    default_priority: int = Field(2, ge=1, description="priority of requests that name none")
     max_overtakes: int = Field(
-        64, ge=0, le=1_000_000, description="requests that may go before the oldest one although they came later"
+        64, ge=0, le=1_000_000, description="maximum later requests that start before the oldest waiting one"
     )
     tenants: dict[TenantName, TenantConfig] = Field(
-        {}, max_length=1000, description=f"by name; requests that name no tenant count as {DEFAULT_TENANT!r}"
+        {}, max_length=1000, description=f"tenants by name; requests that name none belong to {DEFAULT_TENANT!r}"
     )
     unknown_tenants: Literal["refuse", "default"] = Field(
-        "refuse", description=f"requests of tenants that are not listed: 400, or they count as {DEFAULT_TENANT!r}"
+        "refuse", description=f"requests of unlisted tenants: refused with 400, or treated as {DEFAULT_TENANT!r}"
     )
-    max_running_pipelines: int = Field(64, ge=1, le=100_000, description="pipeline requests under way at once")
+    max_running_pipelines: int = Field(64, ge=1, le=100_000, description="maximum concurrent pipeline requests")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -59,7 +61,7 @@ class AdmissionConfig(StrictModel):
 
 
 class SloClassConfig(StrictModel):
-    """A class of service: the latency that its requests should keep, and how much a second of their waiting weighs."""
+    """A service class: the target latency of its requests, and the weight of a second of their waiting."""
 
     target_s: float = Field(60.0, gt=0, le=86_400, allow_inf_nan=False)
     weight: float = Field(1.0, ge=0.001, le=1000, allow_inf_nan=False)
@@ -74,21 +76,37 @@ _STANDARD: Final = "standard"
 
 
 class ScalingConfig(StrictModel):
-    """Workers that come and go with the load."""
+    """Automatic scaling: the number of workers follows the load."""
 
-    min_workers: int = Field(1, ge=0, le=10_000, description="0: none while nobody asks for anything")
-    max_workers: int = Field(ge=1, le=10_000)
+    min_workers: int = Field(1, ge=0, le=10_000, description="minimum workers; 0: none while there are no requests")
+    max_workers: int = Field(ge=1, le=10_000, description="maximum workers")
     target_utilization: float = Field(
-        0.7, gt=0, le=1, allow_inf_nan=False, description="the part of their time that workers should be busy"
+        0.7, gt=0, le=1, allow_inf_nan=False, description="share of their time that workers should be busy"
     )
     drain_s: float = Field(
-        10.0, gt=0, le=3600, allow_inf_nan=False, description="what waits should be served within so long"
+        10.0, gt=0, le=3600, allow_inf_nan=False, description="seconds within which the queue should be served"
     )
     downscale_delay_s: float = Field(
-        60.0, ge=0, le=86_400, allow_inf_nan=False, description="fewer workers must have sufficed for so long"
+        60.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="seconds that fewer workers must suffice before one stops",
     )
     to_zero_delay_s: float = Field(
-        300.0, ge=0, le=86_400, allow_inf_nan=False, description="the last worker goes after so long without a request"
+        300.0,
+        ge=0,
+        le=86_400,
+        allow_inf_nan=False,
+        description="seconds without a request before the last worker stops",
+    )
+    spare_workers: int = Field(
+        1,
+        ge=0,
+        le=100,
+        description="idle workers kept in addition to those that work, within max_workers: one takes work at once, "
+        "where a new process needs many seconds. Each reserves what a worker reserves; none is kept while no worker is "
+        "wanted",
     )
 
     @model_validator(mode="after")
@@ -99,21 +117,24 @@ class ScalingConfig(StrictModel):
 
 
 class ControllerConfig(StrictModel):
-    """The controller, which decides which model is on which worker."""
+    """The controller, which places models on workers."""
 
-    enabled: bool = Field(True, description="without it, every worker switches to what it is asked for")
+    enabled: bool = Field(True, description="false: every worker switches to the model of the next request")
     policy: Literal["latency-first", "throughput-first"] = Field(
-        "latency-first", description="throughput-first switches only for work of several times the switch's duration"
+        "latency-first",
+        description="throughput-first switches only for work that takes several times as long as the switch",
     )
-    tick_s: float = Field(0.25, ge=0.02, le=1.0, allow_inf_nan=False, description="the longest between two decisions")
+    tick_s: float = Field(
+        0.25, ge=0.02, le=1.0, allow_inf_nan=False, description="maximum seconds between two decisions"
+    )
     scaling: ScalingConfig | None = Field(
-        None, description="workers come and go; without it there are always worker.num_replicas"
+        None, description="automatic scaling; without it there are always worker.num_replicas workers"
     )
     slo_classes: dict[str, SloClassConfig] = Field(
-        {}, max_length=100, description=f"by name, beside or in place of {', '.join(_SLO_CLASSES)}"
+        {}, max_length=100, description=f"service classes by name; {', '.join(_SLO_CLASSES)} exist and may be replaced"
     )
     models: dict[ModelId, str] = Field(
-        {}, max_length=100_000, description=f"the class of service of a model; {_STANDARD!r} where none is given"
+        {}, max_length=100_000, description=f"service class of each model; default: {_STANDARD!r}"
     )
 
     @model_validator(mode="after")
@@ -127,10 +148,10 @@ class ControllerConfig(StrictModel):
         known = _SLO_CLASSES.keys() | self.slo_classes.keys()
         for model, name in self.models.items():
             if name not in known:
-                raise ValueError(f"models.{model}: no class of service {name!r} (known: {', '.join(sorted(known))})")
+                raise ValueError(f"models.{model}: no service class {name!r} (known: {', '.join(sorted(known))})")
         return self
 
     def slo_of(self, model: str) -> tuple[str, SloClassConfig]:
-        """Return the name of a model's class of service, and the class."""
+        """Return the name of a model's service class, and the class."""
         name = self.models.get(model, _STANDARD)
         return name, self.slo_classes.get(name) or _SLO_CLASSES[name]

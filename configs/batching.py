@@ -14,12 +14,12 @@ MAX_PRIORITY_LEVELS = 100
 class QueuePolicyConfig(StrictModel):
     """The limits of waiting at one priority. Durations are microseconds, as in Triton's model config."""
 
-    max_queue_size: int | None = Field(None, ge=1, description="requests that may wait; None: as many as come")
-    timeout_us: int | None = Field(None, ge=1, description="of waiting; None: for ever")
+    max_queue_size: int | None = Field(None, ge=1, description="maximum waiting requests; null: no limit")
+    timeout_us: int | None = Field(None, ge=1, description="maximum waiting time in microseconds; null: no limit")
     timeout_action: Literal["reject", "defer"] = Field(
-        "reject", description="defer: behind all requests whose time is not over, and served when there are none"
+        "reject", description="at the timeout: reject the request, or serve it after all others (defer)"
     )
-    allow_timeout_override: bool = Field(True, description="a request may ask for a shorter wait")
+    allow_timeout_override: bool = Field(True, description="requests may name a shorter timeout")
 
 
 class BatchingConfig(StrictModel):
@@ -29,25 +29,29 @@ class BatchingConfig(StrictModel):
     The strategies are explained in `deployments/batching/policy.py`.
     """
 
-    max_batch_size: int = Field(32, ge=1, description="items in one batch")
-    preferred_batch_sizes: tuple[int, ...] = Field((), description="a batch of such a size does not wait for more")
+    max_batch_size: int = Field(32, ge=1, description="maximum items in a batch")
+    preferred_batch_sizes: tuple[int, ...] = Field(
+        (), description="a batch of one of these sizes starts without waiting for more"
+    )
     max_queue_delay_us: int | None = Field(
         None,
         ge=0,
-        description="how long a batch may wait for batch-mates when it could start; None: as long as it pays",
+        description="maximum time that a batch waits for more requests, in microseconds; null: as long as it pays",
     )
     strategy: Literal["prefer_latency", "prefer_batch"] = Field(
         "prefer_latency",
-        description="prefer_latency: wait and fill batches only as far as that lowers the mean latency, by what was "
-        "measured so far; prefer_batch: wait out the delay for a preferred size even when idle",
+        description="prefer_latency: wait and fill batches only as far as measurements show that it lowers the mean "
+        "latency; prefer_batch: wait the whole delay for a preferred size, even when idle",
     )
-    max_batch_cost: int | None = Field(None, ge=1, description="of one batch, in the unit of its items: tokens, say")
-    max_concurrent_batches: int = Field(1, ge=1, description="batches that may run at a time")
+    max_batch_cost: int | None = Field(
+        None, ge=1, description="maximum cost of a batch, in the unit of its items (tokens of texts)"
+    )
+    max_concurrent_batches: int = Field(1, ge=1, description="maximum concurrent batches")
     priority_levels: int = Field(1, ge=1, le=MAX_PRIORITY_LEVELS)
     default_priority: int = Field(1, ge=1)
-    max_overtakes: int = Field(64, ge=0, description="requests that may go first although they came later")
+    max_overtakes: int = Field(64, ge=0, description="maximum later requests that start before the oldest one")
     default_queue_policy: QueuePolicyConfig = QueuePolicyConfig()
-    queue_policies: dict[int, QueuePolicyConfig] = Field({}, description="by priority, where it differs")
+    queue_policies: dict[int, QueuePolicyConfig] = Field({}, description="limits by priority, where they differ")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -71,45 +75,47 @@ class LanguageModelConfig(StrictModel):
 
     kv_cache_bytes: SpareBytes = Field(
         None,
-        description="of each LLM; default: half of its weights' size, at least 64 MiB, never more than it can use; "
-        "auto: what its weights leave of the replica's budget, which is no more than free memory then, and never more "
-        "than it can use; LLMs that do not fit beside each other take turns",
+        description="KV cache of each language model; default: half the size of its weights, at least 64 MiB; auto: "
+        "what its weights leave of the replica's budget and of free memory; never more than it can use. Models that do "
+        "not fit together take turns",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",
-        description="of the keys and values in the KV cache: auto, as the computation; int8, in half of bfloat16's "
-        "memory, which changes answers by rounding",
+        description="type of the KV cache: auto is that of the computation; int8 takes half the memory of bfloat16 "
+        "and changes answers by rounding",
     )
-    max_step_tokens: int = Field(512, ge=16, description="prompt tokens and decoding sequences of one LLM step")
+    max_step_tokens: int = Field(
+        512, ge=16, description="maximum tokens of one step: prompt tokens and one per decoding sequence"
+    )
     max_decode_delay: float = Field(
         2.0,
         ge=1,
         allow_inf_nan=False,
-        description="steps in which LLM sequences decode get as many prompt tokens as fit into so many times what the "
-        "step takes without, as measured: a running stream waits no longer, and prompts beside it take longer",
+        description="how many times longer a decode step may take because of the prompts computed in it; lower values "
+        "keep running streams smooth and make prompts wait longer",
     )
     max_prefill_beside_decode: int = Field(
-        512, ge=1, description="prompt tokens of a step in which sequences decode, at most"
+        512, ge=1, description="maximum prompt tokens of a step in which sequences decode"
     )
     deterministic: bool = Field(
         False,
-        description="on the CPU, an LLM's answer is the same bit for bit with and without a prefix cache hit: what "
-        "completions have computed is not shared with later prompts",
+        description="on the CPU, make answers the same, bit for bit, with and without a hit in the prefix cache; keys "
+        "and values of completions are then not shared with later prompts",
     )
-    max_num_seqs: int = Field(64, ge=1, description="LLM sequences that run at once")
+    max_num_seqs: int = Field(64, ge=1, description="maximum sequences that run at once")
     packed_arithmetic: Literal["fast", "deterministic", "exact"] = Field(
         "fast",
-        description="products with packed weights (GGUF, Kuiper): fast quantizes activations to int8, deterministic "
-        "on CUDA takes one kernel for any batch, so that a request gets the same tokens in each (on the CPU, fast does "
-        "too), exact is float32",
+        description="products with packed weights (GGUF, Kuiper), of denoisers too: fast rounds activations to int8; "
+        "deterministic uses one kernel for any batch, so that a request gets the same in each on CUDA, too (on the "
+        "CPU, fast does); exact computes in float32",
     )
     decode_threads: int | None = Field(
-        None, ge=1, le=1024, description="threads of LLM steps without prompts; default: num_threads"
+        None, ge=1, le=1024, description="threads of steps without prompts; default: num_threads"
     )
     prefill_threads: int | None = Field(
         None,
         ge=1,
         le=1024,
-        description="threads of LLM steps with prompts; default: num_threads. Where it is not decode_threads, "
-        "prompts beside a completion may change it by rounding, unless its weights are packed",
+        description="threads of steps with prompts; default: num_threads. Another number than decode_threads may "
+        "change a completion by rounding when prompts run beside it, unless its weights are packed",
     )

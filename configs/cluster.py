@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,8 +14,17 @@ from configs.access import AccessConfig, is_loopback
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig, LanguageModelConfig
 from configs.http import GrpcConfig, HttpConfig
-from configs.model import AdapterConfig, Bytes, GenerationDefaults, ModelConfig, ModelId, StrictModel
-from configs.pipeline import PipelineConfig
+from configs.model import (
+    AdapterConfig,
+    Bytes,
+    GenerationDefaults,
+    ModelConfig,
+    ModelId,
+    Root,
+    StrictModel,
+    located_errors,
+)
+from configs.pipeline import PipelineConfig, nearest_name
 from configs.simulated import SimulatedConfig
 
 _SECRET = re.compile("key|secret|token|password|credential", re.IGNORECASE)
@@ -29,30 +39,67 @@ def _known_device(value: str) -> str:
 Device = Annotated[str, AfterValidator(_known_device)]
 
 
+# As Ray writes label selectors: a value, `in(a,b)`, and either behind an exclamation mark.
+_LabelValue = Annotated[str, Field(pattern=r"^!?(in\([A-Za-z0-9._,-]+\)|[A-Za-z0-9._-]*)$", max_length=256)]
+_HEAD: Final = "node:__internal_head__"  # a resource that Ray gives its head node
+
+
+class PlacementConfig(StrictModel):
+    """The nodes that Ray may choose, as Ray's own options of an actor."""
+
+    resources: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        {}, description="resources that Ray reserves besides CPUs and GPUs, such as {spot: 0.001}"
+    )
+    accelerator_type: str | None = Field(None, min_length=1, description="type of the node's accelerator, such as H100")
+    labels: dict[str, _LabelValue] = Field(
+        {}, description="labels that a node must have, such as {market-type: spot}, {region: 'in(a,b)'} or {zone: '!a'}"
+    )
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """Options of an actor in Ray's names; those that are not given are left out."""
+        options = {
+            "resources": self.resources,
+            "accelerator_type": self.accelerator_type,
+            "label_selector": self.labels,
+        }
+        return {name: value for name, value in options.items() if value}
+
+
 class RayConfig(StrictModel):
     """The Ray cluster. Without `address` a private one is started, which ends with `atelier down`."""
 
-    address: str | None = None
-    num_cpus: float | None = Field(None, gt=0)
-    object_store_bytes: Bytes = Field(2 * 2**30, validate_default=True)
-    preallocate: bool = Field(
-        True, description="take all memory of the object store at start, in the background, not at the first loads"
+    address: str | None = Field(None, description="address of a Ray that is up; default: start a private one")
+    num_cpus: float | None = Field(None, gt=0, description="CPUs that Ray may reserve; default: those of the machine")
+    object_store_bytes: Bytes = Field(
+        2 * 2**30, validate_default=True, description="size of Ray's object store, which holds the weights of the node"
     )
-    dashboard: bool = False
+    preallocate: bool = Field(
+        True, description="allocate the object store at start, in the background, instead of during the first loads"
+    )
+    dashboard: bool = Field(False, description="start Ray's dashboard")
     templates: bool = Field(
         True,
-        description="start Ray's processes as copies of a few that have done their imports: Linux, and a private Ray; "
-        "where that does not work, and with `address`, each imports everything itself",
+        description="start Ray's processes as copies of a few that have done their imports (Linux, private Ray); "
+        "otherwise each process imports everything itself",
+    )
+    control_plane: PlacementConfig = Field(
+        PlacementConfig(resources={_HEAD: 0.001}),
+        description="nodes for registry, controller and admission queue; default: Ray's head, which never scales away",
     )
 
 
 class ObjectStorageConfig(StrictModel):
-    """The server behind s3:// URLs. Credentials are never here: the environment of the cluster has them."""
+    """The server behind s3:// URLs. Credentials come from the environment of the cluster, never from here."""
 
-    endpoint: str | None = Field(None, pattern=r"^https?://[^/@?#\s]+/?$", description="without it, AWS of the region")
-    region: str | None = Field(None, pattern=r"^[A-Za-z0-9-]+$")
-    anonymous: bool = Field(False, description="unsigned requests, for public buckets")
-    verify_md5: bool = Field(True, description="ETags of one-piece objects are MD5s; false under SSE-KMS or SSE-C")
+    endpoint: str | None = Field(
+        None, pattern=r"^https?://[^/@?#\s]+/?$", description="URL of the server; default: AWS"
+    )
+    region: str | None = Field(None, pattern=r"^[A-Za-z0-9-]+$", description="region of the buckets")
+    anonymous: bool = Field(False, description="send unsigned requests, for public buckets")
+    verify_md5: bool = Field(
+        True, description="check objects of one piece against their ETag as MD5; set false under SSE-KMS or SSE-C"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -73,69 +120,127 @@ class ObjectStorageConfig(StrictModel):
 
 
 class StoreConfig(StrictModel):
-    """The external weight store on disk, and how much of it a node keeps in Ray's object store."""
+    """The weight store on disk, and how much of it a node keeps in memory."""
 
-    path: Path = Path("~/.cache/atelier/store")
-    verify: bool = Field(True, description="check every extent while it is read")
+    path: Path = Field(Path("~/.cache/atelier/store"), description="folder of the store")
+    verify: bool = Field(True, description="check every extent against its checksum while it is read")
     node_budget_bytes: Bytes | None = Field(
-        None, description="bytes of extents that one node keeps in memory; default 70 % of its object store"
+        None, description="maximum weights that a node keeps in memory; default: 70 % of its object store"
     )
     object_storage: ObjectStorageConfig = ObjectStorageConfig()
 
 
-class LimitsConfig(StrictModel):
-    """Limits on one request to the ingress."""
+# What a body is refused for before its parts are looked at; a config may say less.
+MAX_MESSAGES: Final = 4096
+MAX_LORAS: Final = 256
 
-    max_body_bytes: Bytes = Field(2**21, validate_default=True)
-    max_upload_bytes: Bytes = Field(
-        2**26, validate_default=True, description="of a body of /v1/images, with its images"
+
+class LimitsConfig(StrictModel):
+    """Limits of one request."""
+
+    max_body_bytes: Bytes = Field(2**21, validate_default=True, description="maximum size of a body")
+    max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="maximum size of a body with images")
+    max_prompt_chars: int = Field(32_768, ge=1, description="maximum characters of a prompt")
+    max_images: int = Field(10, ge=1, description="maximum images of one request")
+    max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
+    max_upload_pixels: int = Field(
+        36_000_000, ge=64, description="maximum pixels of an uploaded image, which is scaled down to max_pixels"
     )
-    max_prompt_chars: int = Field(32_768, ge=1)
-    max_images: int = Field(10, ge=1)
-    max_pixels: int = Field(2048 * 2048, ge=64, description="width x height of one image")
-    max_inference_steps: int = Field(200, ge=1)
-    max_loras: int = Field(16, ge=1, description="adapters of one request for images or text")
-    max_controls: int = Field(4, ge=1, description="ControlNets of one image request")
-    max_prompts: int = Field(64, ge=1, description="prompts that a language model continues in one request")
-    max_messages: int = Field(1024, ge=1, description="turns of a chat")
-    max_embedding_inputs: int = Field(2048, ge=1)
-    max_embedding_chars: int = Field(2**21, ge=1, description="characters, or token ids, of all inputs together")
-    max_head_rows: int = Field(2048, ge=1, description="rows of features for a head")
+    max_inference_steps: int = Field(200, ge=1, description="maximum denoising steps")
+    max_frames: int = Field(257, ge=1, description="maximum frames of a video")
+    max_audio_s: float = Field(300.0, gt=0, description="maximum seconds of generated audio")
+    max_loras: int = Field(16, ge=1, le=MAX_LORAS, description="maximum LoRAs of one request")
+    max_controls: int = Field(4, ge=1, description="maximum ControlNets of an image request")
+    max_prompts: int = Field(64, ge=1, description="maximum prompts of a request for completions")
+    max_messages: int = Field(1024, ge=1, le=MAX_MESSAGES, description="maximum messages of a chat")
+    max_embedding_inputs: int = Field(2048, ge=1, description="maximum texts of a request for embeddings")
+    max_embedding_chars: int = Field(2**21, ge=1, description="maximum characters, or token ids, of all these texts")
+    max_head_rows: int = Field(2048, ge=1, description="maximum rows of features for a head")
     max_pipeline_items: int = Field(
-        2048, ge=1, description="items of one pipeline request; with images or prompts in it, no more than of those"
+        2048, ge=1, description="maximum items of a pipeline request; limits of images and prompts hold as well"
     )
 
 
 class ReplicaConfig(StrictModel):
-    """Settings of every deployment: replicas, the resources that each reserves, requests that each may hold."""
+    """Settings of every deployment: its replicas and what each reserves."""
 
-    num_replicas: int = Field(1, ge=1)
-    num_cpus: float = Field(0.5, ge=0)
-    num_gpus: float = Field(0.0, ge=0)
-    max_ongoing_requests: int = Field(
-        256, ge=1, description="that Serve lets into a replica at once, whatever they are"
-    )
+    num_replicas: int = Field(1, ge=1, description="number of replicas")
+    num_cpus: float = Field(0.5, ge=0, description="CPUs that Ray reserves for each replica")
+    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each replica")
+    placement: PlacementConfig = PlacementConfig()
+    max_ongoing_requests: int = Field(256, ge=1, description="maximum concurrent requests of any kind per replica")
+
+    @property
+    def ray_options(self) -> dict[str, Any]:
+        """Options of each replica's actor in Ray's names."""
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, **self.placement.ray_options}
 
 
 class ImageLinksConfig(StrictModel):
     """Links to images, for answers with `response_format: url`."""
 
     folder: Path | None = Field(
-        None, description="where the files are; ingress replicas on several nodes need one that they share"
+        None, description="folder of the files; ingress replicas on several nodes must share it"
     )
-    ttl_s: float = Field(3600.0, gt=0, description="how long a link lasts")
-    max_bytes: Bytes = Field(2**30, validate_default=True, description="of all files; the oldest links end first")
+    ttl_s: float = Field(3600.0, gt=0, description="seconds until a link expires")
+    max_bytes: Bytes = Field(
+        2**30, validate_default=True, description="maximum size of all files; the oldest links expire first"
+    )
     base_url: str | None = Field(
-        None, pattern=r"^https?://[^?#\s]+[^/?#\s]$", description="what links begin with; default: the request's Host"
+        None,
+        pattern=r"^https?://[^?#\s]+[^/?#\s]$",
+        description="beginning of the links; default: the Host of the request",
     )
+
+
+class StoredResponsesConfig(StrictModel):
+    """Stored responses of /v1/responses; a request opts out with `store: false`."""
+
+    enabled: bool = Field(True, description="store responses")
+    folder: Path | None = Field(
+        None,
+        description="folder of their file, in plain text; ingress replicas on several nodes must share it",
+    )
+    ttl_s: float = Field(86_400.0, gt=0, description="seconds that a response is kept after its last use")
+    max_bytes: Bytes = Field(2**28, validate_default=True, description="maximum size of all; the oldest are removed")
 
 
 class ImageStreamsConfig(StrictModel):
     """Image streams with `resumable: true`, whose events are kept in the ingress for clients that reconnect."""
 
-    keep_s: float = Field(60.0, gt=0, description="how long one that nobody reads goes on, or is kept after its end")
-    max_streams: int = Field(256, ge=1, description="that are kept; then new ones are refused")
-    max_bytes: Bytes = Field(2**28, validate_default=True, description="of all kept events; then the oldest go")
+    keep_s: float = Field(
+        60.0, gt=0, description="seconds that a stream without a reader runs on, and that a finished one is kept"
+    )
+    max_streams: int = Field(256, ge=1, description="maximum kept streams; further ones are refused")
+    max_bytes: Bytes = Field(
+        2**28, validate_default=True, description="maximum size of all events; the oldest are removed"
+    )
+
+
+class VideosConfig(StrictModel):
+    """Videos of /v1/videos: jobs, and files that are kept for a while."""
+
+    folder: Path | None = Field(
+        None, description="folder of the files; ingress replicas on several nodes must share it"
+    )
+    ttl_s: float = Field(86_400.0, gt=0, description="seconds that a video is kept after its end")
+    max_bytes: Bytes = Field(2**32, validate_default=True, description="maximum size of all; the oldest are removed")
+    max_videos: int = Field(1000, ge=1, description="maximum videos that are kept; the oldest are removed")
+    max_unfinished: int = Field(16, ge=1, description="maximum unfinished videos of one key; further ones are refused")
+    timeout_s: float = Field(3600.0, gt=0, description="maximum duration of a job, its wait included")
+
+
+class SharedMemoryConfig(StrictModel):
+    """Triton's system shared memory for clients on the same machine: regions of files in /dev/shm that they own."""
+
+    max_region_bytes: Bytes = Field(2**26, validate_default=True, description="maximum size of a region")
+    max_regions: int = Field(64, ge=1, le=4096, description="maximum regions per user and key")
+    max_read_bytes: Bytes = Field(
+        2**28, validate_default=True, description="maximum data of all requests in progress; more are refused"
+    )
+
+
+ImageHost = Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]{1,253}(:[0-9]{1,5})?$")]
 
 
 class IngressConfig(ReplicaConfig):
@@ -144,29 +249,48 @@ class IngressConfig(ReplicaConfig):
     max_ongoing_requests: int = Field(
         16_384,
         ge=1,
-        description="of any kind, at once: more wait in Serve, and probes with them; `admission` bounds inference",
+        description="maximum concurrent requests of any kind per replica, probes included; more wait in Serve. "
+        "Inference is bounded by `admission`",
     )
     limits: LimitsConfig = LimitsConfig()
+    image_hosts: tuple[ImageHost, ...] = Field(
+        (),
+        description="hosts, or host:port, from which images are fetched that chats name by http(s) addresses; "
+        "inner addresses are never asked",
+    )
     image_links: ImageLinksConfig = ImageLinksConfig()
     image_streams: ImageStreamsConfig = ImageStreamsConfig()
+    stored_responses: StoredResponsesConfig = StoredResponsesConfig()
+    videos: VideosConfig = VideosConfig()
+    shared_memory: SharedMemoryConfig | None = Field(
+        None, description="shared memory of clients; null: off. Needs num_replicas: 1"
+    )
+
+    @model_validator(mode="after")
+    def _keeps_regions_in_one_place(self) -> Self:
+        if self.shared_memory is not None and self.num_replicas > 1:
+            raise ValueError(
+                "shared_memory: a region is registered with one ingress replica, so num_replicas must be 1"
+            )
+        return self
 
 
 class ModelReplicaConfig(ReplicaConfig):
-    """Settings of every deployment that runs models.
+    """Settings of every deployment that runs models."""
 
-    `cpu` maps the node's shared weights; `cpu-private` copies what it needs, as a card would: for measuring. `sim` is a
-    simulated accelerator (`simulated`): for tests and demos.
-    """
-
-    device: Device = "cpu"
+    device: Device = Field(
+        "cpu",
+        description="cpu, cuda or sim, or with a number (cuda:1). cpu maps the shared weights of the node; "
+        "cpu-private copies them, for measuring; sim is a simulated accelerator (`simulated`), for tests and demos",
+    )
     resident_bytes: Bytes = Field(
         2 * 2**30,
         validate_default=True,
-        description="private memory of what one replica keeps built: copies of weights, KV caches, Python objects; "
-        "on cpu, weights stay in the node's shared memory and count against store.node_budget_bytes only",
+        description="maximum private memory of one replica: KV caches, copies of weights, Python objects; on cpu, "
+        "shared weights count against store.node_budget_bytes only",
     )
     device_budget_bytes: Bytes | None = Field(
-        None, description="weights and KV caches that one replica keeps on a device of its own; default resident_bytes"
+        None, description="maximum weights and KV caches on the replica's device; default: resident_bytes"
     )
 
     @property
@@ -175,21 +299,29 @@ class ModelReplicaConfig(ReplicaConfig):
         return "cpu" if self.device == "cpu-private" else self.device
 
     @property
+    def weights_budget_key(self) -> str:
+        """Key of this section that bounds the weights on the device in use."""
+        has_own = self.device != "cpu" and self.device_budget_bytes is not None
+        return "device_budget_bytes" if has_own else "resident_bytes"
+
+    @property
     def weights_budget_bytes(self) -> int:
         """Bytes of weights that the device in use may hold."""
-        return self.resident_bytes if self.device == "cpu" else self.device_budget_bytes or self.resident_bytes
+        nbytes: int = getattr(self, self.weights_budget_key)
+        return nbytes
 
 
 class TextEncoderConfig(ModelReplicaConfig):
-    """The text-encoder service: its dynamic batching, and the two tiers of its cache."""
+    """The text-encoder service: dynamic batching and the cache of encodings."""
 
     batching: BatchingConfig = BatchingConfig()
-    cache_bytes: Bytes = Field(64 * 2**20, validate_default=True, description="of encodings, in each replica")
-    shared_cache_bytes: Bytes | None = Field(
-        256 * 2**20, validate_default=True, description="of encodings that all replicas share; null: none are"
+    cache_bytes: Bytes = Field(
+        256 * 2**20,
+        validate_default=True,
+        description="size of each replica's cache of encodings: equal texts go to the same replica",
     )
     max_running_inputs: int | None = Field(
-        None, ge=1, description="inputs of requests that one replica holds; default: a batch, and the next one"
+        None, ge=1, description="maximum inputs of requests that one replica holds; default: two batches"
     )
 
     @property
@@ -199,38 +331,41 @@ class TextEncoderConfig(ModelReplicaConfig):
 
 
 class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
-    """The denoise/LLM service."""
+    """The workers, which denoise and run language models."""
 
     standby: bool = Field(
         True,
-        description="keep a process each that has imported torch and the engines for workers and for text encoders: "
-        "any number of new replicas begin as copies of it and load what they are wanted for (needs ray.templates)",
+        description="keep a process each for workers and text encoders that has imported torch and the engines; new "
+        "replicas start as copies of it (needs ray.templates)",
     )
     encodes_alone: bool = Field(
-        True, description="encode text itself while no text encoder answers: slower, and said in the answer"
+        True,
+        description="encode texts in the worker while no text encoder answers; slower, with a warning in the answer",
     )
-    resident_bytes: Bytes = Field(4 * 2**30, validate_default=True)
+    resident_bytes: Bytes = Field(
+        4 * 2**30, validate_default=True, description="maximum private memory of one replica; see text_encoder"
+    )
     max_running_images: int = Field(
-        16, ge=1, description="images that one worker has under way; more wait in the admission queue"
+        16, ge=1, description="maximum images in progress per worker; more wait in the admission queue"
     )
     max_batch_rows: int = Field(
-        64, ge=1, description="rows of one denoise step, over all its requests: one per image, two under guidance"
+        64, ge=1, description="maximum rows of one denoise step: one per image, two with guidance"
     )
     max_batch_pixels: int = Field(
-        16 * 2**20, ge=64, description="rows x width x height of one denoise step; requests beyond it take turns"
+        16 * 2**20, ge=64, description="maximum rows x width x height of one denoise step; more requests take turns"
     )
-    max_decode_pixels: int = Field(4 * 2**20, ge=64, description="of the images that the VAE decodes at once")
+    max_decode_pixels: int = Field(4 * 2**20, ge=64, description="maximum pixels that the VAE decodes at once")
     max_vae_bytes: Bytes = Field(
         8 * 2**30,
-        description="activations of one image in the VAE; a larger one goes through in overlapping tiles of the VAE's "
-        "own side, as by stock's enable_tiling: 1448x1448 pixels of SDXL's in float32, 2048x2048 in bfloat16",
+        description="maximum activations of one image in the VAE; larger images are decoded in overlapping tiles, as "
+        "by diffusers' enable_tiling. The default is 1448x1448 pixels of SDXL in float32, 2048x2048 in bfloat16",
     )
     checkpoint_interval_s: float = Field(
         5.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds of an image's denoising after which the ingress gets its state, at the end of a step: "
-        "when its worker dies, another one goes on from there; 0: begins anew",
+        description="seconds of denoising between two checkpoints of an image, from which another worker continues "
+        "when this one dies; 0: none, it starts over",
     )
     num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
 
@@ -248,7 +383,7 @@ class ClusterConfig(StrictModel):
 
     name: ModelId = "atelier"
     http: HttpConfig = HttpConfig()
-    grpc: GrpcConfig | None = Field(None, description="no gRPC without it")
+    grpc: GrpcConfig | None = Field(None, description="gRPC; null: off")
     access: AccessConfig = AccessConfig()
     ray: RayConfig = RayConfig()
     store: StoreConfig = StoreConfig()
@@ -257,48 +392,73 @@ class ClusterConfig(StrictModel):
     controller: ControllerConfig = ControllerConfig()
     text_encoder: TextEncoderConfig = TextEncoderConfig()
     worker: WorkerConfig = WorkerConfig()
-    model_roots: tuple[Path, ...] | None = Field(
+    model_roots: tuple[Root, ...] | None = Field(
         None,
-        description="folders that models and adapters may be registered from while the cluster runs, with all that "
-        "their symlinks lead to; default: those that the local ones of this config lie in",
+        description="sources from which models may be registered while the cluster runs: folders, with the targets of "
+        "their symlinks, and patterns of hub names such as hf://organization/*; default: the folders of the config's "
+        "own local models, and any hub name",
     )
     simulated: SimulatedConfig = Field(
-        SimulatedConfig(), description="the accelerators that `device: sim` means, in each replica that has it"
+        SimulatedConfig(), description="the simulated accelerators of each replica with `device: sim`"
     )
     models: tuple[ModelConfig, ...] = Field(min_length=1)
     adapters: tuple[AdapterConfig, ...] = ()
     pipelines: tuple[PipelineConfig, ...] = ()
 
     @model_validator(mode="after")
-    def _ids_fit_together(self) -> Self:
-        entries = (self.models, self.adapters, self.pipelines)
-        uses = Counter(entry.id for kind in entries for entry in kind)
-        twice = sorted(id_ for id_, count in uses.items() if count > 1)
-        if twice:
-            raise ValueError(f"ids used more than once: {', '.join(twice)}")
-        known = {model.id for model in self.models}
-        for adapter in self.adapters:
-            unknown = [base for base in adapter.base if base not in known]
-            if unknown:
-                names, models = ", ".join(unknown), ", ".join(sorted(known))
-                raise ValueError(f"adapter {adapter.id!r} names unknown base {names}; models: {models}")
+    def _fits_together(self) -> Self:
+        problems = [*self._reused_ids(), *self._unknown_bases(), *self._absent_devices()]
+        if problems:
+            raise located_errors(type(self).__name__, problems)
         return self
 
-    @model_validator(mode="after")
-    def _simulated_devices_are_there(self) -> Self:
+    def _reused_ids(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        first: dict[str, str] = {}
+        ids = {
+            "models": [model.id for model in self.models],
+            "adapters": [adapter.id for adapter in self.adapters],
+            "pipelines": [pipeline.id for pipeline in self.pipelines],
+        }
+        for kind, of_kind in ids.items():
+            for index, id_ in enumerate(of_kind):
+                place = first.setdefault(id_, f"{kind}.{index}")
+                if place != f"{kind}.{index}":
+                    yield (kind, index, "id"), f"{id_!r} is the id of {place} already"
+
+    def _unknown_bases(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        known = {model.id for model in self.models}
+        whole = sorted(model.id for model in self.models if model.like is None)
+        for index, model in enumerate(self.models):
+            if isinstance(model.like, str) and model.like not in whole:
+                yield (
+                    ("models", index, "like"),
+                    f"{model.like!r} is no model with configs of its own{nearest_name(model.like, whole)}",
+                )
+        for index, adapter in enumerate(self.adapters):
+            for place, base in enumerate(adapter.base):
+                if base not in known:
+                    yield (
+                        ("adapters", index, "base", place),
+                        f"unknown model {base!r}{nearest_name(base, sorted(known))}",
+                    )
+
+    def _absent_devices(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
         for service, device in (("text_encoder", self.text_encoder.device), ("worker", self.worker.device)):
             kind, _, index = device.partition(":")
             if kind == "sim" and int(index or 0) >= self.simulated.num_devices:
-                raise ValueError(
-                    f"{service}.device: no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
-                )
-        return self
+                text = f"no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
+                yield (service, "device"), text
 
     @property
     def entries(self) -> dict[str, ModelConfig | AdapterConfig]:
         """Models, then adapters, by id."""
         models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
         return models | {adapter.id: adapter for adapter in self.adapters}
+
+    @property
+    def has_controller(self) -> bool:
+        """True where a controller runs: to place models, or to split slots between several ingresses."""
+        return self.controller.enabled or self.ingress.num_replicas > 1
 
     def open_hosts(self, http_host: str | None = None) -> dict[str, str]:
         """Return the keys of this config whose address other machines reach although nobody needs a key, and why not.
@@ -324,14 +484,23 @@ class ClusterConfig(StrictModel):
     def allowed_roots(self) -> tuple[Path, ...]:
         """`model_roots`, or the folders of configured models: their neighbours may be registered, no other path."""
         if self.model_roots is not None:
-            return self.model_roots
+            return tuple(root for root in self.model_roots if isinstance(root, Path))
         local = [entry.path for entry in self.entries.values() if isinstance(entry.path, Path)]
         return tuple(dict.fromkeys(_root_of(path) for path in local))
+
+    def may_download(self, url: str) -> bool:
+        """Return whether a model of a hub may be registered: with `model_roots`, where one of its patterns fits."""
+        if self.model_roots is None or not url.startswith("hf://"):
+            return True
+        repository = "/".join(url.partition("@")[0].split("/")[:4])
+        return any(isinstance(root, str) and fnmatch.fnmatchcase(repository, root) for root in self.model_roots)
 
     def trusts(self, entry: ModelConfig | AdapterConfig) -> bool:
         """Return True when this config itself names the source: its author may read what it names."""
         configured = self.entries.get(entry.id)
-        return configured is not None and configured.path == entry.path
+        if not isinstance(configured, ModelConfig) or not isinstance(entry, ModelConfig):
+            return configured is not None and configured.path == entry.path
+        return (configured.path, configured.like, configured.vae) == (entry.path, entry.like, entry.vae)
 
     def defaults_of(self, model: str) -> GenerationDefaults:
         """Return what requests for `model` get unless they say otherwise; nothing for an adapter or an unknown id."""

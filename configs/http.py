@@ -2,39 +2,92 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field
 
 from configs.model import StrictModel
 
+# Beginnings of the paths that ask models: their POSTs wait for turns and may be sent to another replica. All others,
+# probes, lists and operators, never wait behind them.
+INFERENCE_PATHS: Final = (
+    "/v1/",
+    "/v2/models/",
+    "/v2/rerank",
+    "/chat/",
+    "/completions",
+    "/embeddings",
+    "/rerank",
+    "/classify",
+    "/images/",
+    "/responses",
+    "/tokenize",
+    "/detokenize",
+    "/api/chat",
+    "/api/generate",
+    "/api/embed",
+    "/sdapi/v1/txt2img",
+    "/sdapi/v1/img2img",
+)
+# Beginnings of those whose bodies may have images in them, which have a bound of their own.
+UPLOAD_PATHS: Final = (
+    *("/v1/images/", "/v1/videos", "/sdapi/v1/img2img", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *("/api/chat", "/api/generate", "/tokenize", "/v1/pipelines/"),
+)
+
+
+class CompatConfig(StrictModel):
+    """APIs of other servers, in addition to OpenAI's and the Open Inference Protocol."""
+
+    vllm: bool = Field(
+        True, description="OpenAI's paths without /v1, and /health, /version, /tokenize, /detokenize: vLLM, llama.cpp"
+    )
+    anthropic: bool = Field(True, description="/v1/messages")
+    ollama: bool = Field(True, description="/api/chat, /api/generate, /api/embed, /api/tags, ...")
+    a1111: bool = Field(True, description="/sdapi/v1/txt2img, /sdapi/v1/img2img, ...: Stable Diffusion WebUI")
+
 
 class HaproxyConfig(StrictModel):
-    """HAProxy's needs beside the public port. Ports without a number are found free when the cluster starts."""
+    """HAProxy's needs beside the public port. Ports of Serve's without a number are found free when the cluster
+    starts."""
 
-    stats_port: int | None = Field(None, ge=1, le=65535, description="HAProxy's statistics page, on loopback")
-    metrics_port: int | None = Field(None, ge=1, le=65535, description="HAProxy's own metrics, on loopback")
-    fallback_port: int | None = Field(
-        None, ge=1, le=65535, description="Serve's proxy, which keeps requests while no ingress replica lives"
+    stats_port: int | None = Field(
+        None, ge=1, le=65535, description="port of HAProxy's statistics page, on loopback; null: no such page"
     )
-    first_replica_port: int | None = Field(None, ge=1024, le=65000, description="ports of ingress replicas begin here")
-    num_replica_ports: int = Field(100, ge=8, le=1000, description="ports for replicas, also for those that restart")
+    metrics_port: int | None = Field(
+        None, ge=1, le=65535, description="port of HAProxy's own metrics, on loopback; null: no such page"
+    )
+    fallback_port: int | None = Field(
+        None, ge=1, le=65535, description="port of Serve's proxy, which holds requests while no ingress replica is up"
+    )
+    first_replica_port: int | None = Field(None, ge=1024, le=65000, description="first port of the ingress replicas")
+    num_replica_ports: int = Field(
+        100, ge=8, le=1000, description="number of ports for replicas, restarting ones included"
+    )
     replica_host: str = Field(
         "127.0.0.1",
-        description="where ingress replicas listen for HAProxy; with several nodes 0.0.0.0, behind a firewall",
+        description="address on which ingress replicas listen for HAProxy; with several nodes 0.0.0.0, behind a "
+        "firewall",
     )
     max_connections: int = Field(
         10_000,
         ge=1,
         le=1_000_000,
-        description="of clients at once, and at most two fifths of `ulimit -Hn`; others wait",
+        description="maximum client connections, never more than two fifths of `ulimit -Hn`; others wait",
+    )
+    max_connections_per_address: int | None = Field(
+        None,
+        ge=1,
+        le=1_000_000,
+        description="maximum connections per client address; further ones are closed; null: three quarters of "
+        "max_connections. A TLS server on this machine is one address",
     )
     max_requests: int = Field(
         1024,
         ge=1,
         le=1_000_000,
-        description="for inference that an ingress replica has in hand at once, those that wait in its queue among "
-        "them; HAProxy itself refuses more with 429",
+        description="maximum in-flight inference requests per ingress replica, including queued; HAProxy answers more "
+        "with 429",
     )
 
 
@@ -44,10 +97,18 @@ class HttpConfig(StrictModel):
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
     proxy: Literal["haproxy", "serve"] = Field(
-        "haproxy", description="HAProxy straight to the ingress replicas, or Serve's own proxy, in Python"
+        "haproxy", description="HAProxy, which calls the ingress replicas directly, or Serve's own proxy, in Python"
+    )
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^/$|^(/[A-Za-z0-9_-][A-Za-z0-9._-]*)+$",
+        max_length=200,
+        description="path below which the cluster answers; clusters that share one Ray need different ones",
     )
     haproxy: HaproxyConfig = HaproxyConfig()
-    request_timeout_s: float = Field(300.0, gt=0, description="what a request has in all, over any protocol")
+    compat: CompatConfig = CompatConfig()
+    web: bool = Field(True, description="pages for people: / to create images, /chat, /cluster, /pipelines")
+    request_timeout_s: float = Field(300.0, gt=0, description="maximum duration of a request, over any protocol")
 
     @property
     def proxy_timeout_s(self) -> float:
@@ -56,7 +117,7 @@ class HttpConfig(StrictModel):
 
 
 class GrpcConfig(StrictModel):
-    """The gRPC address of the Open Inference Protocol. Every ingress replica of a node listens there."""
+    """The gRPC address of the Open Inference Protocol, shared by the ingress replicas of a node."""
 
     host: str = "127.0.0.1"
     port: int = Field(8001, ge=1, le=65535)

@@ -18,7 +18,43 @@ from configs.errors import ConfigFileError, Problem
 
 _Location = tuple[str | int, ...]
 
-_RENAMED: Final = {"merging": "batching"}  # keys of earlier versions, too far from their new names for a typo
+# Keys of earlier versions and of other programs, too far from our names for a typo.
+_RENAMED: Final = {
+    "merging": "batching",
+    "steps": "num_inference_steps",
+    "cfg_scale": "guidance_scale",
+    "max_new_tokens": "max_tokens",
+    "lora": "adapters",
+    "loras": "adapters",
+    "controlnets": "adapters",
+    "checkpoints": "models",
+    "name": "id",
+    "model": "path",
+    "torch_dtype": "dtype",
+    "precision": "dtype",
+    "gpus": "num_gpus",
+    "cpus": "num_cpus",
+    "replicas": "num_replicas",
+}
+_SHORT_VALUES: Final = {  # of other programs
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "f32": "float32",
+    "full": "float32",
+}
+STAND_IN_PATH: Final = "/"  # no model lies there
+_STAND_INS: Final[dict[str, dict[str, Any]]] = {  # by list of entries, without their ids
+    "models": {"path": STAND_IN_PATH},
+    "adapters": {"path": STAND_IN_PATH},
+    "pipelines": {
+        "inputs": {"text": "text"},
+        "stages": [{"name": "question", "function": "sum_question", "inputs": {"text": "$text"}}],
+        "outputs": {"question": "$question"},
+    },
+}
 
 
 def load_cluster_config(path: str | Path) -> ClusterConfig:
@@ -26,7 +62,43 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
 
     Raises ConfigFileError with every problem that was found, not only the first.
     """
+    config, problems = read_cluster_config(path)
+    if config is None or problems:
+        raise ConfigFileError(Path(path), problems)
+    return config
+
+
+def read_cluster_config(path: str | Path) -> tuple[ClusterConfig | None, tuple[Problem, ...]]:
+    """Read a cluster YAML as `load_cluster_config` does; return it without what is wrong, and what that is.
+
+    There is no config where too much is wrong. Raises ConfigFileError for a file that is no mapping in YAML.
+    """
     path = Path(path)
+    node, data = _read_mapping(path)
+    found: dict[_Location, Problem] = {}
+    while True:
+        try:
+            config = ClusterConfig.model_validate(data)
+            break
+        except ValidationError as error:
+            known = {entry_of(location) for location in found}
+            fresh = {tuple(detail["loc"]): _problem(node, detail) for detail in _causes(error)}
+            # Without a key, its entry may be wrong in ways in which it was not.
+            fresh = {location: problem for location, problem in fresh.items() if entry_of(location) not in known}
+            found |= fresh
+            num_changed = sum(_remove_key(data, location) for location in fresh)
+            num_changed += (
+                sum(_stand_in(data, tuple(detail["loc"])) for detail in error.errors()) if not num_changed else 0
+            )
+            if not num_changed:
+                return None, tuple(found.values())
+    try:
+        return _resolve_paths(config, path.resolve().parent), tuple(found.values())
+    except RuntimeError as error:  # "~somebody" without a home directory
+        return None, (*found.values(), Problem(None, "", str(error)))
+
+
+def _read_mapping(path: Path) -> tuple[yaml.Node | None, dict[Any, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -39,21 +111,54 @@ def load_cluster_config(path: str | Path) -> ClusterConfig:
     duplicates = list(_duplicate_keys(node, (), set()))
     if duplicates:
         raise ConfigFileError(path, duplicates)
-    try:
-        config = ClusterConfig.model_validate(data)
-    except ValidationError as error:
-        raise ConfigFileError(path, [_problem(node, detail) for detail in _causes(error)]) from None
-    try:
-        return _resolve_paths(config, path.resolve().parent)
-    except RuntimeError as error:  # "~somebody" without a home directory
-        raise ConfigFileError(path, [Problem(None, "", str(error))]) from None
+    return node, data
+
+
+def entry_of(location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """Return the part of a location that names an entry of a list (models.3), or a section (worker)."""
+    return tuple(location[:2] if len(location) > 1 and isinstance(location[1], int) else location[:1])
+
+
+def _remove_key(data: Any, location: _Location) -> bool:
+    """Remove the key at a location, if the data has it. Items of lists stay: other problems are told by their index."""
+    for part in location[:-1]:
+        try:
+            data = data[part]
+        except (KeyError, IndexError, TypeError):
+            return False
+    if not location or not isinstance(data, dict) or location[-1] not in data:
+        return False
+    del data[location[-1]]
+    return True
+
+
+def _stand_in(data: dict[Any, Any], location: _Location) -> bool:
+    """Put a sound entry of that name in the place of one that cannot be read: what refers to it is not wrong too."""
+    kind, index = (*location, None, None)[:2]
+    entries = data.get(kind)
+    if kind not in _STAND_INS or not isinstance(index, int) or not isinstance(entries, list) or index >= len(entries):
+        return False
+    given = entries[index].get("id") if isinstance(entries[index], dict) else None
+    is_name = isinstance(given, str) and re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}", given)
+    stand_in = {"id": given if is_name else f"{kind}-{index}", **_STAND_INS[kind]}
+    if kind == "adapters":
+        models = data.get("models")
+        stand_in["base"] = [m["id"] for m in models if isinstance(m, dict) and "id" in m][:1] if models else []
+    if entries[index] == stand_in:
+        return False
+    entries[index] = stand_in
+    return True
 
 
 def located_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> ConfigFileError:
     """Return mistakes that were found after loading (keys, what is wrong) as an error with their lines."""
+    return ConfigFileError(path, locate_problems(path, problems))
+
+
+def locate_problems(path: Path, problems: Iterable[tuple[Sequence[str | int], str]]) -> list[Problem]:
+    """Return mistakes (keys, what is wrong) with their lines."""
     node, _ = _parse(path, path.read_text("utf-8"))
-    found = [Problem(_line_of(node, tuple(keys)), ".".join(map(str, keys)), text) for keys, text in problems]
-    return ConfigFileError(path, found)
+    return [Problem(_line_of(node, tuple(keys)), ".".join(map(str, keys)), text) for keys, text in problems]
 
 
 def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
@@ -71,8 +176,17 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
                 update={"keys_file": config.access.keys_file and absolute(config.access.keys_file)}
             ),
             "store": config.store.model_copy(update={"path": absolute(config.store.path)}),
-            "model_roots": config.model_roots and tuple(map(absolute, config.model_roots)),
-            "models": tuple(m.model_copy(update={"path": located(m.path)}) for m in config.models),
+            "model_roots": config.model_roots and tuple(map(located, config.model_roots)),
+            "models": tuple(
+                m.model_copy(
+                    update={
+                        "path": located(m.path),
+                        "like": m.like and located(m.like),
+                        "vae": m.vae and absolute(m.vae),
+                    }
+                )
+                for m in config.models
+            ),
             "adapters": tuple(a.model_copy(update={"path": located(a.path)}) for a in config.adapters),
         }
     )
@@ -115,10 +229,34 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
         text = f"unknown key{hint} (known: {', '.join(known)})"
     elif detail["type"] == "missing":
         text = "required, but missing"
+    elif detail["type"] in ("tuple_type", "list_type"):
+        text = _list_wanted(detail["input"])
+    elif detail["type"] == "literal_error":
+        text = f"{text}, got {_masked(detail['input'])}{_near_value(str(detail['input']), detail['ctx']['expected'])}"
     elif not isinstance(detail.get("input"), dict | list | tuple | BaseModel):
-        # A mistaken URL may have a password in it: https://user:password@host.
-        text = f"{text}, got {re.sub(r'//.*@', '//***@', repr(detail.get('input')))}"
+        text = f"{text}, got {_masked(detail.get('input'))}"
     return Problem(_line_of(node, location), key, text)
+
+
+def _masked(value: Any) -> str:
+    """Return a value for a message. A mistaken URL may have a password in it: https://user:password@host."""
+    return re.sub(r"//.*@", "//***@", repr(value))
+
+
+def _list_wanted(value: Any) -> str:
+    """Return what is wrong with a value in the place of a list, and how one of it is written."""
+    if isinstance(value, str | int | float):
+        shown = _masked(value)
+        return f"expected a list, got {shown}; write [{shown.strip(chr(39))}]"
+    return f"expected a list, got {'a mapping' if isinstance(value, dict) else 'nothing'}"
+
+
+def _near_value(given: str, expected: str) -> str:
+    """Return a hint at the nearest of pydantic's expected values, `"'a', 'b' or 'c'"`; "" without one."""
+    known = re.findall(r"'([^']*)'", expected)
+    short = _SHORT_VALUES.get(given.lower())
+    nearest = [short] if short in known else difflib.get_close_matches(given, known, 1, 0.6)
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def _line_of(node: yaml.Node | None, location: _Location) -> int | None:

@@ -36,10 +36,9 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Field, StringConstraints, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from configs.model import ModelId, StrictModel
+from configs.model import ModelId, StrictModel, located_errors
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_-]{0,63}$")]
 Location = tuple[str | int, ...]
@@ -170,8 +169,7 @@ class PipelineConfig(StrictModel):
     def _has_no_steps(cls, data: Any) -> Any:
         if isinstance(data, dict) and "steps" in data:
             text = "unknown key; the stages of a pipeline are listed under 'stages'"
-            details = [InitErrorDetails(type=_error(text), loc=("steps",), input=None)]
-            raise ValidationError.from_exception_data(cls.__name__, details)
+            raise located_errors(cls.__name__, [(("steps",), text)])
         return data
 
     @model_validator(mode="after")
@@ -179,9 +177,7 @@ class PipelineConfig(StrictModel):
         problems = [*_naming_problems(self), *_reference_problems(self)]
         problems = problems or [*_cycles(self)] or [*_unused(self)]  # the later ones make sense without the earlier
         if problems:
-            # One error per place, so that the loader can tell the line of each.
-            details = [InitErrorDetails(type=_error(p.text), loc=p.location, input=self) for p in problems]
-            raise ValidationError.from_exception_data(type(self).__name__, details)
+            raise located_errors(type(self).__name__, [(problem.location, problem.text) for problem in problems])
         return self
 
     @property
@@ -210,10 +206,6 @@ def _unescaped(value: Argument) -> Argument:
     return value[1:] if isinstance(value, str) and value.startswith("$$") else value
 
 
-def _error(text: str) -> PydanticCustomError:
-    return PydanticCustomError("pipeline", "{text}", {"text": text})
-
-
 def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
     seen: set[str] = set()
     for index, stage in enumerate(config.stages):
@@ -229,13 +221,13 @@ def _naming_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
 
 
 def _reference_problems(config: PipelineConfig) -> Iterator[PipelineProblem]:
-    stages = [stage.name for stage in config.stages]
+    stages = dict.fromkeys(stage.name for stage in config.stages)
     for index, stage in enumerate(config.stages):
         for parameter, reference in stage.references.items():
             where = ("stages", index, "inputs", parameter)
             if reference.source in config.inputs and reference.output:
                 yield PipelineProblem(where, f"{reference}: an input has no outputs; write ${reference.source}")
-            elif reference.source not in {*stages, *config.inputs}:
+            elif reference.source not in stages and reference.source not in config.inputs:
                 yield PipelineProblem(where, _unknown(reference, [*config.inputs, *stages]))
     for name, reference in config.output_references.items():
         if reference.source in config.inputs:

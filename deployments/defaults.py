@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
-from deployments.engines.diffusion.families import FAMILIES, KNOWN_FAMILIES
+from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import task_of
+from deployments.engines.stock.known import read_class
 from deployments.errors import InvalidRequest
-from deployments.records import ImageRequest, RequestModel, TextOptions
+from deployments.records import ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
 
 SEED_BITS: Final = 32  # of drawn seeds
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
+_DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
 TextT = TypeVar("TextT", bound=TextOptions)
 
 
@@ -30,32 +32,22 @@ def with_image_defaults(
     request: ImageRequest,
     defaults: GenerationDefaults,
     class_name: str,
-    variant: Mapping[str, bool] = MappingProxyType({}),
+    variant: Mapping[str, bool | int] = MappingProxyType({}),
 ) -> ImageRequest:
     """Fill in all that the pipeline needs, so that its work can be bounded, and told to the caller.
 
     `variant` is the model's, as `pipeline_variant` tells it. A seed is drawn here if there is none. Where nobody says a
-    `max_sequence_length`, it stays None: the encoder uses its own. Raises InvalidRequest for a pipeline class that no
-    family knows.
+    `max_sequence_length`, it stays None: the encoder uses its own. A class without a family keeps most of its own
+    defaults to itself. Raises InvalidRequest.
     """
     family = FAMILIES.get(class_name)
     if family is None:
-        raise InvalidRequest(
-            f"model {request.model!r} is a {class_name or 'pipeline without a class'}; "
-            f"known pipelines: {KNOWN_FAMILIES}",
-            "model",
-        )
+        return _with_stock_defaults(request, defaults, class_name)
+    for name in ("extra", "images"):
+        if getattr(request, name):
+            raise InvalidRequest(f"{name}: {class_name} has none here; its options are fields of the request", name)
     request = request.model_copy(update=_size_of_images(request))
-    if schedule := request.sigmas or request.timesteps:
-        steps = {len(schedule), request.num_inference_steps or len(schedule)}
-        if len(steps) > 1:
-            raise InvalidRequest(
-                f"num_inference_steps: {request.num_inference_steps}, but {len(schedule)} sigmas or timesteps",
-                "num_inference_steps",
-            )
-        request = request.model_copy(update={"num_inference_steps": len(schedule)})
-    names = ("width", "height", "num_inference_steps", "guidance_scale", "max_sequence_length")
-    request = _filled(request, defaults, names)
+    request = _with_schedule(_filled(request, defaults, without=_out_of_place(request)))
     own = family.defaults_of(variant)
     stock = asdict(own)
     stock["width"] = stock["height"] = stock.pop("side")
@@ -71,6 +63,57 @@ def with_image_defaults(
     return request.model_copy(update=update)
 
 
+def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class_name: str) -> ClipRequest:
+    """Fill in the config's defaults, the steps that diffusers' class makes by default, and a seed.
+
+    All else is left to the class, which has defaults of its own. Raises InvalidRequest.
+    """
+    return _with_class_defaults(request, defaults, class_name, without=_out_of_place(request))
+
+
+def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
+    for name in ("lora", "control"):
+        if getattr(request, name):
+            raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
+    without = _out_of_place(request)
+    if request.init_image is not None or request.images:  # their size is the usual one
+        without |= {"width", "height"}
+    request = _with_class_defaults(request, defaults, class_name, without)
+    if not request.clip_skip:
+        return request
+    return request.model_copy(update={"clip_skip": None, "extra": {"clip_skip": request.clip_skip} | request.extra})
+
+
+def _with_class_defaults(
+    request: _DiffusionT, defaults: GenerationDefaults, class_name: str, without: Collection[str]
+) -> _DiffusionT:
+    try:
+        steps = read_class(class_name).defaults.get("num_inference_steps")
+    except KeyError:
+        text = f"model {request.model!r} is a {class_name or 'pipeline without a class'}, which diffusers does not have"
+        raise InvalidRequest(text, "model") from None
+    request = _with_schedule(_filled(request, defaults, without))
+    update: dict[str, Any] = {}
+    if request.num_inference_steps is None and isinstance(steps, int):
+        update["num_inference_steps"] = steps
+    if request.seed is None:
+        update["seed"] = _draw_seed()
+    return request.model_copy(update=update)
+
+
+def _with_schedule(request: _DiffusionT) -> _DiffusionT:
+    """Return the request with as many steps as its schedule has. Raises InvalidRequest where it says another."""
+    schedule = request.sigmas or request.timesteps
+    if not schedule:
+        return request
+    if len(schedule) != (request.num_inference_steps or len(schedule)):
+        raise InvalidRequest(
+            f"num_inference_steps: {request.num_inference_steps}, but {len(schedule)} sigmas or timesteps",
+            "num_inference_steps",
+        )
+    return request.model_copy(update={"num_inference_steps": len(schedule)})
+
+
 def _size_of_images(request: ImageRequest) -> dict[str, int]:
     """Return the width and height that the images of a request give it, where it does not say them itself."""
     images = [request.init_image] if request.init_image is not None else [use.image for use in request.control]
@@ -81,12 +124,20 @@ def _size_of_images(request: ImageRequest) -> dict[str, int]:
     return {name: int(side) for name, side in asked.items()}
 
 
+def _out_of_place(request: ImageRequest | ClipRequest) -> set[str]:
+    """Return the defaults that do not apply beside what the request says itself."""
+    steps = {"num_inference_steps", "sigmas", "timesteps"}
+    without = steps if any(getattr(request, name) is not None for name in steps) else set()
+    has_image = isinstance(request, ImageRequest) and request.init_image is not None
+    return without if has_image else without | {"strength"}
+
+
 def with_text_defaults(request: TextT, defaults: GenerationDefaults) -> TextT:
-    """Fill in the config's temperature and `max_tokens` of the model, and a seed; the worker knows the other defaults.
+    """Fill in the config's defaults of the model, and a seed; the worker knows the other defaults.
 
     A seed is drawn here if there is none: a replica that answers in place of one that died draws the same tokens.
     """
-    request = _filled(request, defaults, ("max_tokens", "temperature"))
+    request = _filled(request, defaults)
     return request.model_copy(update={"seed": _draw_seed() if request.seed is None else request.seed})
 
 
@@ -98,9 +149,23 @@ def text_rules(model: ModelRecord | ModelConfig | AdapterConfig) -> dict[str, An
     return {"text_padding": entry.text_padding, "long_text": entry.long_text}
 
 
-def _filled(request: _RequestT, defaults: GenerationDefaults, names: tuple[str, ...]) -> _RequestT:
-    update: dict[str, Any] = {name: getattr(defaults, name) for name in names if getattr(request, name) is None}
-    return request.model_copy(update=update)
+def _filled(request: _RequestT, defaults: GenerationDefaults, without: Collection[str] = ()) -> _RequestT:
+    """Return the request with each default in a field that it leaves open: None, or without an entry."""
+    shared = type(request).model_fields.keys() & type(defaults).model_fields.keys() - set(without)
+    given = {name: value for name in shared if (value := getattr(defaults, name)) is not None}
+    return request.model_copy(update={name: given[name] for name in given if getattr(request, name) in (None, (), {})})
+
+
+def prompts_of(request: ImageRequest) -> str:
+    """Return all that the text encoders are given of a request."""
+    return f"{request.prompt}\n{request.negative_prompt or ''}"
+
+
+def with_learned_words(request: ImageRequest, words: Collection[str]) -> ImageRequest:
+    """Return the request with the textual inversions that its prompts name among its adapters."""
+    named = {use.name for use in request.lora}
+    uses = [LoraUse(name=name) for name in words if name not in named]
+    return request.model_copy(update={"lora": (*request.lora, *uses)}) if uses else request
 
 
 def merges_lora(request: ImageRequest, adapters: Mapping[str, ModelRecord | ModelConfig | AdapterConfig]) -> bool:

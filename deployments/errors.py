@@ -5,6 +5,7 @@
     ├── NotAuthenticated     401  no API key, or one that does not hold
     ├── NotAllowed           403  this key, or the web page that asks, may not do that
     ├── UnknownModel         404  no such model or adapter; the message has the known names
+    ├── RequestTooSlow       408  the body of the request did not come in time
     ├── RequestTooLarge      413  the body is larger than the cluster allows
     ├── Overloaded           503  running work takes the memory that this model needs
     ├── RateLimited          429  the API key has used up its rate, or has as much in progress as it may
@@ -63,6 +64,10 @@ class UnknownModel(ServiceError):
 
 class RequestTooLarge(ServiceError):
     """The body or prompt is larger than the cluster's limits."""
+
+
+class RequestTooSlow(ServiceError):
+    """The body did not come in the time that any client may take."""
 
 
 class Overloaded(ServiceError):
@@ -130,7 +135,7 @@ def as_service_errors() -> Iterator[None]:
         raise UnknownModel(str(error), "model") from error
     except BudgetExceeded as error:
         raise Overloaded(str(error)) from error
-    except (cluster_errors.ModelUnavailable, cluster_errors.KeeperFailed, WeightsError) as error:
+    except (cluster_errors.WeightsUnavailable, cluster_errors.KeeperFailed, WeightsError) as error:
         raise ModelUnavailable(str(error), "model") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, Literal
 
 from configs.cluster import LimitsConfig
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.errors import InvalidRequest
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest, LoraUse
+from deployments.records import (
+    ChatRequest,
+    ClipRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    HeadRequest,
+    ImageRequest,
+    LoraUse,
+    ScoringRequest,
+)
+
+_MAX_EXTRA: Final = 65_536
+# Parameters of diffusers' classes that say how much is made.
+_LENGTHS: Final = frozenset(
+    {"num_frames", "video_length", "audio_end_in_s", "audio_length_in_s", "audio_duration", "duration"}
+)
+_COUNTS: Final = frozenset(
+    {
+        *("num_videos_per_prompt", "num_waveforms_per_prompt", "num_images_per_prompt", "num_prompts_per_image"),
+        *("batch_size", "view_batch_size", "layers", "prompt_reps"),
+    }
+)
+_SIDES: Final = ("height", "width", "resolution", "frame_size")  # ends of names of what is as wide or high
+_LEAST_FPS: Final = 7  # of those that classes of diffusers have by themselves
 
 
 def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest | None = None) -> None:
@@ -29,6 +54,22 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
         _check_most("num_inference_steps", request.num_inference_steps, limits.max_inference_steps, unit)
     unit = " pixels" + _default_of(asked.width, asked.height)
     _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit)
+    _check_extra(request.extra, limits)
+
+
+def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video", "audio"]) -> None:
+    """Check a request for a video or for audio, which has its defaults. Raises InvalidRequest naming the field."""
+    _check_text("prompt", request.prompt, limits)
+    _check_text("negative_prompt", request.negative_prompt or "", limits)
+    _check_most("num_inference_steps", request.num_inference_steps or 1, limits.max_inference_steps)
+    if makes == "video":
+        _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit=" pixels")
+        num_frames = request.num_frames or round((request.seconds or 0) * (request.fps or _LEAST_FPS))
+        name = "num_frames" if request.num_frames else "seconds"
+        _check_most(name, num_frames, limits.max_frames, unit=" frames")
+    elif request.seconds is not None and request.seconds > limits.max_audio_s:
+        raise InvalidRequest(f"seconds: {request.seconds:g}, at most {limits.max_audio_s:g} are allowed", "seconds")
+    _check_extra(request.extra, limits)
 
 
 def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
@@ -43,6 +84,26 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
             _check_most("input", len(text), limits.max_prompt_chars, unit=" tokens")
     num_chars = sum(map(len, request.input))
     _check_most("input", num_chars, limits.max_embedding_chars, unit=" characters or tokens in all")
+    if (request.prompt_name or request.input_type) and not isinstance(request.input[0], str):
+        name = "prompt_name" if request.prompt_name else "input_type"
+        raise InvalidRequest(f"{name}: a prompt stands before texts, and the input is token ids", name)
+
+
+def check_scoring(request: ScoringRequest, limits: LimitsConfig) -> None:
+    """Check a request for scores, whose query counts once for each document. Raises InvalidRequest naming the field.
+
+    Of pairs these are the fields of a request to rank.
+    """
+    are_texts = isinstance(request.input[0], str)
+    name = "input" if are_texts else "documents"
+    _check_most(name, len(request.input), limits.max_embedding_inputs, unit=f" {'texts' if are_texts else name}")
+    for one in request.input:
+        *firsts, last = (one,) if isinstance(one, str) else one
+        for text in firsts:
+            _check_text("query", text, limits)
+        _check_text(name, last, limits)
+    num_chars = sum(len(one) if isinstance(one, str) else sum(map(len, one)) for one in request.input)
+    _check_most(name, num_chars, limits.max_embedding_chars, unit=" characters in all")
 
 
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
@@ -55,7 +116,11 @@ def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -
             _check_most("prompt", len(prompt), limits.max_prompt_chars, unit=" characters or tokens")
     else:
         _check_most("messages", len(request.messages), limits.max_messages, unit=" messages")
-        num_chars = sum(len(message.content) for message in request.messages)
+        images = [image for message in request.messages for image in message.images]
+        _check_most("messages", len(images), limits.max_images, unit=" images")
+        for image in images:
+            _check_most("messages", image.shape[0] * image.shape[1], limits.max_pixels, unit=" pixels of an image")
+        num_chars = sum(len(message.text) for message in request.messages)
         num_chars += sum(len(call.function.arguments) for message in request.messages for call in message.tool_calls)
         _check_most("messages", num_chars, limits.max_prompt_chars, unit=" characters")
         num_chars = sum(tool.function.num_chars for tool in request.tools)
@@ -67,7 +132,46 @@ def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
     """Check a head's input. Raises InvalidRequest naming the field."""
     if request.features.ndim != 2:
         raise InvalidRequest(f"features: {request.features.ndim} dimensions, expected rows of features", "features")
+    if not request.features.size:
+        rows, columns = request.features.shape
+        raise InvalidRequest(f"features: {rows} rows of {columns} features, expected one of each at least", "features")
     _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")
+
+
+def _check_extra(extra: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Check parameters that only their class knows: sizes and texts among them would fill the memory."""
+    num_chars = 0
+    for name, value in extra.items():
+        leaves, most = list(_leaves_of(value)), _most_of(name, limits)
+        if any(isinstance(leaf, int | float) and abs(leaf) > most for leaf in leaves):
+            raise InvalidRequest(f"extra: {name}: a number above {most}, at most {most} are allowed", "extra")
+        num_chars += sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
+    _check_most("extra", num_chars, limits.max_prompt_chars, unit=" characters")
+
+
+def _most_of(name: str, limits: LimitsConfig) -> int:
+    """Return the largest number that a parameter may have, by its name."""
+    if name.endswith(("num_inference_steps", "num_steps")):
+        return limits.max_inference_steps
+    if name in _LENGTHS:
+        return limits.max_frames if "frames" in name or name == "video_length" else int(limits.max_audio_s)
+    if name in _COUNTS:
+        return limits.max_images
+    if name.endswith(_SIDES):
+        return math.isqrt(limits.max_pixels)
+    return limits.max_pixels if name == "max_area" else _MAX_EXTRA
+
+
+def _leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what is in lists and mappings; names of members are texts."""
+    if isinstance(value, Mapping):
+        yield from value
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for item in value:
+        yield from _leaves_of(item)
 
 
 def _check_loras(uses: Sequence[LoraUse], limits: LimitsConfig) -> None:

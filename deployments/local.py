@@ -8,28 +8,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
+from cluster.registry.directory import wanted_dtype
+from cluster.registry.importing import like_of, vae_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
-from configs.model import ModelConfig
-from deployments.defaults import merges_lora, text_rules, with_image_defaults
-from deployments.errors import UnknownModel, as_service_errors
+from configs.model import AdapterConfig, ModelConfig
+from deployments.defaults import merges_lora, prompts_of, text_rules, with_image_defaults, with_learned_words
+from deployments.engines.servable import why_unservable
+from deployments.errors import ModelUnavailable, UnknownModel, as_service_errors
+from deployments.fitted_images import with_fitting_images
 from deployments.limits import check_image
-from deployments.modules.built_modules import no_working_memory
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
-from deployments.records import ImageRequest, ImageResult
-from deployments.services.image_service import ImageService, OnStep
+from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.learned_words import WORDS_CLASS, words_in
 from weights.formats.pipeline_variant import pipeline_variant
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.devices import open_device
+from weights.processor import auto_dtype, processor_flags
 from weights.provider import LocalExtents
 from weights.store import WeightStore
+
+OnStep = Callable[[int, int], None]  # steps done, steps in all
 
 
 class LocalModels:
@@ -51,37 +60,63 @@ class LocalModels:
 
     async def _generate(self, request: ImageRequest, on_step: OnStep | None) -> ImageResult:
         start = time.perf_counter()
+        self._check_adapters(request)
+        named = words_in(prompts_of(request), self._own_adapters(request.model))
         with as_service_errors():
             manifest = await self._manifest(request.model)
+            words = [name for name in named if (await self._manifest(name)).class_name == WORDS_CLASS]
+        request = with_learned_words(request, words)
         defaults = self._config.defaults_of(request.model)
         variant = pipeline_variant(self._store.skeleton(manifest))
         asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "", variant)
         check_image(request, self._config.ingress.limits, asked)
+        request, warnings = with_fitting_images(asked, request, manifest.class_name or "", variant)
         rules = text_rules(self._config.entries[request.model])
         rules["merges_lora"] = merges_lora(request, self._config.entries)
+        rules |= {"reports_steps": on_step is not None, "partial_images": 0, "checkpoint_steps": 0}
         request = request.model_copy(update=rules)
+
+        def on_progress(progress: ImageProgress) -> None:
+            if on_step is not None:
+                on_step(progress.step, progress.num_steps)
+
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()
         # A module cache each, as in a cluster: text encoders and denoiser have budgets of their own.
-        encoder_cache = self._module_cache(extents, self._config.text_encoder, TextEncoderBuilder())
-        worker_cache = self._module_cache(extents, self._config.worker, ComponentBuilder(self._config.worker))
+        builder = ComponentBuilder(self._config.worker)
+        factory = ComponentFactory(builder, working_memory=builder.working_memory, can_stream=builder.can_stream)
+        encoder_cache = self._module_cache(extents, self._config.text_encoder, ComponentFactory(TextEncoderBuilder()))
+        worker_cache = self._module_cache(extents, self._config.worker, factory)
         encoder = FallbackEncoder(encoder_cache, device, warnings=())
         images = ImageService(worker_cache, self._config.worker, device)
-        result = await images.generate(request, encoder.condition, on_step=on_step)
+        result = await images.generate(request, encoder.condition, on_progress)
+        assert isinstance(result, ImageResult)  # there is nowhere to migrate to
         total_ms = (time.perf_counter() - start) * 1e3  # bringing the model into the store included
-        return replace(result, timings_ms=result.timings_ms | {"total": total_ms})
+        warnings = (*result.warnings, *warnings)
+        return replace(result, timings_ms=result.timings_ms | {"total": total_ms}, warnings=warnings)
+
+    def _own_adapters(self, model: str) -> list[str]:
+        entries = self._config.entries.values()
+        return [entry.id for entry in entries if isinstance(entry, AdapterConfig) and model in entry.base]
+
+    def _check_adapters(self, request: ImageRequest) -> None:
+        """Raise UnknownModel for a LoRA or a ControlNet that is for other models, as the ingress does."""
+        own = self._own_adapters(request.model)
+        for param, uses in (("lora", request.lora), ("control", request.control)):
+            for use in uses:
+                if use.name not in own:
+                    what = "adapter" if param == "lora" else "ControlNet"
+                    known = ", ".join(own) or "none"
+                    raise UnknownModel(f"no {what} {use.name!r} for {request.model!r} (known: {known})", param)
 
     def _module_cache(
-        self, extents: _UnleasedExtents, settings: ModelReplicaConfig, builder: ComponentBuilder | TextEncoderBuilder
+        self, extents: _UnleasedExtents, settings: ModelReplicaConfig, factory: ComponentFactory
     ) -> ModuleCache:
         return ModuleCache(
             self._manifest,
             extents,
             self._store.models,
-            settings.weights_budget_bytes,
-            builder,
-            working_memory=builder.working_memory if isinstance(builder, ComponentBuilder) else no_working_memory,
-            can_stream=builder.can_stream if isinstance(builder, ComponentBuilder) else lambda component: False,
-            device=settings.device,
+            ModuleBudget(settings.weights_budget_bytes, settings.device),
+            factory,
         )
 
     async def _manifest(self, model: str, version: str | None = None) -> Manifest:
@@ -90,7 +125,18 @@ class LocalModels:
             raise UnknownModel(f"no model {model!r} (known: {', '.join(self._config.entries)})", "model")
         component = entry.component if isinstance(entry, ModelConfig) else None
         options = self._config.store.object_storage.options()
-        return bring_in(self._store, entry.id, entry.path, component=component, dtype=entry.dtype, options=options)
+        dtype = wanted_dtype(entry, auto_dtype(self._config.worker.device, processor_flags()))
+        if isinstance(entry, ModelConfig) and isinstance(entry.like, str):
+            await self._manifest(entry.like)  # in the store, so that the next line finds it
+        like, vae = like_of(entry, self._store), vae_of(entry)
+        is_here = isinstance(entry.path, Path) and entry.path.exists()
+        if is_here and (
+            reason := why_unservable(read_checkpoint(Path(entry.path), component=component, like=like, vae=vae))
+        ):
+            raise ModelUnavailable(f"model {model!r}: {reason}")
+        return import_model(
+            self._store, entry.id, entry.path, component=component, dtype=dtype, like=like, vae=vae, options=options
+        )
 
 
 class _UnleasedExtents(LocalExtents):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 GENERATED = "protos"
+RECORD_BASES = {"NamedTuple", "TypedDict", "BaseModel", "StrictModel", "Answer"}
 PLAIN_BASES = re.compile("object|ABC|Protocol|Generic|(Str|Int)?Enum|IntFlag|NamedTuple|TypedDict|BaseModel")
 HOOK_DECORATORS = re.compile(
     r"command|callback|get|post|put|delete|head|patch|route|websocket|exception_handler|middleware"
@@ -51,6 +52,7 @@ class Module:
     paths: set[str] = field(default_factory=set)  # modules whose files it names
     bases: dict[str, set[str]] = field(default_factory=dict)  # of each class, by name
     members: dict[str, set[str]] = field(default_factory=dict)  # methods, properties and fields of each class
+    records: set[str] = field(default_factory=set)  # classes that are dataclasses, or have a base for records
     attributes: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))  # by class, "" outside
 
 
@@ -99,6 +101,8 @@ def _collect_class(module: Module, node: ast.ClassDef) -> None:
     functions = [each for each in node.body if isinstance(each, Function)]
     fields = [each.target for each in node.body if isinstance(each, ast.AnnAssign)]
     module.bases[node.name] = {_last_name(base) for base in node.bases}
+    if RECORD_BASES & module.bases[node.name] or "dataclass" in map(_last_name, node.decorator_list):
+        module.records.add(node.name)
     module.members[node.name] = {*(each.name for each in functions), *map(_last_name, fields)}
     has_own_names = is_public(node.name) and all(map(PLAIN_BASES.fullmatch, module.bases[node.name]))
     for each in functions:

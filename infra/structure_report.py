@@ -20,7 +20,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from python_modules import Definition, Module, is_public, parse_modules
@@ -124,6 +124,11 @@ class Structure:
         senses = {name: self._distinct(found) for name, found in verbs.items() if len(found) > MAX_DEFINITIONS}
         return {name: found for name, found in senses.items() if len(found) > MAX_DEFINITIONS}
 
+    def repeated_classes(self) -> dict[str, int]:
+        """Map names of classes with more than one definition at the top of a module to how many they have."""
+        counts = Counter(name for module in self.modules.values() for name in module.bases)
+        return {name: number for name, number in counts.items() if number > 1}
+
     def _distinct(self, definitions: list[Definition]) -> list[Definition]:
         """Leave out methods that another of the definitions declares: of a base class, or of a protocol they meet."""
         owners = {each.owner for each in definitions if each.owner}
@@ -191,6 +196,7 @@ def print_table(structure: Structure) -> None:
         *((f"  {kind}", [name for name, _, found in alone if found == kind]) for kind in KINDS),
         ("unused public symbols", [each.module for each, _ in unused]),
         ("  of these in tests only", [each.module for each, is_tested in unused if is_tested]),
+        ("record classes", [module.name for module in structure.modules.values() for _ in module.records]),
         ("docstrings", [module.name for module in structure.modules.values() for _ in module.docstrings]),
         ("  opening with a fragment", [name for name, _, _ in structure.fragments()]),
     ]
@@ -204,6 +210,9 @@ def print_table(structure: Structure) -> None:
     num_others = sum(kind == "others" for *_, kind in alone)
     share = num_others / (len(modules) - len(alone) + num_others)
     print(f"\nwith one importer, of the modules that are none of these kinds: {share:.1%}")
+    classes = structure.repeated_classes()
+    print(f"class names with several definitions: {len(classes)}")
+    print("  " + ", ".join(f"{name} {number}" for name, number in sorted(classes.items())))
     verbs = sorted(structure.repeated_verbs().items(), key=lambda item: -len(item[1]))
     print(f"names of functions and methods with more than {MAX_DEFINITIONS} definitions: {len(verbs)}")
     print("  " + ", ".join(f"{name} {len(found)}" for name, found in verbs))

@@ -1,9 +1,10 @@
 """LoRA files -> pairs of low-rank matrices per module path.
 
 Reads the layout that diffusers and PEFT save: `<component>.<module path>.lora_A.weight` (rank, in) and
-`.lora_B.weight` (out, rank), optionally `.alpha` scalars, optionally the training config as JSON in the
-safetensors metadata. Files of kohya's trainer are taken as they are; what PEFT saves of a language model is in
-`weights/formats/peft.py`. Source: diffusers 0.42, `loaders/peft.py` and `utils/peft_utils.py:get_peft_kwargs`.
+`.lora_B.weight` (out, rank), optionally `.alpha` scalars and `.lora_magnitude_vector` (out,), optionally the training
+config as JSON in the safetensors metadata. Layouts that stock's loaders convert, kohya's say, are taken as they are;
+what PEFT saves of a language model is in `weights/formats/peft.py`. Source: diffusers 0.42, `loaders/peft.py` and
+`utils/peft_utils.py:get_peft_kwargs`.
 """
 
 from __future__ import annotations
@@ -16,25 +17,38 @@ import torch
 from safetensors.torch import load_file
 
 from weights.errors import AdapterError, FormatError
-from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_finite, is_kohya, read_lora_configs
+from weights.formats.learned_words import check_words, is_words
+from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_convertible, is_finite, read_lora_configs
 from weights.formats.peft import PEFT_CONFIG, PEFT_FILE, is_peft, peft_targets, read_peft_config
 from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import LORA_FILE
 
-__all__ = ["LoraAdapter", "LoraPair", "load_adapter", "parse_adapter"]
+__all__ = ["LoraAdapter", "LoraPair", "load_adapter", "parse_adapter", "parse_named"]
 
 COMPONENTS = ("transformer", "unet", "text_encoder", "text_encoder_2")
-_SUFFIXES = {"lora_A.weight": "down", "lora_B.weight": "up", "alpha": "alpha"}
+_SUFFIXES = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "alpha": "alpha",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraPair:
-    """y += scale * up(down(x)): `down` (rank, in, ...) and `up` (out, rank, ...); `scale` is alpha / rank."""
+    """y += scale * up(down(x)): `down` (rank, in, ...) and `up` (out, rank, ...); `scale` is alpha / rank.
+
+    With a `magnitude` it is a DoRA: the weights of each output of the layer, together with the pair's, have that
+    length (out,); `by_input`, those of each input (in,).
+    """
 
     down: torch.Tensor
     up: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
+    by_input: bool = False
 
     @property
     def rank(self) -> int:
@@ -43,26 +57,29 @@ class LoraPair:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraPair:
         """Return the pair with its tensors elsewhere; tensors that are there already are not copied."""
-        return replace(self, down=self.down.to(device, dtype), up=self.up.to(device, dtype))
+        magnitude = None if self.magnitude is None else self.magnitude.to(device, torch.float32)
+        return replace(self, down=self.down.to(device, dtype), up=self.up.to(device, dtype), magnitude=magnitude)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """One version of one adapter: pairs by component ("transformer", a language model's "model", …) and module path.
 
-    The object is the version: two are the same only if they are one object. One of kohya's layout has no components,
-    but `kohya`, its tensors by name: which modules they mean is known beside the model.
+    The object is the version: two are the same only if they are one object. One of a layout that stock converts has no
+    components, but `raw`, its tensors by name: which modules they mean is known beside the model. A textual inversion
+    has `words` alone: by text encoder, the vectors (N, D) that it reads in the place of the adapter's name.
     """
 
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
-    kohya: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    raw: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    words: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def load_adapter(path: Path) -> LoraAdapter:
     """Read the LoRA in `path`, a safetensors file or a folder as diffusers or PEFT saves it.
 
-    Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout (DoRA, say),
+    Raises AdapterError naming the file and the tensor: not a safetensors file, keys of another layout (LoKr, say),
     halves without their other half, or shapes that do not fit together.
     """
     name = PEFT_FILE if (path / PEFT_CONFIG).is_file() else LORA_FILE
@@ -82,10 +99,21 @@ def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     PEFT's config is in the same folder, or in `file` where that is a folder. Nothing is copied. Raises AdapterError as
     `load_adapter` does.
     """
-    if is_kohya(tensors):
-        return LoraAdapter(file, {}, dict(tensors))
+    if is_words(tensors):
+        encoders = check_words(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        words = {encoders[name]: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in tensors.items()}
+        return LoraAdapter(file, {}, words=words)
     if is_peft(list(tensors)):
         return LoraAdapter(file, {"model": _peft_pairs(file, tensors)})
+    if is_convertible(tensors):
+        if longest := [name for name in tensors if len(name) > MAX_NAME_CHARS]:
+            raise AdapterError(f"{file}: tensor {shown(longest[0])} has a name of {len(longest[0])} characters")
+        return LoraAdapter(file, {}, dict(tensors))
+    return parse_named(file, tensors, metadata)
+
+
+def parse_named(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> LoraAdapter:
+    """Return the LoRA of tensors that are named as diffusers saves them. Raises AdapterError as `load_adapter` does."""
     halves: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         component, module_path, kind = _split(file, name)
@@ -108,10 +136,13 @@ def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
 def _peft_pairs(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraPair]:
     config = read_peft_config((file if file.is_dir() else file.parent) / PEFT_CONFIG)
     pairs = {}
-    for path, target in peft_targets(file, {name: tensor.shape for name, tensor in tensors.items()}).items():
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    for path, target in peft_targets(file, shapes, use_dora=config.use_dora).items():
         down, up, alpha = tensors[target.down], tensors[target.up], config.alpha_of(path)
         _check_floating(file, path, down, up)
-        pairs[path] = LoraPair(down, up, config.scale(target.rank if alpha is None else alpha, target.rank))
+        scale = config.scale(target.rank if alpha is None else alpha, target.rank)
+        named = {} if target.magnitude is None else {"magnitude": tensors[target.magnitude]}
+        pairs[path] = LoraPair(down, up, scale, *_magnitude(file, path, named, down, up))
     return pairs
 
 
@@ -139,8 +170,26 @@ def _pair(file: Path, name: str, tensors: Mapping[str, torch.Tensor], config: Lo
             "expected (rank, in) and (out, rank), or the same with two kernel axes"
         )
     _check_floating(file, name, down, up)
-    rank = down.shape[0]
-    return LoraPair(down, up, config.scale(_alpha(file, name, tensors, config, rank), rank))
+    if config.use_dora and "magnitude" not in tensors:
+        raise AdapterError(f"{file}: tensor '{name}.lora_magnitude_vector' is missing, and its config says use_dora")
+    rank, magnitude = down.shape[0], _magnitude(file, name, tensors, down, up)
+    return LoraPair(down, up, config.scale(_alpha(file, name, tensors, config, rank), rank), *magnitude)
+
+
+def _magnitude(
+    file: Path, name: str, tensors: Mapping[str, torch.Tensor], down: torch.Tensor, up: torch.Tensor
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the lengths of a DoRA, flat, and whether they are by input: those have the shape (1, in)."""
+    magnitude = tensors.get("magnitude")
+    if magnitude is None:
+        return None, False
+    by_input = tuple(magnitude.shape) == (1, down.shape[1])
+    if not magnitude.is_floating_point() or not (by_input or magnitude.numel() == up.shape[0]):
+        raise AdapterError(
+            f"{file}: lora_magnitude_vector of {name!r} is {magnitude.dtype} {tuple(magnitude.shape)}, expected "
+            f"{up.shape[0]} numbers"
+        )
+    return magnitude.flatten().float(), by_input
 
 
 def _check_floating(file: Path, name: str, down: torch.Tensor, up: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -28,6 +28,9 @@ ITEM_BYTES: dict[str, int] = {
     "I64": 8,
     "U64": 8,
 }
+
+# `quant_method` in the config.json of what `weights/quantization/group_int8.py` writes.
+GROUP_INT8_METHOD = "int8-group"
 
 # Block-quantized types of ggml, as (elements, bytes) of one block along the last axis. Source: ggml-common.h.
 # Without Q8_1: no file has it, and ggml (36 bytes) and gguf-py (40 bytes) disagree on its size.
@@ -65,6 +68,7 @@ _FLOATS: dict[str, np.dtype[np.generic]] = {
     "F32": np.dtype(np.float32),
     "F64": np.dtype(np.float64),
 }
+_AUTO_WITHOUT = "auto without "
 _BY_CONFIG_NAME = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -82,11 +86,25 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) // elements * nbytes
 
 
+def auto_without(types: Iterable[str]) -> str:
+    """Return the name of an `auto` by which tensors of these types become float32, and all others stay."""
+    names = sorted(types)
+    return _AUTO_WITHOUT + " and ".join(names) if names else "auto"
+
+
+def types_without(wanted: str) -> frozenset[str]:
+    """Return the types of an `auto_without`, none of any other name."""
+    return frozenset(wanted.removeprefix(_AUTO_WITHOUT).split(" and ") if wanted.startswith(_AUTO_WITHOUT) else ())
+
+
 def cast_target(dtype: str, wanted: str) -> str:
     """Return the dtype that a tensor of `dtype` has in the store when the config asks for `wanted`.
 
-    Only floating tensors are cast; integer tables and 8-bit floats keep their meaning and their type.
+    Only floating tensors are cast; integer tables and 8-bit floats keep their meaning and their type. `wanted` is a
+    name of the config's, or one of `auto_without`.
     """
+    if wanted.startswith(_AUTO_WITHOUT):
+        return "F32" if dtype in types_without(wanted) else dtype
     return _BY_CONFIG_NAME[wanted] if wanted != "auto" and dtype in _FLOATS else dtype
 
 

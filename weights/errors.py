@@ -5,6 +5,7 @@
     ├── StoreError           the weight store, or object storage that a checkpoint is in, cannot do what was asked
     │   ├── ModelNotStored       no manifest of that name
     │   ├── StoreVersionError    written by another version of this library
+    │   ├── DiskFull             no space left for it
     │   └── ExtentCorrupt        bytes on disk do not match their checksum, or are missing
     ├── SourceRefused        a path outside of the folders that checkpoints may come from
     ├── AdapterError         a LoRA file that cannot be used
@@ -36,8 +37,16 @@ class StoreVersionError(StoreError):
     """The store was written by a version of this library that this one does not understand."""
 
 
+class DiskFull(StoreError):
+    """No space, or no more of a user's share, is left on the disk for what was to be written."""
+
+
 class ExtentCorrupt(StoreError):
-    """An extent's bytes are gone or not the ones that were written."""
+    """Bytes are gone or not the ones that were written: those of an extent, if `extent_id` names one."""
+
+    def __init__(self, message: str, extent_id: str | None = None) -> None:
+        super().__init__(message)
+        self.extent_id = extent_id
 
 
 class SourceRefused(WeightsError):

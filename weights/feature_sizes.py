@@ -5,23 +5,25 @@ A pipeline's tensors are placed in memory before its models are built, and typed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weights.errors import FormatError
-from weights.formats.dense_head import read_dense_config
-from weights.formats.untrusted import is_size, load_json, shown
-from weights.formats.weight_files import is_plain_name, read_json
-from weights.manifest import Component, Manifest
+from weights.formats import dense_head
+from weights.formats.classifier import read_labels
+from weights.formats.sentence_stages import read_stages
+from weights.formats.untrusted import is_size
+from weights.formats.weight_files import read_json
+from weights.manifest import ModelKind
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureSizes:
-    """Numbers per item; None where nobody says. An embedding model takes text, so it has only `out_features`.
+    """Numbers per item; None where nobody says. What takes text has only `out_features`.
 
-    `labels` name what a head gives, in order, where its config does.
+    `labels` name what a head, reranker or classifier gives, in order, where its config does.
     """
 
     in_features: int | None = None
@@ -29,25 +31,49 @@ class FeatureSizes:
     labels: tuple[str, ...] = ()
 
 
-def feature_sizes(manifest: Manifest, skeleton: Path) -> FeatureSizes:
-    """Return the sizes of an "embedding" or "head"; empty ones for other kinds."""
-    if manifest.kind not in ("embedding", "head") or len(manifest.components) != 1:
+class _ComponentHeader(Protocol):
+    @property
+    def class_name(self) -> str | None: ...
+    @property
+    def folder(self) -> str: ...
+    @property
+    def tensors(self) -> Mapping[str, Any]: ...
+
+
+def feature_sizes(kind: ModelKind, components: Collection[_ComponentHeader], skeleton: Path) -> FeatureSizes:
+    """Return the sizes of an encoder, classifier or "head", stored or not; empty ones for other kinds."""
+    if kind not in ("embedding", "reranker", "classifier", "head") or not components:
         return FeatureSizes()
-    (component,) = manifest.components.values()
-    if manifest.kind == "head":
+    *_, last = components
+    if kind == "embedding" and last.class_name == dense_head.CLASS_NAME:  # behind the pooling
+        return FeatureSizes(out_features=last.tensors["linear.weight"].shape[0])
+    if len(components) != 1:
+        return FeatureSizes()
+    (component,) = components
+    if kind in ("reranker", "classifier"):
+        labels = _classes(skeleton / component.folder / "config.json")
+        return FeatureSizes(out_features=len(labels) or None, labels=labels)
+    if kind == "head":
         out_features, in_features = component.tensors["linear.weight"].shape
         return FeatureSizes(in_features, out_features, _labels(skeleton / component.folder))
     return FeatureSizes(out_features=_embedding_size(component, skeleton / component.folder))
 
 
+def _classes(path: Path) -> tuple[str, ...]:
+    try:
+        return read_labels(read_json(path), path)
+    except FormatError:  # the classifier itself will say what is wrong with it
+        return ()
+
+
 def _labels(folder: Path) -> tuple[str, ...]:
     try:
-        return read_dense_config(folder / "config.json").labels or ()
+        return dense_head.read_dense_config(folder / "config.json").labels or ()
     except FormatError:  # the head itself will say what is wrong with it
         return ()
 
 
-def _embedding_size(component: Component, folder: Path) -> int | None:
+def _embedding_size(component: _ComponentHeader, folder: Path) -> int | None:
     try:
         config = read_json(folder / "config.json")
         projected = ("projection_dim",) if component.class_name == "CLIPTextModelWithProjection" else ()
@@ -61,19 +87,8 @@ def _embedding_size(component: Component, folder: Path) -> int | None:
 
 def _pooling_folder(folder: Path) -> Path | None:
     """Find the pooling stage of a sentence-transformers folder in modules.json. Raises FormatError."""
-    path = folder / "modules.json"
-    if not path.is_file():
-        return None
-    try:
-        stages = load_json(path.read_text("utf-8"))
-        poolings = [stage["path"] for stage in stages if stage["type"].endswith("Pooling")]
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise FormatError(f"{path}: {error}") from None
-    if not poolings:
-        return None
-    if not isinstance(poolings[-1], str) or not is_plain_name(poolings[-1]):
-        raise FormatError(f"{path}: {shown(poolings[-1])} is not a folder beside it")
-    return folder / poolings[-1]
+    poolings = [stage.folder for stage in read_stages(folder) or () if stage.name == "Pooling"]
+    return folder / poolings[-1] if poolings else None
 
 
 def _num_pooled(pooling: Mapping[str, Any]) -> int:

@@ -26,7 +26,7 @@ class ExternalWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class StoreTotals:
     """Sums over models: `given_bytes` of all tensors, `stored_bytes` of the extents with these, each place once."""
 
     num_models: int
@@ -55,17 +55,17 @@ def summarize(store: WeightStore, model: str) -> list[ExternalWeight]:
     ]
 
 
-def totals(store: WeightStore, model: str | None = None) -> Totals:
+def totals(store: WeightStore, model: str | None = None) -> StoreTotals:
     """Count the bytes of one model, or of the whole store."""
     return _totals(store.manifests().values() if model is None else [store.manifest(model)])
 
 
-def _totals(manifests: Iterable[Manifest]) -> Totals:
+def _totals(manifests: Iterable[Manifest]) -> StoreTotals:
     manifests = list(manifests)
     places = {
         (extent.pack, extent.offset, extent.nbytes) for manifest in manifests for extent in manifest.extents.values()
     }
-    return Totals(
+    return StoreTotals(
         num_models=len(manifests),
         num_tensors=sum(len(component.tensors) for manifest in manifests for component in manifest.components.values()),
         given_bytes=sum(manifest.nbytes for manifest in manifests),

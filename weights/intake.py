@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from weights.base_pipeline import BasePipeline
 from weights.errors import StoreError, WeightsError
 from weights.externalize import Origin, externalize
 from weights.formats.folder import check_inside
@@ -22,7 +23,7 @@ from weights.store import WeightStore
 PROGRAM_SUFFIXES: Final = (".pt2", ".onnx")
 
 
-def bring_in(
+def import_model(
     store: WeightStore,
     model: str,
     source: str | Path | LocalSource,
@@ -32,24 +33,28 @@ def bring_in(
     layout: Layout = "combined",
     weight_dir: Path | None = None,
     allow_torch: bool = False,
+    like: BasePipeline | None = None,
+    vae: Path | None = None,
     options: Mapping[str, str] = MappingProxyType({}),
     roots: Sequence[Path] | None = None,
     progress: OnProgress | None = None,
 ) -> Manifest:
-    """Bring a checkpoint, a program (.pt2, .onnx) or a URL of either into the store as `model`.
+    """Import a checkpoint, a program (.pt2, .onnx) or a URL of either as `model`.
 
     Parameters are those of `externalize`; `options` are for downloads (see `localized`, which may have been called
     before). `roots`: the folders that a local source must lie in, with all that it leads to; None trusts it. `progress`
-    hears of the download, then, from zero again, of reading and hashing. Raises FormatError and StoreError,
+    gets the bytes of the download, then, from zero again, of reading and hashing. Raises FormatError and StoreError,
     SourceRefused, and WeightsError for options that a program does not have.
     """
     with localized(source, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
         origin = origin_of(local, roots)
         if local.path.suffix in PROGRAM_SUFFIXES:
-            if component is not None or dtype != "auto":
-                raise WeightsError(f"{local.path}: a program has no components to choose and no dtype to cast to")
+            if component is not None or dtype != "auto" or like is not None or vae is not None:
+                raise WeightsError(
+                    f"{local.path}: a program has no components to choose, no dtype to cast to, and is like no pipeline"
+                )
             check_inside(local.path, origin.roots)
-            return _bring_in_program(store, model, local.path, layout, allow_torch)
+            return _import_program(store, model, local.path, layout, allow_torch)
         return externalize(
             store,
             model,
@@ -59,6 +64,8 @@ def bring_in(
             layout=layout,
             weight_dir=weight_dir,
             allow_torch=allow_torch,
+            like=like,
+            vae=vae,
             origin=origin,
             progress=progress,
         )
@@ -69,7 +76,7 @@ def origin_of(local: LocalSource, roots: Sequence[Path] | None) -> Origin:
     return Origin(None if local.url or roots is None else tuple(roots), local.url, local.etags)
 
 
-def _bring_in_program(store: WeightStore, model: str, path: Path, layout: Layout, allow_torch: bool) -> Manifest:
+def _import_program(store: WeightStore, model: str, path: Path, layout: Layout, allow_torch: bool) -> Manifest:
     if path.suffix == ".onnx":
         from weights.programs.onnx_models import externalize_onnx
 

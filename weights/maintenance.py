@@ -1,7 +1,8 @@
 """Garbage collection: remove what no manifest names. The manifests are the truth, so nothing published can be lost.
 
 At every moment of a run, killed or not, each byte range that a manifest names is there, and neither the index nor
-meta.json names a range that is not: they are published without the dead tensors before their bytes go.
+meta.json names a range that is not: they are published without the dead tensors before their bytes go. On a disk too
+full for that they are deleted first, and made again in the room that was freed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from weights.errors import StoreError, WeightsError
+from weights.errors import DiskFull, StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
 from weights.sources.mirrors import SOURCES_FOLDER, remove_mirror, unused_mirrors
 from weights.storage.durable import allocated_bytes, dead_ranges, disk_errors, punch, remove_path, sync
@@ -54,32 +55,21 @@ def gc(
         raise StoreError(f"{store.path}: no such store")
     with store.locked(), disk_errors(store.path, 0):
         manifests = _read_all(store)
-        forgotten = store.indexed(lambda index: _forget(index, manifests, dry_run=dry_run))
-        if not dry_run:
-            store.write_meta()
+        known, forgotten = store.read_index(lambda index: _look_up(index, manifests)) or (set(), 0)
         now_s = now()
-        clocks = _aged(dict(_unneeded(store, manifests)), store.indexed(StoreIndex.unneeded), now_s)
+        clocks = _aged(dict(_unneeded(store, manifests)), known, now_s)
         whole, partly = _ripe(clocks, now_s - grace_s)
-        if not dry_run:
-            young = [clock for clock in clocks if clock.path not in whole]
-            # Before they go: what comes back under the same name begins with a clock of its own.
-            store.indexed(lambda index: index.note_unneeded(young))
-        dead = [store.path / path for path in whole]
         staged = [path for path in sorted(store.path.glob(STAGED)) if is_dead(path)]
-        mirrors = [path for path in dead if path.is_relative_to(store.path / SOURCES_FOLDER)]
-        freed_by = {path: allocated_bytes(path) for path in (*dead, *staged)}
-        if not dry_run:
-            busy = [path for path in mirrors if not remove_mirror(path)]
-            dead = [path for path in dead if path not in busy]
-        freed = sum(freed_by[path] for path in (*dead, *staged))
-        unfreed = 0
-        for pack, ranges in partly.items():
-            more_freed, more_unfreed = _punch(store.path / pack, ranges, dry_run=dry_run)
-            freed, unfreed = freed + more_freed, unfreed + more_unfreed
-        removed = [path.relative_to(store.path) for path in (*dead, *staged)]
-        if not dry_run:
-            _remove(store, [path for path in dead if path not in mirrors])
-    return GcReport(tuple(map(PurePosixPath, removed)), forgotten, freed, unfreed)
+        staged_bytes = sum(map(allocated_bytes, staged))
+        if dry_run:
+            removed, freed, unfreed = _free(store, whole, partly, dry_run=True)
+        else:
+            sweep(store.path, STAGED)
+            young = [clock for clock in clocks if clock.path not in whole]
+            with _noted(store, manifests, young, makes_room=bool(whole or partly)):
+                removed, freed, unfreed = _free(store, whole, partly)
+    paths = [path.relative_to(store.path) for path in (*removed, *staged)]
+    return GcReport(tuple(map(PurePosixPath, paths)), forgotten, freed + staged_bytes, unfreed)
 
 
 def rebuild_index(store: WeightStore) -> int:
@@ -100,7 +90,7 @@ def remove_model(store: WeightStore, model: str) -> None:
     """Unpublish `model`; its bytes go with the next `gc`. Raises ModelNotStored with the known names."""
     with store.locked(), disk_errors(store.path, 0):
         folder = store.models / model
-        if model not in store.model_names():
+        if not store.has_model(model):
             store.manifest(model)  # says what is known
         (folder / "manifest.json").unlink()
         sync(folder)
@@ -119,12 +109,69 @@ def _read_all(store: WeightStore) -> Sequence[Manifest]:
     return manifests
 
 
-def _forget(index: StoreIndex, manifests: Sequence[Manifest], *, dry_run: bool) -> int:
-    """Take out of the index what no manifest names; returns how many tensors it has no more."""
-    if not dry_run:
-        return index.follow(manifests)
+def _look_up(index: StoreIndex, manifests: Sequence[Manifest]) -> tuple[set[Unneeded], int]:
+    """Return what is known to be unneeded, and how many tensors of the index no manifest names."""
     named = {ref.sha256 for manifest in manifests if manifest.layout != "inline" for ref in _tensors(manifest)}
-    return len(index.everything().tensors.keys() - named)
+    return index.unneeded(), len(index.everything().tensors.keys() - named)
+
+
+@contextlib.contextmanager
+def _noted(
+    store: WeightStore, manifests: Sequence[Manifest], young: Sequence[Unneeded], *, makes_room: bool
+) -> Iterator[None]:
+    """Write index, meta.json and the clocks of what is still `young` before the block, in which the others go.
+
+    On a full disk after it, if the block makes room: index and meta.json are deleted before, so that they name nothing
+    that is gone. Raises DiskFull when there is not enough room even then.
+    """
+
+    def note_clocks(index: StoreIndex) -> None:
+        index.follow(manifests)
+        # Before they go: what comes back under the same name begins with a clock of its own.
+        index.note_unneeded(young)
+
+    def note() -> None:
+        with disk_errors(store.path, 0):
+            store.indexed(note_clocks)
+            store.write_meta()
+
+    is_full = False
+    try:
+        note()
+    except DiskFull:
+        if not makes_room:
+            raise
+        is_full = True
+        store.remove_index()
+    yield
+    if is_full:
+        note()
+
+
+def _free(
+    store: WeightStore, whole: Sequence[str], partly: Mapping[str, Sequence[_Range]], *, dry_run: bool = False
+) -> tuple[list[Path], int, int]:
+    """Remove whole paths and make holes in packs; return what went, the bytes freed, and those that could not be."""
+    paths = [store.path / path for path in whole]
+    freed_by = {path: allocated_bytes(path) for path in paths}
+    removed, freed, unfreed = [], 0, 0
+    for path in paths:
+        if not dry_run:
+            if path.is_relative_to(store.path / SOURCES_FOLDER):
+                if not remove_mirror(path):
+                    continue
+            else:
+                remove_path(path)
+        removed.append(path)
+        freed += freed_by[path]
+    for pack, ranges in partly.items():
+        more_freed, more_unfreed = _punch(store.path / pack, ranges, dry_run=dry_run)
+        freed, unfreed = freed + more_freed, unfreed + more_unfreed
+    if not dry_run:
+        for folder in store.models.iterdir():
+            with contextlib.suppress(OSError):  # not empty, or not a folder: something of somebody
+                folder.rmdir()
+    return removed, freed, unfreed
 
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[_Range]]]:
@@ -179,15 +226,6 @@ def _punch(pack: Path, ranges: Sequence[_Range], *, dry_run: bool) -> tuple[int,
 def _tensors(manifest: Manifest) -> Iterator[TensorRef]:
     for component in manifest.components.values():
         yield from component.tensors.values()
-
-
-def _remove(store: WeightStore, dead: Iterable[Path]) -> None:
-    for path in dead:
-        remove_path(path)
-    sweep(store.path, STAGED)
-    for folder in store.models.iterdir():
-        with contextlib.suppress(OSError):  # not empty, or not a folder: something of somebody
-            folder.rmdir()
 
 
 def _aged(unneeded: Mapping[str, Iterable[_Range]], before: Iterable[Unneeded], now_s: float) -> list[Unneeded]:

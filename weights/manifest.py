@@ -17,7 +17,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from weights.dtypes import ITEM_BYTES, tensor_nbytes
+from weights.dtypes import BLOCK_SIZES, ITEM_BYTES, tensor_nbytes
 from weights.errors import StoreVersionError, WeightsError
 from weights.formats.untrusted import MAX_RANK
 
@@ -28,7 +28,9 @@ EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
 
 # "head": a linear layer above an encoder's pooled vector (a classifier's, say). "tensors": weights without an
 # architecture of their own (a bare file); "program": a torch.export or ONNX graph.
-ModelKind = Literal["diffusion", "llm", "embedding", "head", "adapter", "controlnet", "tensors", "program"]
+ModelKind = Literal[
+    "diffusion", "llm", "embedding", "reranker", "classifier", "head", "adapter", "controlnet", "tensors", "program"
+]
 # inline: in the model's own files. separate: `weight_<sha256>` per tensor. combined: `<model>_weight_combined`.
 Layout = Literal["inline", "separate", "combined"]
 # What the weight files were, so that they can be written again.
@@ -128,6 +130,11 @@ class Component(_Record):
     def bytes_by_hash(self) -> Mapping[str, int]:
         """Bytes of the tensors by sha256: tied or equal ones count once."""
         return {tensor.sha256: tensor.nbytes for tensor in self.tensors.values()}
+
+    @functools.cached_property
+    def block_types(self) -> Mapping[str, str]:
+        """The types of its block-quantized tensors, by name."""
+        return {name: ref.dtype for name, ref in self.tensors.items() if ref.dtype in BLOCK_SIZES}
 
     @functools.cached_property
     def extent_ids(self) -> tuple[str, ...]:

@@ -44,10 +44,19 @@ def private_folder(path: Path) -> Path:
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the user's cache folder, as the XDG base directory specification has it."""
-    base = environ.get("XDG_CACHE_HOME", "")
+    return _xdg_folder(environ, "XDG_CACHE_HOME", ".cache")
+
+
+def state_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's folder of what should outlive a reboot, such as logs; by the same specification."""
+    return _xdg_folder(environ, "XDG_STATE_HOME", ".local/state")
+
+
+def _xdg_folder(environ: Mapping[str, str], variable: str, under_home: str) -> Path:
+    base = environ.get(variable, "")
     if base.startswith("/"):  # the specification: a path that is not absolute is ignored
         return Path(base) / "atelier"
-    return Path(environ["HOME"]) / ".cache" / "atelier" if environ.get("HOME") else temporary_folder()
+    return Path(environ["HOME"]) / under_home / "atelier" if environ.get("HOME") else temporary_folder()
 
 
 def check_cache_folder(folder: Path) -> None:
@@ -62,8 +71,11 @@ def remember(file: Path, content: bytes) -> None:
     with contextlib.suppress(OSError):
         check_cache_folder(file.parent)
         file.parent.mkdir(parents=True, exist_ok=True)
-        staged.write_bytes(content)
-        staged.replace(file)
+        try:
+            staged.write_bytes(content)
+            staged.replace(file)
+        finally:
+            staged.unlink(missing_ok=True)  # a part of it, when the disk is full
 
 
 def recall(file: Path) -> bytes:

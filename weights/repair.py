@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from weights.base_pipeline import open_base
 from weights.dtypes import cast
 from weights.errors import ExtentCorrupt, FormatError, StoreError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
@@ -49,7 +50,7 @@ def repair(
 
     Tensors come from sound copies in the store, of whichever model, else from the source of theirs, where they must
     have the bytes that were stored. Models that share a damaged extent are repaired as well. `allow_torch` opens
-    sources that are pickles. `progress` hears of the bytes that are read: of the store, then of each model.
+    sources that are pickles. `progress` gets the bytes that are read: of the store, then of each model.
 
     What cannot be repaired is reported and stays as it is. Raises ModelNotStored for an unknown model, StoreError when
     the store cannot be written.
@@ -67,7 +68,7 @@ def repair(
         if (manifest := manifests.get(damage.model)) and (extent := manifest.extents.get(damage.extent))
     }
     with store.locked():
-        store.indexed(lambda index: index.forget_extents(broken))  # a damaged index is made again by this
+        store.indexed(lambda index: index.forget_extents(broken))
     run = _Repair(store, manifests, {place_of(extent) for extent in broken}, allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     problems = run.rewrite_all(concerned)
@@ -234,8 +235,9 @@ class _Copies:
 
     def _open(self, manifest: Manifest) -> _BySource:
         if manifest.kind == "program":
-            raise FormatError(
-                f"{manifest.source}: a program is not taken apart again; `remove` it and bring it in again"
-            )
-        checkpoint = read_checkpoint(Path(manifest.source), allow_torch=self._allow_torch)
+            raise FormatError(f"{manifest.source}: a program cannot be repaired; `remove` it and import it again")
+        source = Path(manifest.source)
+        is_single_file = manifest.kind == "diffusion" and source.is_file()
+        like = open_base(manifest.model, self._store) if is_single_file else None  # its skeleton came from there
+        checkpoint = read_checkpoint(source, allow_torch=self._allow_torch, like=like)
         return {(part.name, name): tensor for part in checkpoint.components for name, tensor in part.tensors.items()}

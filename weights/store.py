@@ -46,6 +46,7 @@ from weights.storage.staging import STAGED, claimed_folder
 __all__ = ["StoredTensor", "WeightStore", "check_model_name", "manifest_text", "stored_tensors"]
 
 Result = TypeVar("Result")
+_MAX_NAMED: Final = 50  # models in a refusal
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -89,11 +90,26 @@ class WeightStore:
 
         Takes memory and time that grow with the store. Raises StoreVersionError when the store is too new.
         """
+        found = self.read_index(StoreIndex.everything)
+        return meta_of(self.readable_manifests()) if found is None else found
+
+    def read_index(self, action: Callable[[StoreIndex], Result]) -> Result | None:
+        """Return what `action` finds in the index; None when there is no sound one. Writes nothing.
+
+        Raises StoreVersionError when the store is too new.
+        """
         try:
             with StoreIndex.opened(self.index_file) as index:
-                return index.everything()
+                return action(index)
         except IndexDamaged:
-            return meta_of(self.readable_manifests())
+            self._refuse_newer_meta()
+            return None
+
+    def remove_index(self) -> None:
+        """Delete index and meta.json, which follow from the manifests. Under the lock."""
+        remove_index(self.index_file)
+        remove_path(self.meta_file)
+        sync(self.path)
 
     def check_index(self) -> None:
         """Raise IndexDamaged or StoreVersionError when the index exists and cannot be used."""
@@ -125,16 +141,47 @@ class WeightStore:
         return all(self.holds(extent) for extent in manifest.extents.values())
 
     def manifest(self, model: str) -> Manifest:
-        """Return the manifest of `model`. Raises ModelNotStored with the known names."""
-        if _MODEL_NAME.fullmatch(model):
-            path = self.models / model / "manifest.json"
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                try:
-                    return self._with_parts(read_manifest(path))
-                except (IsADirectoryError, PermissionError) as error:
-                    raise StoreError(f"{path}: {error.strerror}") from error
-        known = ", ".join(self.model_names()) or "none"
+        """Return the manifest of `model`. Raises ModelNotStored with the known names: that looks at all of them."""
+        if manifest := self.find_manifest(model):
+            return manifest
+        names = self.model_names()
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        known = (", ".join(names[:_MAX_NAMED]) or "none") + more
         raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})")
+
+    def find_manifest(self, model: str) -> Manifest | None:
+        """Return the manifest of `model`; None when there is none. Raises WeightsError for one that cannot be read."""
+        if not _MODEL_NAME.fullmatch(model):
+            return None
+        path = self.models / model / "manifest.json"
+        try:
+            return self._with_parts(read_manifest(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"{path}: {error.strerror or error}") from error
+
+    def find_sound_manifest(self, model: str) -> Manifest | None:
+        """Return the manifest of `model`; None also for one that is damaged. Raises StoreVersionError."""
+        try:
+            return self.find_manifest(model)
+        except StoreVersionError:
+            raise
+        except WeightsError:
+            return None
+
+    def has_model(self, model: str) -> bool:
+        """Return whether there is a manifest of `model`, sound or not."""
+        return _MODEL_NAME.fullmatch(model) is not None and (self.models / model / "manifest.json").exists()
+
+    def has_manifest(self, model: str, text: bytes) -> bool:
+        """Return False when the manifest of `model` is another one, or none; True also when nobody can say."""
+        try:
+            return (self.models / model / "manifest.json").read_bytes() == text
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
 
     def model_names(self) -> list[str]:
         """Return the names of all models, sorted."""

@@ -15,26 +15,28 @@ from typing import Final
 
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
 from cluster.errors import ProxyUnavailable, SessionError
+from cluster.ray_seam.shims import unknown_variables
 from configs.cluster import ClusterConfig
 from configs.http import HaproxyConfig
 from weights.private_folder import private_folder, temporary_folder
 
 HTTP_ADDRESS: Final = "ATELIER_HTTP_ADDRESS"  # of the frontend; Serve's own option says where the replicas listen
+MAX_PER_ADDRESS: Final = "ATELIER_MAX_CONNECTIONS_PER_ADDRESS"  # 0: a share of all
 MAX_REQUESTS: Final = "ATELIER_MAX_REQUESTS"  # for inference, at once, of each ingress replica
+STATS_PORT: Final = "RAY_SERVE_HAPROXY_STATS_PORT"
+METRICS_PORT: Final = "RAY_SERVE_HAPROXY_METRICS_PORT"
 _BINARY: Final = "RAY_SERVE_HAPROXY_BINARY_PATH"
 _LOG_TARGET: Final = "RAY_SERVE_HAPROXY_LOG_TARGET"
 _CHECK_TIMEOUT_S: Final = 10.0
 # HAProxy binds `<socket>.<process>.tmp` first, and a socket's path has at most 107 characters. The folder of a node
 # below ours is named by 56.
 _MAX_FOLDER_CHARS: Final = 107 - len(f"/{'n' * 56}/admin.4194304.tmp")
-_FIRST_STATS_PORT: Final = 8404
-_FIRST_METRICS_PORT: Final = 9101
 _FIRST_FALLBACK_PORT: Final = 8500
 _FIRST_REPLICA_PORT: Final = 30_000
 _LAST_PORT: Final = 32_767  # the kernel gives outgoing connections those above
 _BUFFER_BYTES: Final = 32 * 2**10  # of a request, with its head: larger ones are not sent again
 _CLIENT_TIMEOUT_S: Final = 60  # of silence in the middle of a request, or of not reading an answer
-_DRAIN_S: Final = 3.0  # within which every HAProxy has heard that a replica goes
+_DRAIN_S: Final = 3.0  # within which every HAProxy knows that a replica goes
 _MAX_THREADS: Final = 4
 _METRICS_INTERVAL_MS: Final = 2000  # Ray exports its metrics less often; Serve adds them up ten times a second
 _MAX_CALL_BYTES: Final = 2**31 - 1  # of a call between replicas, or its answer: as much as gRPC can
@@ -44,12 +46,14 @@ _MAX_CALL_BYTES: Final = 2**31 - 1  # of a call between replicas, or its answer:
 class DoorPlan:
     """HAProxy's ports and files in one cluster. `replica_ports` are first and last.
 
+    HAProxy's own pages have the ports that the config says, and none without: a port that was free here when the plan
+    was made may be taken when HAProxy starts, or on another node, and then nothing at all would be served there.
     Without a `folder` Serve chooses one: the plan is for a machine of which nothing is known here.
     """
 
     folder: Path | None
-    stats_port: int
-    metrics_port: int
+    stats_port: int | None
+    metrics_port: int | None
     fallback_port: int
     replica_ports: tuple[int, int]
 
@@ -61,18 +65,20 @@ class DoorPlan:
         """
         http = config.http
         timeout_s = math.ceil(http.proxy_timeout_s) + 5  # later than the replica's own, which says what was not done
-        return self._of_this_machine() | {
+        pages = {STATS_PORT: self.stats_port, METRICS_PORT: self.metrics_port}
+        own = self._of_this_machine() | {name: str(port) for name, port in pages.items() if port}
+        return own | {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.door.haproxy.install",
+            "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # as those settings mean; `by_value` asks for it
+            "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.ray_seam.haproxy.install",
             "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(_MAX_CALL_BYTES),
             HTTP_ADDRESS: f"{http.host}:{http.port}",
             MAX_REQUESTS: str(http.haproxy.max_requests),
+            MAX_PER_ADDRESS: str(http.haproxy.max_connections_per_address or 0),
             # Each request would be a line of log that Serve's manager reads, in Python; HAProxy has metrics of its own.
             "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
             "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": str(_METRICS_INTERVAL_MS),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(self.stats_port),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(self.metrics_port),
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(self.fallback_port),
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(self.replica_ports[0]),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(self.replica_ports[1] + 1),
@@ -113,8 +119,8 @@ def plan_unseen_door(haproxy: HaproxyConfig) -> DoorPlan:
     first = haproxy.first_replica_port or _FIRST_REPLICA_PORT
     return DoorPlan(
         None,
-        haproxy.stats_port or _FIRST_STATS_PORT,
-        haproxy.metrics_port or _FIRST_METRICS_PORT,
+        haproxy.stats_port,
+        haproxy.metrics_port,
         haproxy.fallback_port or _FIRST_FALLBACK_PORT,
         (first, first + haproxy.num_replica_ports - 1),
     )
@@ -126,8 +132,11 @@ def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:
     Raises ProxyUnavailable when HAProxy cannot be used here; SessionError when a port that the config asks for is
     taken.
     """
-    _check_haproxy_runs()
+    check_haproxy_runs()
     haproxy = config.http.haproxy
+    asked = (name for name in plan_unseen_door(haproxy).environment(config) if name.startswith("RAY_SERVE_"))
+    if unknown := unknown_variables(asked):
+        raise ProxyUnavailable(f"this version of Ray does not know {', '.join(unknown)}")
     if num_nodes > 1 and haproxy.replica_host == "127.0.0.1":
         raise ProxyUnavailable(
             f"Ray has {num_nodes} nodes, and ingress replicas listen on 127.0.0.1, where other nodes do not reach them "
@@ -143,14 +152,14 @@ def plan_door(config: ClusterConfig, num_nodes: int = 1) -> DoorPlan:
         raise ProxyUnavailable(f"the path of its sockets would be too long in {folder}; TMPDIR can name another place")
     return DoorPlan(
         folder,
-        haproxy.stats_port or _free_port(_FIRST_STATS_PORT),
-        haproxy.metrics_port or _free_port(_FIRST_METRICS_PORT),
+        haproxy.stats_port,
+        haproxy.metrics_port,
         haproxy.fallback_port or _free_port(_FIRST_FALLBACK_PORT),
         _replica_ports(haproxy),
     )
 
 
-def _check_haproxy_runs() -> None:
+def check_haproxy_runs() -> None:
     """Raise ProxyUnavailable, with the reason, when there is no HAProxy or it does not run here."""
     binary = _binary()
     try:
@@ -167,9 +176,7 @@ def check_helper_ports(haproxy: HaproxyConfig) -> None:
     asked = {name: getattr(haproxy, name) for name in ("stats_port", "metrics_port", "fallback_port")}
     for name, port in asked.items():
         if port and not _is_free(port, "127.0.0.1"):
-            raise SessionError(
-                f"http.haproxy.{name}: port {port} is taken; choose another one, or none to have one found"
-            )
+            raise SessionError(f"http.haproxy.{name}: port {port} is taken; choose another one, or none")
     if haproxy.first_replica_port:
         ports = range(haproxy.first_replica_port, haproxy.first_replica_port + haproxy.num_replica_ports)
         if not any(_is_free(port, haproxy.replica_host) for port in ports):

@@ -1,6 +1,7 @@
 """The changes that Atelier makes to the HAProxy configuration that Serve writes.
 
-Serve puts HAProxy's statistics and metrics on every interface and its admin socket into everybody's hands, repeats
+Serve puts HAProxy's statistics and metrics on every interface, on ports that may be taken, and its admin socket into
+everybody's hands, repeats
 nothing that has reached a replica, answers errors in plain text, and waits for a slow request as long as it takes.
 Its replicas obey headers that are not for clients, and break on one that is no text.
 
@@ -13,22 +14,34 @@ such bound.
 from __future__ import annotations
 
 import re
+import socket
+from collections.abc import Collection
+from pathlib import Path
 from typing import Final
 
-RECEIVED: Final = "x-received-us"  # when a request came: what waits behind it in a replica is not the client's time
+from configs.http import INFERENCE_PATHS
+
+_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
+CLIENT: Final = "x-atelier-client"  # with requests under /v2: address and port of the client's own connection
+# `clock:microseconds` when a request came, and on whose clock: a replica may be on a node whose clock says otherwise.
+RECEIVED: Final = "x-received-us"
 # Kept connections to a replica that died can use up several; a request that kills replicas kills five at most.
 MAX_RETRIES: Final = 4
+UNREAD: Final = "x-atelier-unread"  # with an answer that came before the whole body
 CROWDED: Final = "x-atelier-crowded"  # with a 429 for whoever asks, not for one key: HAProxy repeats its Retry-After
 RETRY_ON: Final = "conn-failure empty-response"
 _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, where usually nobody listens
+STATISTICS: Final = "listen stats"  # HAProxy's own pages, by the heads of their sections
+METRICS: Final = "frontend prometheus"
 _CHOICE: Final = r"^( +use_backend )(\S+)( if is_\2)$"
 _SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
-_REQUEST_TIMEOUT_S: Final = 30  # for the head and the first of the body: slow clients hold nothing for longer
-_CROWDED: Final = "more requests are here than can be read; try again in %[var(txn.retry_after)] s"
+_HEAD_TIMEOUT_S: Final = 10  # for the head of a request
+_REQUEST_TIMEOUT_S: Final = 30  # for the first of the body: slow clients hold nothing for longer
+_CROWDED: Final = "server busy; try again in %[var(txn.retry_after)] s"
 
 # Headers that Serve's replicas read before the ingress does (Ray 2.60, `replica.py`). The first lets a request
 # go on whose client is gone. Bytes that are no ASCII text in the others would be a 500.
-_SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} %[date(0,us)]
+_SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} CLOCK:%[date(0,us)]
     http-request del-header x-request-disconnect-disabled
     http-request del-header ^serve[-_]multiplexed[-_]model[-_]id$ -m reg
     http-request del-header ^x[-_]session[-_]id$ -m reg
@@ -38,9 +51,15 @@ _SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} %[date(
 # Inference changes nothing, so that a request whose replica died without a word may be sent again. So may methods that
 # change nothing by definition (RFC 9110, 9.2.1). All others are not repeated, POST /admin say. A request that never
 # reached a replica is sent elsewhere in any case.
+_PATH_RULES: Final = f"""    timeout http-request {_HEAD_TIMEOUT_S}s
+    # Of the head alone: the body is waited for in the backends.
+    no option http-buffer-request
+    http-response del-header {UNREAD}
+    acl inference path_beg {" ".join(INFERENCE_PATHS)}
+    http-request set-header {CLIENT} %[src]:%[src_port] if {{ path_beg /v2 }}
+"""
 _FRONTEND_RULES: Final = r"""    acl reading method GET HEAD OPTIONS
     acl posting method POST
-    acl inference path_beg /v1/ /v2/models/
     http-request disable-l7-retry if !reading !posting
     http-request disable-l7-retry if posting !inference
     acl open_inference_protocol path_beg /v2
@@ -81,8 +100,33 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     http-response sc-set-gpt0(0) date,add(txn.told) if refused tells_all names_model
     http-response del-header {CROWDED}
 """
+# An answer to a request whose body still comes. HAProxy would pass on the rest as slowly as it comes, and count the
+# request for as long; an answer of its own ends it. Its text is kept apart: `return` empties the buffer that has it.
+_RETRY_HEADER: Final = "hdr Retry-After %[res.hdr(retry-after)] "
+_UNREAD_HEADERS: Final = {
+    **dict.fromkeys((400, 403, 404, 408, 413), ""),
+    **dict.fromkeys((429, 503), _RETRY_HEADER),
+    401: "hdr WWW-Authenticate Bearer ",
+}
+_UNREAD_RULES: Final = (
+    f"    acl unread res.hdr({UNREAD}) -m found\n    http-response wait-for-body time 1s if unread\n"
+    "    http-response set-var(txn.refusal) res.body if unread\n"
+) + "".join(
+    f"    http-response return status {status} content-type application/json {headers}lf-string %[var(txn.refusal)] "
+    f"if unread {{ status {status} }}\n"
+    for status, headers in _UNREAD_HEADERS.items()
+)
 _RETRY_TABLE_SECTION: Final = f"""backend {_RETRY_TABLE}
     stick-table type string len 128 size 4k expire 10m store gpt0
+"""
+# An address has no more than its share of the connections, whatever it does with them.
+_CONNECTIONS: Final = "connections"
+_SHARE: Final = 0.75  # of all connections, for an address where the config says no number
+_CONNECTION_RULES: Final = f"""    tcp-request connection track-sc1 src table {_CONNECTIONS}
+    tcp-request connection reject if {{ sc1_conn_cur gt MAX_PER_ADDRESS }}
+"""
+_CONNECTIONS_SECTION: Final = f"""backend {_CONNECTIONS}
+    stick-table type ipv6 size 100k expire 1m store conn_cur
 """
 _ERRORS: Final = {
     502: "the replica that had this request ended, and the request cannot be sent to another one",
@@ -96,13 +140,29 @@ _ERROR_RULES: Final = "".join(
 )
 
 
-def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
+def machine_clock() -> str:
+    """Return a name that only processes of this machine share: they have one clock, and those of others have another.
+
+    It is the id of this boot on Linux, also in containers, and the host's name elsewhere.
+    """
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return re.sub(r"[^0-9A-Za-z.-]", "-", socket.gethostname())
+
+
+def rewrite_config(
+    text: str, host: str, port: int, max_requests: int, max_per_address: int, pages: Collection[str] = ()
+) -> str:
     """Return Serve's configuration with the frontend on `host` and `port`, and with all rules of this module.
 
-    `max_requests` for inference are passed on to a replica at once.
+    `max_requests` for inference are passed on to a replica at once; an address has `max_per_address` connections. Of
+    HAProxy's own pages, `STATISTICS` and `METRICS`, those in `pages` listen, on loopback.
 
     Raises ValueError when a line that has to change is not there, as may be with another version of Ray.
     """
+    connection_rules = _CONNECTION_RULES.replace("MAX_PER_ADDRESS", str(max_per_address))
+    header_rules = _SERVE_HEADER_RULES.replace("CLOCK", machine_clock())
     public = "*" if host == "0.0.0.0" else f"[{host}]" if ":" in host else host  # noqa: S104  # asked for
     changes = {
         "metrics": (r"^( +bind ):(\d+)\n", r"\g<1>127.0.0.1:\2\n"),
@@ -111,7 +171,8 @@ def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
         "frontend": (
             r"^(frontend http_frontend\n +bind ).*\n",
             # A socket for each thread: one would drop what comes beyond the kernel's 4,096 connections, probes as well.
-            rf"\g<1>{public}:{port} shards by-thread\n" + _literal(_SERVE_HEADER_RULES + _FRONTEND_RULES),
+            rf"\g<1>{public}:{port} shards by-thread\n"
+            + _literal(connection_rules + header_rules + _PATH_RULES + _FRONTEND_RULES),
         ),
         "defaults": (r"^defaults\n", "defaults\n" + _literal(_DEFAULT_RULES)),
         "errors": (r"^(?: +errorfile 50[234] .*\n)+", _literal(_ERROR_RULES)),
@@ -121,21 +182,45 @@ def rewrite_config(text: str, host: str, port: int, max_requests: int) -> str:
         if count != 1:
             raise ValueError(f"HAProxy's configuration of this Ray has {count} places for {name}, and 1 was expected")
     text = re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
-    text = re.sub(_CHOICE, r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>", text, flags=re.MULTILINE)
+    routed = set(re.findall(r"^ +acl is_(\S+) ", text, flags=re.MULTILINE))
+    choice = r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>"
+    text, count = re.subn(_CHOICE, choice, text, flags=re.MULTILINE)
+    if count != len(routed):
+        raise ValueError(
+            f"HAProxy's configuration of this Ray chooses {count} of {len(routed)} backends by their paths"
+        )
     sections = re.split(r"^(?=\S)", text, flags=re.MULTILINE)
-    return "".join(_bounded(section, max_requests) for section in sections) + _RETRY_TABLE_SECTION
+    left_out = {STATISTICS, METRICS}.difference(pages)
+    kept = (section for section in sections if section.partition("\n")[0] not in left_out)
+    return (
+        "".join(_bounded(section, routed, max_requests) for section in kept)
+        + _RETRY_TABLE_SECTION
+        + _CONNECTIONS_SECTION
+    )
 
 
-def _bounded(section: str, max_requests: int) -> str:
-    """Return the backend of an application with a bound on its requests, before it the one for all but inference."""
+def share_of_connections(max_connections: int) -> int:
+    """Return how many of all connections one address has where the config says no number: it leaves some to others."""
+    return max(1, int(max_connections * _SHARE))
+
+
+def _bounded(section: str, routed: Collection[str], max_requests: int) -> str:
+    """Return the backend of an application with a bound on its requests, before it the one for all but inference.
+
+    `routed` are the names of such backends. Raises ValueError for one whose servers are written in another form.
+    """
     name = section.partition("\n")[0].removeprefix("backend ")
     bounded, count = re.subn(_SERVER, rf"\g<0> maxconn {max_requests}", section, flags=re.MULTILINE)
     if not count:
+        if name in routed and re.search(r"^ +server ", section, flags=re.MULTILINE):
+            raise ValueError(f"HAProxy's configuration of this Ray has servers of another form in backend {name}")
         return section
     quick = re.sub(_SERVER, rf"\1 track {name}/\2\3", section, flags=re.MULTILINE)
     quick = re.sub(r"^ +(?:option httpchk|http-check|default-server) .*\n", "", quick, flags=re.MULTILINE)
     heads = f"backend {name}\n", f"backend {name}-quick\n"
-    return quick.replace(heads[0], heads[1], 1) + bounded.replace(heads[0], heads[0] + _BACKEND_RULES, 1)
+    return quick.replace(heads[0], heads[1], 1) + bounded.replace(
+        heads[0], heads[0] + _BACKEND_RULES + _UNREAD_RULES, 1
+    )
 
 
 def _literal(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -13,7 +14,7 @@ import xxhash
 
 from cluster.keeper.audit import DamageLog
 from cluster.keeper.held_extents import HeldExtents
-from cluster.keeper.records import Held, HeldOffer
+from cluster.keeper.records import HeldExtent, HeldOffer
 from cluster.ray_calls import get
 from weights.memory.pages import ByteArray
 
@@ -42,6 +43,8 @@ class Adoption:
         self._clock = clock
         self._wait_s = wait_s
         self._until_s = clock() + wait_s
+        self._counting = threading.Lock()
+        self.adopted_bytes = 0
 
     def wait_for(self, ids: Sequence[str]) -> None:
         """Wait until all of them are here, or no offer is to be expected any more."""
@@ -49,21 +52,20 @@ class Adoption:
             if self._held.wait_until_known(ids, left_s):
                 return
 
-    def take_offers(self, holder: str, offers: Sequence[HeldOffer]) -> int:
-        """Take over the offers, with their leases on the very copies of the holder. Return the bytes that are new."""
+    def take_offers(self, holder: str, offers: Sequence[HeldOffer]) -> None:
+        """Take over the offers, with their leases on the very copies of the holder."""
         self._expect_more()
-        taken_bytes = 0
         for offer in offers:
             self._expect_more()
             if self._held.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
                 continue
             view = self._sound_view(offer, holder)
             if view is None:
-                unknown = Held(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
-                self._held.set_apart(unknown, holder, offer.num_leases)
-            elif self._held.adopt(Held(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
-                taken_bytes += offer.extent.nbytes
-        return taken_bytes
+                unknown = HeldExtent(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
+                self._held.add_detached(unknown, holder, offer.num_leases)
+            elif self._held.adopt(HeldExtent(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
+                with self._counting:
+                    self.adopted_bytes += offer.extent.nbytes
 
     def _expect_more(self) -> None:
         """Give offers more time, as long as somebody may still wait: an offer that comes late has lost."""

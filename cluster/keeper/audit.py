@@ -16,13 +16,13 @@ from typing import Any, Final
 
 from xxhash import xxh3_128
 
-from cluster.keeper.records import Held, copy_name
+from cluster.keeper.records import HeldExtent, copy_name
 
 AUDIT_BYTES_PER_S: Final = 64 * 2**20
 BLOCK_BYTES: Final = 4 * 2**20
 IDLE_S: Final = 1.0
 MAX_NAMED_CORRUPT: Final = 20
-MAX_CONDEMNED: Final = 1000  # copies that are told to replicas, which ask every second
+MAX_INVALIDATED: Final = 1000  # copies that are told to replicas, which ask every second
 
 logger = logging.getLogger("atelier.keeper")
 
@@ -33,7 +33,7 @@ class DamageLog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
-        self._condemned: deque[str] = deque(maxlen=MAX_CONDEMNED)
+        self._invalidated: deque[str] = deque(maxlen=MAX_INVALIDATED)
         self.num_corrupt = 0
 
     @property
@@ -43,10 +43,10 @@ class DamageLog:
             return tuple(self._corrupt)
 
     @property
-    def condemned(self) -> tuple[str, ...]:
+    def invalidated(self) -> tuple[str, ...]:
         """The names of the copies, by `copy_name`."""
         with self._lock:
-            return tuple(self._condemned)
+            return tuple(self._invalidated)
 
     def note_damage(self, id_: str, ref: Any, where: str) -> None:
         """Log that the copy `ref` of an extent is damaged, and `where` it was found."""
@@ -54,11 +54,11 @@ class DamageLog:
         with self._lock:
             self.num_corrupt += 1
             self._corrupt.append(id_)
-            self._condemned.append(copy_name(ref))
+            self._invalidated.append(copy_name(ref))
 
 
 class Audit:
-    """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` hears of wrong checksums.
+    """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` gets wrong checksums.
 
     `ids` and `held` say what is in memory. Between two blocks nothing is kept, so that what is evicted goes at once.
     """
@@ -66,8 +66,8 @@ class Audit:
     def __init__(
         self,
         ids: Callable[[], list[str]],
-        held: Callable[[str], Held | None],
-        damaged: Callable[[Held], None],
+        held: Callable[[str], HeldExtent | None],
+        damaged: Callable[[HeldExtent], None],
         bytes_per_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 
 from cluster.keeper.records import Source
 from cluster.peers.client import FetchFailed, PeerClient
-from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read, Wait
+from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry, Fetch, FetchQueue, GiveUp, Read, Wait
 from cluster.peers.messages import Located, Question
-from cluster.peers.sources import Fetched, FromPeers
+from cluster.peers.sources import FetchOutcome, FromPeers
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
@@ -108,7 +108,7 @@ class Peers(Protocol):
         ...
 
     def locate(self, question: Question) -> Located | None:
-        """Return who has the extents, or is to read them; None when nobody can be asked."""
+        """Return who has the extents, or is to read them; None when nobody can be asked. May block for a moment."""
         ...
 
 
@@ -142,6 +142,8 @@ class ExtentLoader:
 
     A peer that fails or gives other bytes is only a detour: storage has the last word.
 
+    A node without the store's folder has what other nodes read for it: `expect` looks whether it `has_storage`.
+
     `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
     one extent while another one can be had.
     """
@@ -154,8 +156,10 @@ class ExtentLoader:
         clock: Callable[[], float] = time.monotonic,
         pause: Pause = threading.Condition.wait,
         chance: random.Random | None = None,
+        has_storage: Callable[[], bool] = lambda: True,
     ) -> None:
         self._reader = reader
+        self._has_storage = has_storage
         self._peers = peers
         self._clock = clock
         self._pause = pause
@@ -164,7 +168,9 @@ class ExtentLoader:
         self._wanted: dict[str, tuple[ExtentRef, LoadClock]] = {}
 
     def expect(self, extents: Sequence[ExtentRef], stages: LoadClock) -> None:
+        can_read = self._peers is None or self._has_storage()
         with self._changed:
+            self._queue.can_read = can_read
             self._wanted.update((extent.id, (extent, stages)) for extent in extents)
             self._queue.add_extents({extent.id: extent.nbytes for extent in extents}, self._clock())
             self._changed.notify_all()
@@ -176,10 +182,12 @@ class ExtentLoader:
         """
         while step := self._next():
             match step:
-                case Ask():
+                case AskRegistry():
                     self._ask(step.question)
                 case Read():
                     return self._read(*self._wanted[step.id], begin)
+                case GiveUp():
+                    return self._give_up(step.id)
                 case Fetch():
                     if loaded := self._fetch(*self._wanted[step.id], step.plan, begin):
                         return loaded
@@ -187,7 +195,7 @@ class ExtentLoader:
 
     def withdraw(self) -> ExtentRef | None:
         """Give up an extent that there is no thread for, and return it; None when all have been begun."""
-        with self._told():
+        with self._notifying():
             id_ = self._queue.withdraw_extent()
             return self._wanted.pop(id_)[0] if id_ else None
 
@@ -200,7 +208,7 @@ class ExtentLoader:
             gbps = max(self._queue.storage.gbps or 0.0, self._queue.best_peer_gbps if source == "peer" else 0.0)
         return 1 / (gbps * 1e9) if gbps else None
 
-    def _next(self) -> Ask | Read | Fetch | None:
+    def _next(self) -> AskRegistry | Read | Fetch | GiveUp | None:
         with self._changed:
             while self._queue.num_waiting:
                 step = self._queue.next_step(now_s := self._clock())
@@ -211,36 +219,50 @@ class ExtentLoader:
 
     def _ask(self, question: Question) -> None:
         answer: Located | None = None
+        if not question.max_claims:
+            with self._changed:
+                question = question._replace(
+                    unreadable=tuple(self._wanted[id_][0] for id_ in question.ids if id_ in self._wanted)
+                )
         try:
-            if self._peers and self._peers.client():
+            if self._peers:
                 answer = self._peers.locate(question)
         except Exception:
             logger.exception("nobody says which node has an extent")
-        with self._told():
+        with self._notifying():
             self._queue.apply_answer(question, answer, self._clock())
+
+    def _give_up(self, id_: str) -> Loaded:
+        with self._notifying():
+            extent, _ = self._wanted.pop(id_)
+            self._queue.end_read(id_, None, self._clock())
+        reason = (
+            f"this node has not the store's folder, and for {GIVE_UP_S:.0f} s no other node has given it any weights"
+        )
+        return Loaded(extent, error=StoreError(f"{extent.pack}: {reason}"))
 
     def _fetch(self, extent: ExtentRef, stages: LoadClock, plan: FromPeers, begin: Begin) -> Loaded | None:
         """Return the extent from a peer; None when no peer gave it."""
-        fetched = Fetched()
+        fetched = FetchOutcome()
         try:
             with begin(extent) as writing:
                 fetched, is_here = self._fetch_into(writing, extent, plan, stages)
                 if not is_here:
-                    with self._told():
+                    with self._notifying():
                         self._queue.end_refused_fetch(extent.id, fetched, self._clock())
                     return None
                 loaded = Loaded(extent, writing.seal(), "peer")
             stages.came_from("peer", extent.nbytes)
         except Exception as error:
             loaded = Loaded(extent, error=error)
-        with self._told():
+        with self._notifying():
             del self._wanted[extent.id]
             self._queue.end_fetch(extent.id, fetched, self._clock())
         return loaded
 
     def _fetch_into(
         self, writing: Writing, extent: ExtentRef, plan: FromPeers, stages: LoadClock
-    ) -> tuple[Fetched, bool]:
+    ) -> tuple[FetchOutcome, bool]:
         """Return what the peers did, and whether the extent is here. Raises only what making the place does."""
         client = self._peers.client() if self._peers else None
         reading = contextlib.ExitStack()
@@ -268,7 +290,7 @@ class ExtentLoader:
                 raise
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
             log("peers do not give it: %s", error)
-        return Fetched(failed=list(plan.addresses)), False
+        return FetchOutcome(failed=list(plan.addresses)), False
 
     def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
         place_s, read_s = 0.0, None
@@ -291,14 +313,14 @@ class ExtentLoader:
             stages.came_from("storage", extent.nbytes)
         except Exception as error:
             loaded = Loaded(extent, error=error)
-        with self._told():
+        with self._notifying():
             del self._wanted[extent.id]
             self._queue.end_read(extent.id, read_s, self._clock())
         return loaded
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """The queue hears of something, and then those who wait."""
+    def _notifying(self) -> Iterator[None]:
+        """Change the queue, and wake those who wait for it."""
         with self._changed:
             yield
             self._changed.notify_all()

@@ -31,7 +31,7 @@ logger = logging.getLogger("atelier.keeper")
 
 
 @dataclass(slots=True)
-class _Heard:
+class _HolderSign:
     process: psutil.Process | None
     at_s: float
 
@@ -60,28 +60,33 @@ class HolderWatch:
         self._silence_s = silence_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._heard: dict[str, _Heard] = {}
+        self._last_signs: dict[str, _HolderSign] = {}
         self._checked_s = clock()
         self._stood_still_s = 0.0
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def heard(self, holder: str, process: ProcessMark | None = None) -> None:
-        """Note a heartbeat, of `process` if that is known. The watch's thread starts with the first."""
+    def start(self) -> None:
+        """Check from now on, in a thread, until `close`."""
+        threading.Thread(target=self._run, name="holder-watch", daemon=True).start()
+
+    def on_heartbeat(self, holder: str, process: ProcessMark | None = None) -> None:
+        """Note a heartbeat, of `process` if that is known."""
         with self._lock:
-            known = self._heard.get(holder)
+            known = self._last_signs.get(holder)
             if known is None or known.process is None:
-                self._heard[holder] = _Heard(process and process.seen(), self._clock() - self._stood_still_s)
-            if self._thread is None:
-                self._checked_s = self._clock()
-                self._thread = threading.Thread(target=self._run, name="holder-watch", daemon=True)
-                self._thread.start()
+                self._last_signs[holder] = _HolderSign(process and process.seen(), self._clock() - self._stood_still_s)
+
+    def lives(self, holder: str) -> bool:
+        """Return whether the holder lives, for all that can be seen; one that never gave a sign does not."""
+        with self._lock:
+            sign = self._last_signs.get(holder)
+            return sign is not None and sign.lives(self._clock() - self._stood_still_s - self._silence_s)
 
     @property
     def num_holders(self) -> int:
-        """The number of holders that were heard and are not known to have died."""
+        """The number of holders that gave a sign and are not known to have died."""
         with self._lock:
-            return len(self._heard)
+            return len(self._last_signs)
 
     def check(self) -> None:
         """Look at every holder once, and tell of those that have died."""
@@ -90,11 +95,11 @@ class HolderWatch:
             self._stood_still_s += max(0.0, now_s - self._checked_s - MAX_PAUSE * self._interval_s)
             self._checked_s = now_s
             silent_since_s = now_s - self._stood_still_s - self._silence_s
-            dead = [holder for holder, heard in self._heard.items() if not heard.lives(silent_since_s)]
+            dead = [holder for holder, sign in self._last_signs.items() if not sign.lives(silent_since_s)]
         for holder in dead:
             logger.warning("%s has died; its leases end", holder)
             with self._lock:
-                self._heard.pop(holder, None)
+                self._last_signs.pop(holder, None)
             self._on_death(holder)
 
     def close(self) -> None:
@@ -108,34 +113,34 @@ class HolderWatch:
                 logger.exception("holders could not be checked")
 
 
-class HolderLives:
-    """The lives of holders: one that was dead and is heard of again has another life, and other leases."""
+class HolderEpochs:
+    """The epochs of holders: one that was dead and gives a sign again has another epoch, and other leases."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
-        self._lives: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def number(self, holder: str) -> int:
         """Return the number that the holder's leases have; 0 for one that is dead."""
         if holder in self._ended:
             return 0
-        if holder not in self._lives:
-            self._lives[holder] = next(self._numbers)
-        return self._lives[holder]
+        if holder not in self._epochs:
+            self._epochs[holder] = next(self._numbers)
+        return self._epochs[holder]
 
-    def is_of(self, life: int, holder: str) -> bool:
-        """Return whether leases of that life are those that `holder` has now."""
-        return self._lives.get(holder) == life
+    def is_of(self, epoch: int, holder: str) -> bool:
+        """Return whether leases of that epoch are those that `holder` has now."""
+        return self._epochs.get(holder) == epoch
 
-    def revive(self, holder: str) -> int:
-        """Note that the holder was heard of, and return its life."""
+    def renew(self, holder: str) -> int:
+        """Note a sign of the holder, and return its epoch."""
         self._ended.pop(holder, None)
         return self.number(holder)
 
-    def end_life(self, holder: str) -> None:
-        """Count the holder as dead until it is heard of again."""
-        self._lives.pop(holder, None)
+    def expire(self, holder: str) -> None:
+        """Count the holder as dead until it gives a sign again."""
+        self._epochs.pop(holder, None)
         self._ended[holder] = None
         if len(self._ended) > MAX_ENDED:
             self._ended.popitem(last=False)

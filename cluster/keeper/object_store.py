@@ -74,7 +74,7 @@ class ObjectStore:
     """
 
     def __init__(self, node_id: str, environ: Mapping[str, str] = os.environ) -> None:
-        self.capacity_bytes = capacity_bytes(node_id)
+        self.capacity_bytes = _capacity_bytes(node_id)
         self._touched_bytes = self.capacity_bytes if environ.get(PREALLOCATE) in ("1", "true") else 0
         # A store that is not in shared memory by its own configuration is slow, but it is what there is.
         probe = ray.get(ray.put(np.zeros(PROBE_BYTES, np.uint8)))
@@ -121,7 +121,7 @@ class ObjectStore:
         return ref, view
 
 
-def capacity_bytes(node_id: str) -> int:
+def _capacity_bytes(node_id: str) -> int:
     """Return the bytes of the object store of a node; 0 when Ray does not know the node."""
     sizes = [node["Resources"].get("object_store_memory", 0) for node in ray.nodes() if node["NodeID"] == node_id]
     return int(sizes[0]) if sizes else 0

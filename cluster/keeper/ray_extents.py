@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import ray
 
-from cluster.keeper.records import Acquired, Greeting, HeldOffer, Recall, RecallAnswer, copy_name
+from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer, copy_name
 from cluster.processes import ProcessMark
 from cluster.ray_calls import get
 from weights.manifest import ExtentRef
@@ -54,7 +54,7 @@ class RayExtents:
 
     A keeper that dies is restarted by Ray, empty. It gets back what this replica has mapped, which is why the replica
     keeps that, and calls that were under way are made again. So does one that lives and took this replica for dead: its
-    leases have ended, and have another generation from then on. `on_damage` hears, from another thread, the ids of
+    leases have ended, and have another generation from then on. `on_damage` gets, from another thread, the ids of
     extents of which this replica was given a copy that was written to since: what was made of it computes with wrong
     weights. The next `fetch` gets a fresh copy. `connect` gives the handle of the keeper that took the place of one
     that is gone for good; it blocks, and may raise.
@@ -106,7 +106,7 @@ class RayExtents:
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             # All of them, mapped or not: whoever waits for some of what it needs must not hold the rest.
-            acquired: Acquired = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
+            acquired: LeasedRefs = self._ask(lambda: self._keeper.acquire.remote(list(extents), self._holder))
             self._note_given(acquired.refs)
             try:
                 self._meet(acquired.generation)
@@ -162,7 +162,7 @@ class RayExtents:
                 self._heart.start()
             if self._ear is None and self._on_recall:
                 self._ear = threading.Thread(
-                    target=_hear_recalls, args=(weakref.ref(self), self._closed), name="keeper-recalls", daemon=True
+                    target=_follow_recalls, args=(weakref.ref(self), self._closed), name="keeper-recalls", daemon=True
                 )
                 self._ear.start()
 
@@ -183,13 +183,13 @@ class RayExtents:
             return  # not back yet
         if not greeting.wanted_bytes:
             self._called.clear()  # what was called back is not needed any more
-        if damaged := self._take_given(greeting.condemned):
+        if damaged := self._take_given(greeting.invalidated):
             logger.error("%s was given extents that were written to since: %s", self._holder, ", ".join(damaged))
             self._let_damaged_go(damaged)
             if self._on_damage:
                 self._on_damage(damaged)
 
-    def hear_recall(self, recall: Recall) -> RecallAnswer:
+    def handle_recall(self, recall: Recall) -> RecallAnswer:
         """Give back what the keeper wants and nobody uses. Returns the answer."""
         with self._lock:
             self._called.update(id_ for id_ in recall.ids if id_ in self._mapped)
@@ -205,13 +205,12 @@ class RayExtents:
             del self._answering.given_back
         with self._lock:
             surplus = [id_ for mapped in map(self._mapped.get, recall.ids) if mapped for id_ in self._surplus(mapped)]
-            kept = tuple(id_ for id_ in recall.ids if id_ in self._mapped)
             now = self._generation
         if now == generation:
             given_back += surplus
         else:  # the keeper was restarted meanwhile
             self._send_release(surplus, now)
-        return RecallAnswer(kept, tuple(given_back), generation)
+        return RecallAnswer(tuple(given_back), generation)
 
     def wait_for_recall(self, answer: RecallAnswer | None) -> Any:
         """Return the object reference of the next recall; `answer` is to the one before."""
@@ -265,7 +264,7 @@ class RayExtents:
         with self._lock:
             return [self._given.pop(copy) for copy in copies if copy in self._given]
 
-    def _keep(self, extents: Sequence[ExtentRef], acquired: Acquired, found: Mapping[str, ByteArray]) -> bool:
+    def _keep(self, extents: Sequence[ExtentRef], acquired: LeasedRefs, found: Mapping[str, ByteArray]) -> bool:
         """False when the keeper that gave the leases was replaced since: they are gone with it."""
         with self._lock:
             if self._generation != acquired.generation:
@@ -297,21 +296,21 @@ class RayExtents:
                 self.beat()  # what is here first, so that it is not read again
 
     def _meet(self, generation: str) -> None:
-        """Make sure that the keeper's present life knows what this replica has leased.
+        """Make sure that the keeper that runs now knows what this replica has leased.
 
-        Leases are only ever recorded for the life that is known here, so what is offered is of lives before.
+        Leases are only ever recorded for the epoch that is known here, so what is offered is of epochs before.
         """
         if generation == self._generation:
             return
         with self._meeting:
-            # Asked again: `generation` may be of an answer that comes late, from a life before the one known here.
+            # Asked again: `generation` may be of an answer that comes late, from an epoch before the one known here.
             if self._greet(timeout_s=None).generation == self._generation:
                 return
             with self._lock:
-                self._generation = ""  # an answer of the life before that comes now is not recorded any more
+                self._generation = ""  # an answer of the epoch before that comes now is not recorded any more
                 offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
                 offers = [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
-            # It may be yet another life that answers.
+            # It may be yet another one that answers.
             generation = get(self._keeper.adopt.remote(self._holder, offers))
             with self._lock:
                 self._generation = generation
@@ -353,7 +352,7 @@ def _beat_on(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
         del extents
 
 
-def _hear_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
+def _follow_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> None:
     """Answer what the keeper wants back, in a thread that no request stands before."""
     answer: RecallAnswer | None = None
     while not closed.is_set():
@@ -368,10 +367,10 @@ def _hear_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> No
         except ray.exceptions.RayActorError:  # it is being restarted; the next heartbeat finds the one after it
             closed.wait(RETRY_PAUSE_S)
         except Exception as error:  # the process is ending, or Ray is
-            logger.debug("not heard what the keeper calls back: %s", error)
+            logger.debug("the recalls of the keeper could not be fetched: %s", error)
             closed.wait(RETRY_PAUSE_S)
 
 
 def _answer(found: weakref.ref[RayExtents], recall: Recall) -> RecallAnswer | None:
     extents = found()
-    return extents.hear_recall(recall) if extents and recall.ids else None
+    return extents.handle_recall(recall) if extents and recall.ids else None

@@ -2,19 +2,21 @@
 
 A replica keeps what it has mapped under a lease that the node may call back. It asks for recalls by a long poll in a
 thread of its own, and answers one with the next poll: nothing is sent while nobody needs room, and no request of the
-replica stands before the answer.
+replica stands before the answer. What it does not give back it keeps, whatever it says: nothing is asked for again at
+once, or the two would go on asking and answering for as long as an extent is on its way.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.keeper.records import Held, Recall, RecallAnswer
+from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
 from weights.residency.admission import Admission, Ticket
-from weights.residency.entries import Book
-from weights.residency.leases import Entry
+from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.room_plan import plan_room
 
 # An answer takes a few milliseconds. A replica that is just collecting garbage, or importing, stops for 300.
 ANSWER_WITHIN_S: Final = 0.5
@@ -23,31 +25,36 @@ URGE_AFTER_S: Final = 0.3  # so long new requests may use what is in use already
 
 
 @dataclass(eq=False)
-class _Line:
-    """The questions to one holder, not delivered yet or not answered, and how long it has been silent."""
+class _PendingRecalls:
+    """The questions to one holder, not delivered yet or not answered, and how long it has been silent.
+
+    Once it `is_timed_out`, nobody waits for its answer, which may still come.
+    """
 
     wake: Callable[[], None]
     number: int = 0
     wanted: dict[str, bool] = field(default_factory=dict)  # by id: overdue
     asked: set[str] = field(default_factory=set)
     silent_s: float = 0.0
+    is_timed_out: bool = False
 
     @property
     def is_due(self) -> bool:
-        return bool(self.wanted or self.asked)
+        return bool(self.wanted or self.asked) and not self.is_timed_out
 
 
 class Recalls:
-    """The leases of a book that may be called back for its queue, and the lines to their holders. Not thread-safe."""
+    """The leases of a table that may be called back for its queue, and the lines to their holders. Not thread-safe."""
 
-    def __init__(self, book: Book[Held], queue: Admission[Held], clock: Callable[[], float]) -> None:
+    def __init__(self, table: EntryTable[HeldExtent], queue: Admission[HeldExtent], clock: Callable[[], float]) -> None:
         self.num_recalled = 0
-        self._book = book
+        self._table = table
         self._queue = queue
-        self._first: Ticket[Held] | None = None  # for whom holders were asked
+        self._first: Ticket[HeldExtent] | None = None  # for whom holders were asked
         self._clock = clock
-        self._lines: dict[str, _Line] = {}
-        self._declined: set[tuple[Entry[Held], str]] = set()  # what a holder was asked for while it used it
+        self._lines: dict[str, _PendingRecalls] = {}
+        self._declined: set[tuple[Entry[HeldExtent], str]] = set()  # what a holder was asked for and has kept
+        self._coming: Counter[tuple[Entry[HeldExtent], str]] = Counter()  # leases that the holder does not know of yet
         self._checked_s = self._urged_s = clock()
 
     def __contains__(self, holder: object) -> bool:
@@ -62,33 +69,36 @@ class Recalls:
     def serve_queue(self) -> None:
         """Let those go on who can. What holders declined to give to the first, they are asked for again by the next."""
         self._queue.serve()
-        while self._queue.first is not self._first:
-            self._first = self._queue.first
+        while (first := self._queue.waiting[0] if self._queue.waiting else None) is not self._first:
+            self._first = first
             self.forget_declined()
             self._queue.serve()
 
-    def is_pending_for(self, ticket: Ticket[Held]) -> bool:
+    def is_pending_for(self, ticket: Ticket[HeldExtent]) -> bool:
         """Return whether room is called back for it, so that it is to look again soon. Asks again for what is overdue.
 
         What a holder declined to give is overdue when nothing else can make the room.
         """
-        if self._queue.first is not ticket:
+        if self._queue.waiting[0] is not ticket:
             return False
-        plan = self._book.plan_room(ticket.wanted)
+        plan = plan_room(self._table, ticket.wanted)
         if plan.missing_bytes:
             self._urge(ticket)
         return bool(plan.recall or self._declined) or self.is_waiting
 
     def open_poll(self, holder: str, wake: Callable[[], None], answer: RecallAnswer | None) -> int:
-        """Return the number of this poll, which ends the one before. `wake` is called when there is something to hear.
+        """Return the number of this poll, which ends the one before. `wake` is called when there is a recall.
 
         `answer` is to the recall before. From the first poll on, the holder's leases may be called back.
         """
         if holder not in self._lines:
-            self._lines[holder] = _Line(wake)
-            for entry in (*self._book.entries.values(), *self._book.apart):
-                self._make_callable(entry, holder)
+            self._lines[holder] = _PendingRecalls(wake)
+            for entry in (*self._table.entries.values(), *self._table.detached):
+                self._mark_recallable(entry, holder)
         line = self._lines[holder]
+        if line.is_timed_out:
+            line.is_timed_out = False
+            self.forget_declined(holder)
         self._take_answer(holder, line.asked, answer)
         line.asked, line.silent_s = set(), 0.0
         line.number += 1
@@ -110,10 +120,24 @@ class Recalls:
         line.asked, line.wanted = set(line.wanted), {}
         return recall
 
-    def lend(self, entry: Entry[Held], holder: str) -> None:
+    def expect_lease(self, entry: Entry[HeldExtent], holder: str) -> None:
+        """Let a lease not be called back before it is `settled`: the holder could not give it back."""
+        self._coming[entry, holder] += 1
+
+    def settle_lease(self, entry: Entry[HeldExtent], holder: str) -> None:
+        """Let a lease be called back that was expected."""
+        self._coming[entry, holder] -= 1
+        if not self._coming[entry, holder]:
+            del self._coming[entry, holder]
+        self.make_recallable(entry, holder)
+
+    def make_recallable(self, entry: Entry[HeldExtent], holder: str) -> None:
         """Let the holder's leases on the entry be called back, if it answers and has not said that it uses it."""
-        if holder in self._lines and (entry, holder) not in self._declined:
-            self._make_callable(entry, holder)
+        line = self._lines.get(holder)
+        if line and line.is_timed_out:
+            self._declined.add((entry, holder))
+        elif line and (entry, holder) not in self._declined:
+            self._mark_recallable(entry, holder)
 
     def call(self, holder: str, ids: Iterable[str], *, is_overdue: bool = False) -> None:
         """Ask the holder for extents, each once until it has answered."""
@@ -127,12 +151,13 @@ class Recalls:
         if line.wanted:
             line.wake()
 
-    def forget_declined(self) -> None:
-        """Forget who declined: somebody else asks from now on, and perhaps it is not used any more."""
-        declined, self._declined = self._declined, set()
-        for entry, holder in declined:
-            if holder in self._lines and not entry.is_gone:
-                self._make_callable(entry, holder)
+    def forget_declined(self, of: str | None = None) -> None:
+        """Forget who declined, or one: somebody else asks from now on, and perhaps it is not used any more."""
+        forgotten = {(entry, holder) for entry, holder in self._declined if of in (None, holder)}
+        self._declined -= forgotten
+        for entry, holder in forgotten:
+            if not entry.is_gone:
+                self.make_recallable(entry, holder)
 
     def end_holder(self, holder: str) -> None:
         """Forget a holder that has died; its poll ends."""
@@ -150,29 +175,41 @@ class Recalls:
             line.silent_s = line.silent_s + passed_s if line.is_due else 0.0
         return [holder for holder, line in self._lines.items() if line.silent_s > ANSWER_WITHIN_S]
 
-    def _urge(self, first: Ticket[Held]) -> None:
+    def time_out(self, holder: str) -> None:
+        """Wait for this answer no longer: until it comes the holder keeps all that it has."""
+        self._lines[holder].is_timed_out = True
+        for entry in self._table.entries.values():
+            self._decline(entry, holder)
+
+    def _urge(self, first: Ticket[HeldExtent]) -> None:
         """Ask again, now and then, for all that was declined and that the first does not want itself."""
         now_s = self._clock()
         if min(now_s - first.since_s, now_s - self._urged_s) < URGE_AFTER_S:
             return
         self._urged_s = now_s
         for entry, holder in self._declined:
-            if entry.is_current and entry.firm[holder] and entry.key not in first.wanted:
+            if entry.is_current and entry.held[holder] and entry.key not in first.wanted:
                 self.call(holder, [entry.key], is_overdue=True)
 
     def _take_answer(self, holder: str, asked: set[str], answer: RecallAnswer | None) -> None:
-        kept = asked.intersection(answer.kept) if answer else ()
         for id_ in answer.given_back if answer else ():
-            self._book.release(id_, holder)
-        for entry in filter(None, map(self._book.entries.get, asked)):
-            if entry.key in kept and entry.callable[holder]:
-                self._book.make_firm(entry, holder)  # until its lease ends, or somebody else asks
-                self._declined.add((entry, holder))
-            elif (entry, holder) not in self._declined:
-                entry.called.discard(holder)  # whatever became of the answer: it may be asked again
-        if answer:
-            self.num_recalled += len(asked.difference(answer.kept))
+            self._table.release(id_, holder)
+        for id_ in asked:
+            entry = self._table.entries.get(id_)
+            is_kept = entry is not None and (holder in entry.held or holder in entry.recallable)
+            if answer and not is_kept:
+                self.num_recalled += 1
+            elif answer and entry:
+                self._decline(entry, holder)
+            elif entry and (entry, holder) not in self._declined:
+                entry.recall_requested.discard(holder)  # the answer was lost: it may be asked again
 
-    def _make_callable(self, entry: Entry[Held], holder: str) -> None:
-        for _ in range(entry.firm[holder]):
-            self._book.make_callable(entry, holder)
+    def _decline(self, entry: Entry[HeldExtent], holder: str) -> None:
+        """Leave it to the holder until its lease ends, or somebody else asks."""
+        if holder in entry.recallable:
+            self._table.make_held(entry, holder)
+            self._declined.add((entry, holder))
+
+    def _mark_recallable(self, entry: Entry[HeldExtent], holder: str) -> None:
+        for _ in range(entry.held[holder] - self._coming[entry, holder]):
+            self._table.mark_recallable(entry, holder)

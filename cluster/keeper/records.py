@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
+from weights.residency.entry_table import Entry
 
 Source = Literal["storage", "peer", "adopted"]
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
-class Held:
+class HeldExtent:
     """An extent in memory: the reference that others get, and the view that keeps Ray from spilling it."""
 
     extent: ExtentRef
     ref: Any
     view: ByteArray
     source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Leases on `entries`, which arrive as `arrivals`. The claimant loads `to_load`, and tells `loaded` or `failed`.
+
+    `epoch` is that of the holder's leases: 0 for a dead one, which got none.
+    """
+
+    entries: tuple[Entry[HeldExtent], ...]
+    arrivals: tuple[concurrent.futures.Future[HeldExtent], ...]
+    to_load: tuple[ExtentRef, ...]
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +56,10 @@ class HeldOffer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Acquired:
+class LeasedRefs:
     """References by extent id; `report` of what this call had loaded, None when all was here or on its way.
 
-    `generation` names what gave the leases, a life of the keeper and of the holder in its books: they end with either.
+    `generation` names what gave the leases, an epoch of the keeper and one of the holder: they end with either.
     """
 
     refs: dict[str, Any]
@@ -56,13 +71,13 @@ class Acquired:
 class Greeting:
     """A keeper's answer to a replica's heartbeat. `wanted_bytes`: somebody waits for so much leased room.
 
-    Leases of another `generation` than this one have ended: what is still mapped is to be offered. `condemned` names
+    Leases of another `generation` than this one have ended: what is still mapped is to be offered. `invalidated` names
     the copies, by `copy_name`, whose bytes were lately found to be others than those of their extent.
     """
 
     generation: str
     wanted_bytes: int
-    condemned: tuple[str, ...] = ()
+    invalidated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +90,11 @@ class Recall:
 
 @dataclass(frozen=True, slots=True)
 class RecallAnswer:
-    """A replica's answer to a `Recall`: what it keeps because it is in use, and one id per lease that it gives back.
+    """A replica's answer to a `Recall`: one id per lease that it gives back; it keeps the others, or has none yet.
 
-    The leases are those of `generation`, as in `Acquired`.
+    The leases are those of `generation`, as in `LeasedRefs`.
     """
 
-    kept: tuple[str, ...]
     given_back: tuple[str, ...]
     generation: str
 
@@ -112,7 +126,8 @@ class KeeperStats:
     of the reads found a staging buffer ready. Of `leased_bytes`, `callable_bytes` come back when the node needs them,
     unless they are in use just then; `num_recalled` extents did. `corrupt` names extents whose shared bytes somebody
     changed (the last ones, `num_corrupt` in all). `object_store_bytes` is 0 when unknown. `num_holders` replicas live
-    that have asked for something, with leases or without.
+    that have asked for something, with leases or without. Without `has_storage` the node lacks the store's folder, and
+    others read for it.
     """
 
     node_id: str
@@ -143,3 +158,4 @@ class KeeperStats:
     corrupt: tuple[str, ...]
     object_store_bytes: int
     num_holders: int
+    has_storage: bool = True

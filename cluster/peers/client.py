@@ -15,7 +15,7 @@ import xxhash
 from cluster.errors import PeerUnavailable
 from cluster.peers.connections import PeerBusy, PeerConnections
 from cluster.peers.protocol import MAX_RANGE_BYTES, MAX_TRANSFERS, PeerAddress, Request, Status, check_secret
-from cluster.peers.sources import Fetched, PeerShare
+from cluster.peers.sources import FetchOutcome, PeerShare
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -30,7 +30,7 @@ MIN_GBPS: Final = 0.002  # the share that each of a few transfers gets on a slow
 class FetchFailed(PeerUnavailable):
     """No peer is left to ask and bytes are missing. `fetched` says how each peer behaved."""
 
-    def __init__(self, message: str, fetched: Fetched) -> None:
+    def __init__(self, message: str, fetched: FetchOutcome) -> None:
         super().__init__(message)
         self.fetched = fetched
 
@@ -64,7 +64,7 @@ class PeerClient:
 
     def fetch_extent(
         self, addresses: Sequence[PeerAddress], extent: ExtentRef, place: Place, *, min_gbps: float = 0.0
-    ) -> Fetched:
+    ) -> FetchOutcome:
         """Fill what `place` gives from the first peer; when it fails, the rest from the next.
 
         `place` is asked once, in this thread, when a peer has a slot for the extent: not for a peer that is busy. It
@@ -81,7 +81,7 @@ class PeerClient:
         ranges: ExtentRanges | None = None
         missing_bytes = extent.nbytes
         min_bytes_per_s = max(min_gbps, self._min_gbps) * 1e9 / self._num_connections
-        fetched = Fetched()
+        fetched = FetchOutcome()
         reasons: list[str] = []
         for address in addresses:
             if not missing_bytes:
@@ -112,11 +112,7 @@ class PeerClient:
                 fetched,
             )
         ranges = ranges or self._ranges_in(place(), extent)  # an empty extent needs no peer
-        if ranges.checksum() != extent.checksum:
-            raise ExtentCorrupt(
-                f"extent {extent.id} from {', '.join(str(share.address) for share in fetched.shares) or 'nobody'} has "
-                f"checksum {ranges.checksum()}, expected {extent.checksum}"
-            )
+        _check_sum(extent, ranges.checksum(), fetched)
         return fetched
 
     def close(self) -> None:
@@ -271,6 +267,16 @@ class _Source:
         if reply.status != Status.OK:
             raise PeerUnavailable(f"peer {self._address}: refuses {request}: {reply.status.name}")
         self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # whatever it says
+
+
+def _check_sum(extent: ExtentRef, checksum: str, fetched: FetchOutcome) -> None:
+    """Raise ExtentCorrupt when the bytes are not the manifest's."""
+    if checksum == extent.checksum:
+        return
+    peers = ", ".join(str(share.address) for share in fetched.shares) or "nobody"
+    raise ExtentCorrupt(
+        f"extent {extent.id} from {peers} has checksum {checksum}, expected {extent.checksum}", extent.id
+    )
 
 
 def _writable(out: ByteArray, extent: ExtentRef) -> memoryview:

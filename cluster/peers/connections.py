@@ -158,7 +158,7 @@ class PeerConnections:
         self._lock = threading.Lock()
         self._slots: dict[PeerAddress, threading.Semaphore] = {}
         self._idle: dict[PeerAddress, list[_PeerConnection]] = {}
-        self._lent: set[_PeerConnection] = set()
+        self._in_use: set[_PeerConnection] = set()
         self._num_failed: Counter[PeerAddress] = Counter()
         self._closed = False
 
@@ -189,7 +189,7 @@ class PeerConnections:
                 is_good = True
             finally:
                 with self._lock:
-                    self._lent.discard(connection)
+                    self._in_use.discard(connection)
                     is_kept = is_good and not self._closed
                     surplus = self._keep(address, connection) if is_kept else connection
                 if surplus:
@@ -206,7 +206,7 @@ class PeerConnections:
         """Close all connections; fetches under way raise PeerUnavailable."""
         with self._lock:
             self._closed = True
-            for connection in self._lent:  # its borrower closes it
+            for connection in self._in_use:  # its borrower closes it
                 connection.abort()
             addresses = list(self._idle)
         for address in addresses:
@@ -242,7 +242,7 @@ class PeerConnections:
         with self._lock:
             if self._closed:
                 raise PeerUnavailable("this node's client is closed")
-            self._lent.add(connection)
+            self._in_use.add(connection)
 
     def _take_idle(self, address: PeerAddress) -> _PeerConnection | None:
         while True:

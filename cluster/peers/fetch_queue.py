@@ -21,7 +21,7 @@ from cluster.peers.sources import (
     STORAGE_MARGIN,
     AllBusy,
     BandwidthEstimate,
-    Fetched,
+    FetchOutcome,
     FromPeers,
     FromStorage,
     NobodyLeft,
@@ -34,6 +34,7 @@ from cluster.peers.sources import (
 MAX_FETCHES: Final = MAX_TRANSFERS  # at once: a node that fetches no more than it serves finds a slot
 MAX_PEERS: Final = 1024  # remembered, before those without recent measurements are forgotten
 WINDOW: Final = 32  # extents in one question
+GIVE_UP_S: Final = 120.0  # without a single extent, where only others can read
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,17 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskRegistry:
     """A step: ask the registry."""
 
     question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A step: end the extent with an error. This node cannot read it, and for too long no other node has given any."""
+
+    id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +77,15 @@ class FetchQueue:
     """The queue of a node's missing extents. Not thread-safe.
 
     Each extent that `next_step` gives out must be ended by `end_fetch`, `end_refused_fetch` or `end_read`. With
-    `is_alone` there are no peers, and extents come in the order in which they were added.
+    `is_alone` there are no peers, and extents come in the order in which they were added. `can_read` is False while
+    this node has no way to storage.
     """
 
     def __init__(self, chance: random.Random, max_claims: int, *, is_alone: bool = False) -> None:
         self._chance = chance
         self._max_claims = max_claims
         self._is_alone = is_alone
+        self.can_read = True
         self._sizes: dict[str, int] = {}  # in bytes, by id
         # Each of these that is not on its way is in one of the following.
         self._unknown: dict[str, None] = {}
@@ -121,10 +131,15 @@ class FetchQueue:
                 return id_
         return None
 
-    def next_step(self, now_s: float) -> Fetch | Read | Ask | Wait:
+    def next_step(self, now_s: float) -> Fetch | Read | AskRegistry | GiveUp | Wait:
         """Return what an idle thread should do now."""
         if self._mine:
             return self._read(next(iter(self._mine)))
+        if not self.can_read and now_s - self._gained_s > GIVE_UP_S and (self._waiting or self._unknown):
+            id_ = next(iter(self._waiting or self._unknown))
+            self._move([id_], {})
+            self._started(id_, self._reading)
+            return GiveUp(id_)
         step = self._from_offers(now_s)
         if not isinstance(step, Wait) or self._is_asking:
             return step
@@ -143,19 +158,21 @@ class FetchQueue:
             id_ for id_ in question.ids if any(id_ in state for state in (self._unknown, self._waiting, self._lost))
         ]
         if answer is None:
-            self._move(asked, self._mine)
+            self._move(asked, self._mine if self.can_read else self._waiting)
             return
+        if not self.can_read:
+            self._move(asked, self._waiting)  # those that nobody has are asked for again after a pause
         self._move([id_ for id_ in asked if id_ in answer.claimed], self._mine)
         for id_, offers in answer.offers.items():
             self._move([id_], self._offered, offers)
         self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
 
-    def end_fetch(self, id_: str, fetched: Fetched, now_s: float) -> None:
+    def end_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
         """End a fetch that brought the extent."""
         self._learn(id_, fetched, now_s)
         self._gain(id_, now_s)
 
-    def end_refused_fetch(self, id_: str, fetched: Fetched, now_s: float) -> None:
+    def end_refused_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
         """End a fetch in which no peer gave the extent: it is still wanted."""
         self._learn(id_, fetched, now_s)
         self._refused_s.setdefault(id_, now_s)
@@ -164,8 +181,10 @@ class FetchQueue:
     def end_read(self, id_: str, seconds: float | None, now_s: float) -> None:
         """End a read from storage. `seconds` is None when the extent cannot be had at all."""
         num_sharing = self._ended(id_)
-        if seconds is not None:
-            self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
+        if seconds is None:
+            self._forget(id_)
+            return
+        self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
         self._gain(id_, now_s)
 
     def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
@@ -193,17 +212,19 @@ class FetchQueue:
                     self._move([id_], self._waiting)
         return Wait(until_s)
 
-    def _ask(self, now_s: float) -> Ask | None:
+    def _ask(self, now_s: float) -> AskRegistry | None:
         is_due = now_s >= self._ask_at_s
+        if not self.can_read:  # it may still come from a node that can
+            self._move(tuple(self._lost), self._waiting)
         insist = next(iter(self._lost), None)
-        if insist is None and is_due:
+        if insist is None and is_due and self.can_read:
             insist = self._starved(now_s)
         ids = itertools.islice(itertools.chain(self._unknown, self._waiting if is_due else ()), WINDOW)
         wanted = tuple(dict.fromkeys([*([insist] if insist else ()), *ids]))
         if not wanted:
             return None
         self._is_asking = True
-        return Ask(Question(wanted, self._max_claims, insist))
+        return AskRegistry(Question(wanted, self._max_claims if self.can_read else 0, insist))
 
     def _starved(self, now_s: float) -> str | None:
         """Return an extent that peers have and do not give, when nothing else arrived for too long either."""
@@ -229,7 +250,7 @@ class FetchQueue:
         measured = [gbps for record in self.peers.values() if (gbps := record.gbps(now_s)) is not None]
         return bool(measured) and self.storage.gbps > STORAGE_MARGIN * max(measured)
 
-    def _learn(self, id_: str, fetched: Fetched, now_s: float) -> None:
+    def _learn(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
         num_sharing = self._ended(id_)
         for share in fetched.shares:
             record = self.peers.get(share.address, PeerRecord())

@@ -23,6 +23,7 @@ ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0
 _FULL_REPORT_S: Final = 10.0  # a registry that lost its map has it again after this
 QUIET_S: Final = 5.0  # a registry that did not answer is not asked for this long
+OPEN_WITHIN_S: Final = 5.0  # what is wanted before, such as models to preload, waits: others may be reading it
 
 logger = logging.getLogger("atelier.peers")
 
@@ -56,8 +57,7 @@ class RegistryClient:
 class PeerLink:
     """A node's peer server, its peer client, and the thread that reports to the registry.
 
-    It starts with its construction; there is no server and no client until the registry has told the secret. `lookup`
-    and `resident_ids` say what is resident; they are never called from within `changed`.
+    There is no server and no client until it was started and the registry has told the secret.
     """
 
     def __init__(
@@ -65,8 +65,6 @@ class PeerLink:
         registry: RegistryClient,
         node_id: str,
         host: str,
-        lookup: Lookup,
-        resident_ids: Callable[[], list[str]],
         *,
         full_report_s: float = _FULL_REPORT_S,
         clock: Callable[[], float] = time.monotonic,
@@ -74,18 +72,26 @@ class PeerLink:
         self._registry = registry
         self._node_id = node_id
         self._host = host
-        self._lookup = lookup
-        self._resident_ids = resident_ids
         self._full_report_s = full_report_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._news: dict[str, bool] = {}  # changes to report: by id, is it resident now
+        self._changes: dict[str, bool] = {}  # changes to report: by id, is it resident now
         self._claimed: set[str] = set()  # this node reads them from storage, for all
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._ends: tuple[PeerServer, PeerClient] | None = None
-        self._quiet_until_s = self._full_since_s = self._renewed_s = -float("inf")
-        self._thread = threading.Thread(target=self._report_until_closed, name="peer-link", daemon=True)
+        self._opened = threading.Event()
+        self._open_by_s = -float("inf")
+        self._quiet_until_s = -float("inf")
+        self._full_since_s = -float("inf")
+        self._renewed_s = -float("inf")
+        self._thread: threading.Thread | None = None
+
+    def start(self, lookup: Lookup, resident_ids: Callable[[], list[str]]) -> None:
+        """Serve and report what they say is resident. They are never called from within `changed`."""
+        arguments = (lookup, resident_ids)
+        self._open_by_s = self._clock() + OPEN_WITHIN_S
+        self._thread = threading.Thread(target=self._report_until_closed, args=arguments, name="peer-link", daemon=True)
         self._thread.start()
 
     @property
@@ -105,12 +111,16 @@ class PeerLink:
     def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
         """Report these changes to the registry soon. Never blocks."""
         with self._lock:
-            self._news |= dict.fromkeys(removed, False) | dict.fromkeys(added, True)
+            self._changes |= dict.fromkeys(removed, False) | dict.fromkeys(added, True)
             self._claimed.difference_update(added, removed)
         self._wake.set()
 
     def locate(self, question: Question) -> Located | None:
-        """Return the registry's answer, None when it cannot be asked. Claims are renewed until `changed` names them."""
+        """Return the registry's answer, None when it cannot be asked. Claims are renewed until `changed` names them.
+
+        Blocks while the link opens, for `OPEN_WITHIN_S` from its start at most.
+        """
+        self._opened.wait(max(self._open_by_s - self._clock(), 0.0))
         if not self._ends or self._clock() < self._quiet_until_s:
             return None
         try:
@@ -128,14 +138,16 @@ class PeerLink:
     def close(self) -> None:
         """Stop reporting, and close client and server."""
         self._closed.set()
+        self._opened.set()
         self._wake.set()
-        self._thread.join()
+        if self._thread:
+            self._thread.join()
         if self._ends:
             server, client = self._ends
             client.close()
             server.close()
 
-    def _report_until_closed(self) -> None:
+    def _report_until_closed(self, lookup: Lookup, resident_ids: Callable[[], list[str]]) -> None:
         wait_s = 0.0
         while not self._closed.is_set():
             self._wake.wait(wait_s)
@@ -143,29 +155,30 @@ class PeerLink:
             if self._closed.is_set():
                 return
             try:
-                self._ends = self._ends or self._open()
-                wait_s = RENEW_S if self._report() else self._full_report_s
+                self._ends = self._ends or self._open(lookup)
+                self._opened.set()
+                wait_s = RENEW_S if self._report(resident_ids) else self._full_report_s
             except Exception as error:
                 logger.debug("the registry does not answer: %s", error)
                 self._full_since_s = -float("inf")  # it may have lost its map: the next report is a full one
                 self._closed.wait(RETRY_S)
                 wait_s = 0.0
 
-    def _open(self) -> tuple[PeerServer, PeerClient]:
+    def _open(self, lookup: Lookup) -> tuple[PeerServer, PeerClient]:
         secret = self._registry.peer_secret()
-        return PeerServer(self._lookup, secret, host=self._host), PeerClient(secret)
+        return PeerServer(lookup, secret, host=self._host), PeerClient(secret)
 
-    def _report(self) -> bool:
+    def _report(self, resident_ids: Callable[[], list[str]]) -> bool:
         """Report what is new. Return True while there are claims, which must be renewed soon."""
         with self._lock:
-            news, self._news = self._news, {}
+            changes, self._changes = self._changes, {}
             claimed = tuple(self._claimed)
         now_s = self._clock()
         is_full = now_s - self._full_since_s >= self._full_report_s
         is_renewal = bool(claimed) and now_s - self._renewed_s >= RENEW_S
-        # Read after the news were taken: every later change is news again.
-        added = self._resident_ids() if is_full else [id_ for id_, is_here in news.items() if is_here]
-        removed = [id_ for id_, is_here in news.items() if not is_here]
+        # Read after the changes were taken: every later one is reported again.
+        added = resident_ids() if is_full else [id_ for id_, is_here in changes.items() if is_here]
+        removed = [id_ for id_, is_here in changes.items() if not is_here]
         if self._ends and (is_full or is_renewal or added or removed):
             server = self._ends[0]
             report = ResidencyReport(server.address, added, removed, is_full, server.active_transfers, claimed)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from cluster.peers.protocol import PeerAddress
+
+if TYPE_CHECKING:
+    from weights.manifest import ExtentRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +32,14 @@ class Question(NamedTuple):
     """A node's question to the registry: who has each extent?
 
     The node offers to read extents that no node has from storage, up to `max_claims` of them. `insist` is one of `ids`
-    that it wants to read although others have it, because no peer could give it.
+    that it wants to read although others have it, because no peer could give it. `unreadable` are all of them, where
+    the node cannot read storage: it gets no claims, and another node has to read what nobody holds.
     """
 
     ids: tuple[str, ...]
     max_claims: int
     insist: str | None = None
+    unreadable: tuple[ExtentRef, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

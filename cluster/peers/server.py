@@ -33,7 +33,7 @@ from cluster.peers.protocol import (
 )
 from weights.memory.pages import ByteArray
 
-__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "TransferSlots"]
+__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "ServerLimits", "TransferSlots"]
 
 # Returns all bytes of an extent as a 1-D array, or None when it is not resident. The array is referenced until the
 # range is sent, so that an eviction meanwhile does no harm. Called from many threads.
@@ -81,16 +81,33 @@ class _Connection:
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """The bounds of a peer server. At most `max_transfers` extents are sent at once; further ones are refused as BUSY.
+
+    At most `max_strangers` connections have not proved the secret, each for at most `hello_timeout_s`. A transfer that
+    asks for no range for `linger_s` is over. A connection ends after `idle_timeout_s` without a whole request, or when
+    the peer takes longer than `timeout_s` to receive a range.
+    """
+
+    max_connections: int = 256
+    max_strangers: int = MAX_STRANGERS
+    max_transfers: int = MAX_TRANSFERS
+    idle_timeout_s: float = 30.0
+    timeout_s: float = 10.0
+    hello_timeout_s: float = _HELLO_TIMEOUT_S
+    linger_s: float = LINGER_S
+
+
+_LIMITS: Final = ServerLimits()
+
+
 class PeerServer:
     """A TCP server of extents that listens from its construction until `close`, with one thread per connection.
 
-    Strangers cannot keep peers out: at most `max_strangers` connections have not proved the secret, each for at most
-    `hello_timeout_s`; one more ends the oldest of the host that has most of them. Among `max_connections` peers, a new
-    connection takes the place of the one that has been idle longest.
-
-    At most `max_transfers` extents are sent at once; further ones are refused as BUSY. A transfer that asks for no
-    range for `linger_s` is over. A connection ends after `idle_timeout_s` without a whole request, or when the peer
-    takes longer than `timeout_s` to receive a range. Raises OSError when it cannot bind to `host`.
+    Strangers cannot keep peers out: one more than `limits.max_strangers` ends the oldest of the host that has most of
+    them. Among `max_connections` peers, a new connection takes the place of the one that has been idle longest. Raises
+    OSError when it cannot bind to `host`.
     """
 
     def __init__(
@@ -100,29 +117,19 @@ class PeerServer:
         *,
         host: str,
         port: int = 0,
-        max_connections: int = 256,
-        max_strangers: int = MAX_STRANGERS,
-        max_transfers: int = MAX_TRANSFERS,
-        idle_timeout_s: float = 30.0,
-        timeout_s: float = 10.0,
-        hello_timeout_s: float = _HELLO_TIMEOUT_S,
-        linger_s: float = LINGER_S,
+        limits: ServerLimits = _LIMITS,
     ) -> None:
         self._lookup = lookup
         self._secret = check_secret(secret)
-        self._max_connections = max_connections
-        self._max_strangers = max_strangers
-        self._idle_timeout_s = idle_timeout_s
-        self._timeout_s = timeout_s
-        self._hello_timeout_s = hello_timeout_s
-        self._slots = TransferSlots(max_transfers, linger_s)
+        self._limits = limits
+        self._slots = TransferSlots(limits.max_transfers, limits.linger_s)
         self._lock = threading.Lock()
         self._open: dict[_Connection, None] = {}  # the oldest first; without those that were told to end
         self._threads: set[threading.Thread] = set()
         self._active_ranges = self._served_bytes = self._num_refused = 0
         self._closing = threading.Event()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, port), family=family, backlog=max_connections)
+        self._listener = socket.create_server((host, port), family=family, backlog=limits.max_connections)
         self.address = PeerAddress(host, self._listener.getsockname()[1])
         self._acceptor = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
         self._acceptor.start()
@@ -188,7 +195,7 @@ class PeerServer:
                     thread.start()
                     self._threads.add(thread)
                     self._open[connection] = None
-                    if len(strangers := self._strangers()) > self._max_strangers:
+                    if len(strangers := self._strangers()) > self._limits.max_strangers:
                         self._end(_most_intrusive(strangers))
                     return True
             self._num_refused += 1
@@ -198,7 +205,7 @@ class PeerServer:
         """Count the connection among the peers, if need be in place of an idle one. Return False when all are busy."""
         with self._lock:
             peers = [found for found in self._open if not found.is_stranger]
-            if len(peers) >= self._max_connections:
+            if len(peers) >= self._limits.max_connections:
                 idle_until_s = time.monotonic() - MIN_IDLE_S
                 idle = [
                     (found.idle_since_s, index)
@@ -237,9 +244,9 @@ class PeerServer:
 
     def _authenticate(self, connection: _Connection) -> bool:
         stream, nonce = connection.socket, secrets.token_bytes(NONCE_BYTES)
-        stream.settimeout(self._hello_timeout_s)
+        stream.settimeout(self._limits.hello_timeout_s)
         stream.sendall(encode_greeting(Status.OK, nonce))
-        client_nonce, proof = decode_hello(receive_frame(stream, HELLO_BYTES, self._hello_timeout_s))
+        client_nonce, proof = decode_hello(receive_frame(stream, HELLO_BYTES, self._limits.hello_timeout_s))
         if not hmac.compare_digest(proof, prove(self._secret, "client", nonce, client_nonce)):
             with self._lock:
                 self._num_refused += 1
@@ -253,10 +260,10 @@ class PeerServer:
     def _answer(self, connection: _Connection) -> None:
         stream = connection.socket
         connection.idle_since_s = time.monotonic()
-        request = decode_request(receive_frame(stream, REQUEST_BYTES, self._idle_timeout_s))
+        request = decode_request(receive_frame(stream, REQUEST_BYTES, self._limits.idle_timeout_s))
         connection.idle_since_s = None
         array = self._lookup(request.extent_id)
-        stream.settimeout(self._timeout_s)
+        stream.settimeout(self._limits.timeout_s)
         if array is None:
             self._refuse(stream, Status.UNKNOWN_EXTENT)
         elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > array.nbytes:

@@ -72,7 +72,7 @@ class PeerShare:
 
 
 @dataclass(slots=True)
-class Fetched:
+class FetchOutcome:
     """The outcome of a fetch, by peer: who gave bytes, who had no slot, and who failed or did not have the extent."""
 
     shares: list[PeerShare] = field(default_factory=list)

@@ -16,32 +16,35 @@ import functools
 import inspect
 import logging
 import secrets
-import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
 import psutil
 import ray
 
-from cluster.actor_names import NAMESPACE, cluster_key, registry_name
-from cluster.controller.overrides import Overrides
-from cluster.keeper.actor import NodeKeeper
+from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
+from cluster.ending import end_control_plane, named_everywhere
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
+from cluster.peers.messages import Located, Question
+from cluster.placement.overrides import Overrides
 from cluster.registry.directory import DirectoryChange, Entry
-from cluster.registry.importing import ImportProcess, ImportSettings
-from cluster.registry.leaving import leave_when_superseded
+from cluster.registry.extent_locations import ResidencyMap, cluster_residency
+from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
-from cluster.registry.node_keepers import NodeKeepers, alive_nodes, nodes_with_keeper
+from cluster.registry.node_keepers import NodeKeepers, alive_nodes
 from cluster.registry.registrations import OverridesFile, Registrations
-from cluster.registry.residency import ResidencyMap, cluster_residency
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
-from cluster.registry.superseding import Use, UseBook
+from cluster.registry.users import Users
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from weights.errors import FormatError
+from configs.model import ModelConfig
+from weights.errors import FormatError, SourceRefused
 from weights.formats.folder import check_inside
+from weights.processor import auto_dtype, processor_flags
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
@@ -50,6 +53,8 @@ __all__ = ["WAITING", "WATCHING", "Method", "WeightRegistry", "connect_registry"
 _NODE_POLL_S: Final = 5.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
+# The engines, on a floor above, know what can be served: found by name, and in the import process alone.
+_SERVABLE: Final = "deployments.engines.servable:why_unservable"
 # Concurrent calls of each group: a caller that watches or waits costs one coroutine, and no slot of the other calls.
 MAX_CALLS: Final = 10_000
 WATCHING: Final = "watching"
@@ -106,54 +111,63 @@ def _expose(part: str, method: Any) -> Any:
     return call_part
 
 
+class _Imports:
+    """Imports models in processes of its own: one for local checkpoints, and one for downloads.
+
+    Those never hold up the local ones, as `ServedModels` queues them.
+    """
+
+    def __init__(self, config: ClusterConfig, store: WeightStore) -> None:
+        settings = ImportSettings(
+            store=store.path,
+            options=config.store.object_storage.options(),
+            memory_bytes=int(psutil.virtual_memory().total * _IMPORT_MEMORY_SHARE),
+            # Workers of other nodes are taken to be alike.
+            auto_dtype=auto_dtype(config.worker.device, processor_flags()),
+            check=_SERVABLE,
+        )
+        self._config = config
+        self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
+
+    def import_model(self, entry: Entry) -> ModelSummary:
+        """Import the model; block until that is done. Raises what `ImportProcess.import_model` does."""
+        process = self._local if isinstance(entry.path, Path) else self._remote
+        return process.import_model(entry, _roots_of(entry, self._config))
+
+    def import_progress(self) -> list[ImportProgress]:
+        """Return how far the imports are that run."""
+        return [found for process in (self._local, self._remote) if (found := process.progress)]
+
+
 class WeightRegistry:
     """The registry actor. It is async: a call that waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
-        memory_bytes = int(psutil.virtual_memory().total * _IMPORT_MEMORY_SHARE)
-        options = config.store.object_storage.options()
-        settings = ImportSettings(store=store.path, options=options, memory_bytes=memory_bytes)
-        # One for local checkpoints, one for downloads, which never hold up the local ones; as ServedModels queues them.
-        local, remote = ImportProcess(settings), ImportProcess(settings)
-
-        allowed = tuple(root.resolve() for root in config.allowed_roots)
-
-        def roots_of(entry: Entry) -> tuple[Path, ...] | None:
-            return None if config.trusts(entry) else allowed
-
-        def check_source(entry: Entry) -> None:
-            with contextlib.suppress(FormatError):  # a missing one is reported by its import
-                if isinstance(entry.path, Path):
-                    check_inside(entry.path, roots_of(entry))
-
-        def import_model(entry: Entry) -> ModelSummary:
-            return (local if isinstance(entry.path, Path) else remote).import_model(entry, roots_of(entry))
-
-        self._uses = UseBook(time.monotonic)
         registrations = Registrations(store.path / "registrations" / config.name)
+        self._imports = _Imports(config, store)
         self._models = ServedModels(
             config.entries,
             store,
             registrations,
-            import_model,
+            self._imports.import_model,
             epoch=uuid.uuid4().hex,
-            check_source=check_source,
+            check_source=partial(_check_source, config=config),
             forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
         )
         self._keepers = NodeKeepers(
             str(store.packs),
             config.store.node_budget_bytes,
-            registry_name(config),
-            _keeper_options(config),
-            key=cluster_key(config),
+            cluster_key(config),
+            _keeper_settings(config),
             extents_of=self._models.extents,
             is_known=self._models.directory.__contains__,
-            on_replica=self._uses.note,
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret
+        self._own_node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+        self._users = Users(had_some=_is_restarted())
         self._overrides = OverridesFile(store.path / "overrides" / f"{config.name}.json")
         self._encoder_batching: BatchingConfig | None = None
         self._admission: AdmissionConfig | None = None
@@ -166,14 +180,16 @@ class WeightRegistry:
     find_model = _in_group(WAITING)(_expose("_models", ServedModels.find_model))
     list_models = _expose("_models", ServedModels.list_models)
     manifest = _expose("_models", ServedModels.manifest)
+    model_files = _expose("_models", ServedModels.model_files)
     report_attach = _expose("_models", ServedModels.report_attach)
     want = _expose("_models", ServedModels.want)
+    import_progress = _expose("_imports", _Imports.import_progress)
 
     @_in_group(WATCHING)
-    async def watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool = True) -> DirectoryChange:
-        """Return changes of the directory, as `ServedModels.watch`. Replicas that watch are why a registry stays."""
-        with self._uses.watching() if for_replica else contextlib.nullcontext():
-            return await self._models.watch(revision, epoch, timeout_s)
+    async def watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None = None) -> DirectoryChange:
+        """Return changes of the directory, as `ServedModels.watch`. The control plane stays while `replica` runs."""
+        self._users.add(replica)
+        return await self._models.watch(revision, epoch, timeout_s)
 
     @_in_group(WAITING)
     async def unregister(self, model: str, purge: bool = False) -> tuple[str, ...]:
@@ -184,21 +200,21 @@ class WeightRegistry:
 
     # nodes
 
-    keeper = _expose("_keepers", NodeKeepers.keeper)
     report_residency = _expose("_residency", ResidencyMap.report_residency)
-    locate = _expose("_residency", ResidencyMap.locate)
-    nodes_with = _expose("_residency", ResidencyMap.nodes_with)
+    follow_groups = _expose("_residency", ResidencyMap.follow_groups)
 
-    async def expect_replicas(self) -> None:
-        """Stay for replicas that have been deployed, and may take a while to come."""
-        self._uses.expect()
+    async def keeper(self, node_id: str, replica: str | None = None) -> Any:
+        """Return the keeper of a node, as `NodeKeepers.keeper`. The control plane stays while `replica` runs."""
+        self._users.add(replica)
+        return self._keepers.keeper(node_id)
 
-    async def use(self) -> Use:
-        """Return whether replicas use this control plane."""
-        return self._use()
-
-    def _use(self) -> Use:
-        return self._uses.use(is_unclear=self._keepers.has_silent)
+    async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
+        """Return who has the extents, as `ResidencyMap.locate`. What the asker cannot read, another node begins to."""
+        found = self._residency.locate(node_id, question, load)
+        known = found.offers.keys() | found.reading.keys()
+        if left := [extent for extent in question.unreadable if extent.id not in known]:
+            self._keepers.read_for_others(left, self._own_node)
+        return found
 
     async def peer_secret(self) -> bytes:
         """Return the secret by which the cluster's keepers know each other."""
@@ -280,20 +296,55 @@ class WeightRegistry:
         to_start = config.ray.address is None
         while ray.is_initialized():
             try:
-                alive = await asyncio.to_thread(alive_nodes)
-                running = alive if to_start else await asyncio.to_thread(nodes_with_keeper, cluster_key(config))
-                await self._keepers.follow(alive, running)
+                users = self._users.names  # Ray's answer may be older than who comes meanwhile
+                alive, named = await asyncio.to_thread(lambda: (alive_nodes(), named_everywhere()))
+                hosts = alive if to_start and len(alive) == 1 else keeper_nodes(cluster_key(config), named)
+                await self._keepers.follow(alive, hosts)
                 to_start = False
-                await leave_when_superseded(config, self._use)
+                self._end_after_users(config, users - set(named))
             except Exception:  # Ray's own: the next round may do better
                 logger.exception("the nodes could not be looked at")
             await asyncio.sleep(_NODE_POLL_S)
 
+    def _end_after_users(self, config: ClusterConfig, ended: Collection[str]) -> None:
+        """End the control plane, and this process, when the last of its replicas has ended.
 
-def _keeper_options(config: ClusterConfig) -> dict[str, Any]:
-    # A private Ray has one node: its keeper listens for nobody else.
-    host = "127.0.0.1" if config.ray.address is None else None
-    return {"host": host, "populate": config.ray.preallocate, "verify": config.store.verify}
+        HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
+        any more, but told by Ray that the registry has died, and starts another one.
+        """
+        if self._users.have_ended(ended) and not self._keepers.may_have_holders:
+            logger.info(
+                "the last replica of cluster %s with this config has ended: its control plane ends", config.name
+            )
+            end_control_plane(config)
+
+
+def _is_restarted() -> bool:
+    """Return whether this actor has died before, and Ray has started it again."""
+    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+
+
+def _keeper_settings(config: ClusterConfig) -> KeeperSettings:
+    return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify)
+
+
+def _check_source(entry: Entry, config: ClusterConfig) -> None:
+    """Raise SourceRefused for a source outside of the config's roots."""
+    with contextlib.suppress(FormatError):  # a missing one is reported by its import
+        roots = _roots_of(entry, config)
+        if isinstance(entry.path, Path):
+            check_inside(entry.path, roots)
+        if isinstance(entry, ModelConfig) and isinstance(entry.like, Path):
+            check_inside(entry.like, roots)
+        if isinstance(entry, ModelConfig) and entry.vae is not None:
+            check_inside(entry.vae, roots)
+        if isinstance(entry.path, str) and not (config.trusts(entry) or config.may_download(entry.path)):
+            raise SourceRefused(f"{entry.path}: no hf:// pattern of model_roots fits it")
+
+
+def _roots_of(entry: Entry, config: ClusterConfig) -> tuple[Path, ...] | None:
+    """Return the folders that a local checkpoint must lie in, None for one that the config trusts."""
+    return None if config.trusts(entry) else tuple(root.resolve() for root in config.allowed_roots)
 
 
 def _errors(answers: Mapping[str, Any]) -> dict[str, str]:
@@ -319,6 +370,7 @@ def connect_registry(config: ClusterConfig) -> Any:
         get_if_exists=True,
         max_restarts=-1,
         num_cpus=0,
+        **config.ray.control_plane.ray_options,
     )
     # A restarted actor gets the arguments of its first start: the secret stays.
     return actor.remote(config, secrets.token_bytes(_SECRET_BYTES))

@@ -14,12 +14,35 @@ from typing import Final, Literal
 from cluster.errors import RegistrationConflict, RegistrationRefused
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from weights.feature_sizes import FeatureSizes
+from weights.formats.checkpoint import Checkpoint
+from weights.formats.learned_words import WORDS_CLASS
+from weights.formats.peft import PEFT_CLASS
 from weights.manifest import ModelKind
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
 _MAX_NAMES: Final = 30  # in one message
 
 Entry = ModelConfig | AdapterConfig
+
+
+def wanted_dtype(entry: Entry, auto_dtype: str) -> str:
+    """Return the dtype that an entry asks for, where `auto` means `auto_dtype`."""
+    return auto_dtype if entry.dtype == "auto" else entry.dtype
+
+
+def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
+    """Return why a checkpoint is not what an entry of a config takes it for; None when it is."""
+    is_adapter = checkpoint.kind in ("adapter", "controlnet")
+    if isinstance(entry, ModelConfig):
+        what = "LoRA" if checkpoint.kind == "adapter" else "ControlNet"
+        return f"{checkpoint.path}: a {what}, no model: an adapter, with its models as base" if is_adapter else None
+    if not is_adapter:
+        return f"{checkpoint.path}: a model of kind {checkpoint.kind!r}, no adapter: neither a LoRA nor a ControlNet"
+    if entry.merged_scale is not None and (
+        checkpoint.kind != "adapter" or checkpoint.class_name in (PEFT_CLASS, WORDS_CLASS)
+    ):
+        return f"{checkpoint.path}: merged_scale is for LoRAs of diffusion pipelines, which this is not"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +66,9 @@ class ModelRecord:
     entry: Entry | None = None
     features: FeatureSizes = field(default_factory=FeatureSizes)
     class_name: str = ""
-    variant: Mapping[str, bool] = field(default_factory=dict)
+    variant: Mapping[str, bool | int] = field(default_factory=dict)
     revision: int = 0
+    widened: tuple[str, ...] = ()  # as in its summary
 
     @property
     def base(self) -> tuple[str, ...]:
@@ -166,17 +190,33 @@ def check_entry(directory: Directory, entry: Entry) -> None:
     Raises RegistrationRefused naming the field, RegistrationConflict when the id is of another sort.
     """
     if isinstance(entry.path, Path) and not entry.path.is_absolute():
-        raise RegistrationRefused(f"path: {str(entry.path)!r} is relative; expected an absolute path or an s3:// URL")
+        problem = f"{str(entry.path)!r} is relative; expected an absolute path, an s3:// or an hf:// URL"
+        raise RegistrationRefused(problem, "path")
     record = directory.get(entry.id)
     if record and record.entry and type(record.entry) is not type(entry):
         is_adapter = isinstance(record.entry, AdapterConfig)
         was, now = ("an adapter", "a model") if is_adapter else ("a model", "an adapter")
-        raise RegistrationConflict(f"id: {entry.id!r} is {was} already; {now} needs another id")
+        raise RegistrationConflict(f"{entry.id!r} is {was} already; {now} needs another id", "id")
+    if isinstance(entry, ModelConfig) and entry.like is not None:
+        _check_like(directory, entry.like)
+    if isinstance(entry, ModelConfig) and entry.vae is not None and not entry.vae.is_absolute():
+        raise RegistrationRefused(f"{str(entry.vae)!r} is relative; expected an absolute path", "vae")
     if isinstance(entry, AdapterConfig):
-        models = [record.id for record in directory if not isinstance(record.entry, AdapterConfig)]
-        unknown = sorted(set(entry.base) - set(models))
+        found = {id_: directory.get(id_) for id_ in entry.base}
+        unknown = sorted(id_ for id_, base in found.items() if not base or isinstance(base.entry, AdapterConfig))
         if unknown:
-            raise RegistrationRefused(f"base: unknown {', '.join(unknown)} (models: {listed(models)})")
+            models = [record.id for record in directory if not isinstance(record.entry, AdapterConfig)]
+            raise RegistrationRefused(f"unknown {', '.join(unknown)} (models: {listed(models)})", "base")
+
+
+def _check_like(directory: Directory, like: Path | str) -> None:
+    if isinstance(like, Path):
+        if not like.is_absolute():
+            raise RegistrationRefused(f"{str(like)!r} is relative; expected an absolute path, or a model's id", "like")
+        return
+    models = [record.id for record in directory if isinstance(record.entry, ModelConfig) and not record.entry.like]
+    if like not in models:  # of those that are like another, two could wait for each other
+        raise RegistrationRefused(f"{like!r} is no pipeline with configs of its own (models: {listed(models)})", "like")
 
 
 def listed(names: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import importlib
 import os
 import resource
 import signal
@@ -27,47 +28,56 @@ from typing import Final, Self
 
 import psutil
 
-import cluster.errors
-import weights.errors
-from cluster.errors import ImportFailed
-from cluster.registry.directory import Entry
+import cluster.errors as cluster_errors
+import weights.errors as weights_errors
+from cluster.errors import ImportFailed, ModelUnservable
+from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
+from weights.base_pipeline import BasePipeline, open_base
 from weights.errors import AdapterError, WeightsError
-from weights.formats.checkpoint import check_lora_base, read_checkpoint, recognise
+from weights.externalize import cast_types, mark_settings, unpacked_types
+from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint, recognise
 from weights.formats.folder import check_inside
-from weights.formats.peft import PEFT_CLASS
-from weights.intake import PROGRAM_SUFFIXES, bring_in, origin_of
+from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
 from weights.source_mark import source_mark
 from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import localized
 from weights.store import WeightStore
 
-__all__ = ["ImportLimits", "ImportProcess", "ImportSettings", "import_checkpoint"]
+__all__ = ["ImportLimits", "ImportProcess", "ImportProgress", "ImportSettings", "import_checkpoint"]
 
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
+Check = Callable[[Checkpoint], str | None]
+
 MODULE: Final = "cluster.registry.importing"
 _STARTS: Final = 2  # a process that has gone idle may end just when it is asked
 _PR_SET_PDEATHSIG: Final = 1
 
 
 class ImportSettings(StrictModel):
-    """The store to import into, the object storage options (see `localize`), and the process's memory limit."""
+    """The store to import into, the object storage options (see `localize`), and the process's memory limit.
+
+    `auto_dtype` is what the dtype `auto` means (`weights/processor.py`). `check` is `module:function`: it returns why a
+    Checkpoint cannot be served, or None. Without one all can.
+    """
 
     store: Path
     options: dict[str, str]
     memory_bytes: int
+    auto_dtype: str = "auto"
+    check: str = ""
 
 
-class _Job(StrictModel):
+class _ImportJob(StrictModel):
     """A model to import. `roots` are the folders that a local checkpoint must lie in; None trusts it."""
 
     entry: Entry
     roots: tuple[Path, ...] | None = None
 
 
-class _Failure(StrictModel):
+class _ImportFailure(StrictModel):
     """An error as text: nothing from a process that has read hostile files is unpickled."""
 
     error: str
@@ -80,7 +90,7 @@ class _Failure(StrictModel):
 
     def error_itself(self) -> Exception:
         """Return the error itself where its class is ours or Python's and takes a text, otherwise ImportFailed."""
-        for module in (weights.errors, cluster.errors, builtins):
+        for module in (weights_errors, cluster_errors, builtins):
             class_ = getattr(module, self.error, None)
             if isinstance(class_, type) and issubclass(class_, Exception):
                 with contextlib.suppress(TypeError):
@@ -93,8 +103,18 @@ class _Report(StrictModel):
 
     begun: bool = False
     done_bytes: int | None = None
+    total_bytes: int = 0
     summary: ModelSummary | None = None
-    failure: _Failure | None = None
+    failure: _ImportFailure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportProgress:
+    """The progress of a model's import: bytes that are read, of a download or of its files."""
+
+    id: str
+    done_bytes: int
+    total_bytes: int
 
 
 def import_checkpoint(
@@ -103,13 +123,18 @@ def import_checkpoint(
     options: Mapping[str, str] = MappingProxyType({}),
     roots: Sequence[Path] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    auto_dtype: str = "auto",
+    why_unservable: Check | None = None,
 ) -> ModelSummary:
     """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
-    Raises what `weights.intake.bring_in` raises, and AdapterError for a LoRA that does not fit a base in the store.
+    Raises what `weights.intake.import_model` raises, AdapterError for a LoRA that does not fit a base in the store, and
+    ModelUnservable, before any weights are read, where `why_unservable` gives a reason.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None
-    files = SummaryFiles(store)
+    like, vae = like_of(entry, store, roots), vae_of(entry)
+    files, widened = SummaryFiles(store), tuple[str, ...]()
+    dtype = wanted_dtype(entry, auto_dtype)
     with localized(entry.path, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
         if local.path.suffix not in PROGRAM_SUFFIXES:
             origin = origin_of(local, roots)
@@ -117,16 +142,44 @@ def import_checkpoint(
             recognise(local.path)
             if isinstance(entry, AdapterConfig):
                 _check_bases(store, entry, local.path)
-            settings = {"component": component, "dtype": entry.dtype}
-            mark = source_mark(local.path, settings, roots=origin.roots, etags=origin.etags)
+            mark = source_mark(
+                local.path, mark_settings(component, dtype, like, vae, roots), roots=origin.roots, etags=origin.etags
+            )
             if found := files.find(entry.id, mark):
                 return found
-        manifest = bring_in(
-            store, entry.id, local, component=component, dtype=entry.dtype, roots=roots, progress=progress
+            checkpoint = read_checkpoint(local.path, component=component, like=like, vae=vae)
+            if why_unservable is not None and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint)):
+                raise ModelUnservable(reason)
+            widened = cast_types(checkpoint, dtype) if entry.dtype == "auto" else ()
+            widened += unpacked_types(checkpoint)
+        elif why_unservable is not None:
+            raise ModelUnservable(f"{local.path}: a program can be stored and loaded, not served")
+        manifest = import_model(
+            store,
+            entry.id,
+            local,
+            component=component,
+            dtype=dtype,
+            like=like,
+            vae=vae,
+            roots=roots,
+            progress=progress,
         )
-    summary = summarize(manifest, store.skeleton(manifest))
+    summary = summarize(manifest, store.skeleton(manifest), widened)
     files.save(entry.id, manifest, summary)
     return summary
+
+
+def like_of(entry: Entry, store: WeightStore | None, roots: Sequence[Path] | None = None) -> BasePipeline | None:
+    """Return the pipeline that the single file of an entry is like, None for other entries. Raises WeightsError."""
+    if not isinstance(entry, ModelConfig) or entry.like is None:
+        return None
+    return open_base(entry.like, store, roots)
+
+
+def vae_of(entry: Entry) -> Path | None:
+    """Return the VAE that takes the place of an entry's own, None where none does."""
+    return entry.vae if isinstance(entry, ModelConfig) else None
 
 
 def _check_bases(store: WeightStore, entry: AdapterConfig, path: Path) -> None:
@@ -135,14 +188,15 @@ def _check_bases(store: WeightStore, entry: AdapterConfig, path: Path) -> None:
     What is not in the store yet is not looked at.
     """
     checkpoint = read_checkpoint(path)
-    if entry.merged_scale is not None and (checkpoint.kind != "adapter" or checkpoint.class_name == PEFT_CLASS):
-        raise AdapterError(f"{path}: merged_scale is for LoRAs of diffusion pipelines, which this is not")
+    if entry.merged_scale is not None and (reason := misplaced(entry, checkpoint)):
+        raise AdapterError(reason)
     for id_ in entry.base:
         try:
-            base = store.manifest(id_)
+            base = store.find_manifest(id_)
         except WeightsError:
             continue
-        check_lora_base(checkpoint, base)
+        if base:
+            check_lora_base(checkpoint, base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +215,8 @@ DEFAULT_LIMITS: Final = ImportLimits()
 
 
 @dataclass(slots=True)
-class _Progress:
-    """The last progress: its counters, when it was, and the processor time by then."""
+class _LastSign:
+    """The last sign of progress: its counters, when it was, and the processor time by then."""
 
     sign: tuple[int, ...]
     at_s: float
@@ -197,13 +251,17 @@ class ImportProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
+        self.progress: ImportProgress | None = None  # of the import that runs
 
     def import_model(self, entry: Entry, roots: tuple[Path, ...] | None = None) -> ModelSummary:
         """Import the checkpoint; block until that is done. Raises what `import_checkpoint` does, and ImportFailed."""
         with self._lock:
-            report = self._await_outcome(self._send_job(_Job(entry=entry, roots=roots)))
+            try:
+                report = self._await_outcome(self._send_job(_ImportJob(entry=entry, roots=roots)), entry.id)
+            finally:
+                self.progress = None
         if report.summary is None:
-            raise report.failure.error_itself() if report.failure else ImportFailed("its import came to nothing")
+            raise report.failure.error_itself() if report.failure else ImportFailed("its import ended without a result")
         return report.summary
 
     def close(self) -> None:
@@ -212,7 +270,7 @@ class ImportProcess:
         if process is not None:
             process.kill()
 
-    def _send_job(self, job: _Job) -> Connection:
+    def _send_job(self, job: _ImportJob) -> Connection:
         how = ""
         for _ in range(_STARTS):
             try:
@@ -224,18 +282,16 @@ class ImportProcess:
                 how = self._ended()
         raise ImportFailed(f"the import process does not start: it {how}")
 
-    def _await_outcome(self, connection: Connection) -> _Report:
+    def _await_outcome(self, connection: Connection, id_: str) -> _Report:
         """Return the last report. Raises ImportFailed when the process ended, or was killed for passing a limit."""
         assert self._process is not None
         process = psutil.Process(self._process.pid)
-        done_bytes, progress = 0, _Progress((), self._clock(), 0.0)
+        done_bytes, last = 0, _LastSign((), self._clock(), 0.0)
         try:
             while True:
                 if not connection.poll(POLL_S):
                     sign = (done_bytes, *_transferred(process))
-                    if problem := progress.limit_passed(
-                        sign, self._clock(), sum(process.cpu_times()[:2]), self._limits
-                    ):
+                    if problem := last.limit_passed(sign, self._clock(), sum(process.cpu_times()[:2]), self._limits):
                         self._process.kill()
                         self._ended()
                         raise ImportFailed(f"its import was stopped: {problem}")
@@ -243,6 +299,7 @@ class ImportProcess:
                     return report
                 else:
                     done_bytes = report.done_bytes
+                    self.progress = ImportProgress(id_, done_bytes, report.total_bytes)
         except (EOFError, OSError, psutil.NoSuchProcess):
             raise ImportFailed(f"the process that imported it {self._ended()}") from None
 
@@ -299,7 +356,7 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
 
     while connection.poll(IDLE_S):
         try:
-            job = _Job.model_validate_json(connection.recv_bytes())
+            job = _ImportJob.model_validate_json(connection.recv_bytes())
         except EOFError:
             return
         send_report(_Report(begun=True))
@@ -309,15 +366,24 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
                 job.entry,
                 settings.options,
                 job.roots,
-                lambda done_bytes, _: send_report(_Report(done_bytes=done_bytes)),
+                lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
+                settings.auto_dtype,
+                _check_named(settings.check),
             )
             answer = _Report(summary=summary)
         except MemoryError:
             text = f"to import it takes more than {settings.memory_bytes} bytes of memory"
-            answer = _Report(failure=_Failure.of(ImportFailed(text)))
+            answer = _Report(failure=_ImportFailure.of(ImportFailed(text)))
         except Exception as error:
-            answer = _Report(failure=_Failure.of(error))
+            answer = _Report(failure=_ImportFailure.of(error))
         send_report(answer)
+
+
+def _check_named(path: str) -> Check | None:
+    """Return the function `module:function`; None for no name."""
+    module, _, name = path.partition(":")
+    found: Check | None = getattr(importlib.import_module(module), name) if module else None
+    return found
 
 
 def _limit_process(memory_bytes: int, parent: int) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from pydantic import ValidationError
 
@@ -33,7 +34,8 @@ _Mark = tuple[int, int, int]
 class ModelSummary:
     """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one.
 
-    `variant` is that of `pipeline_variant`.
+    `variant` is that of `pipeline_variant`. `widened` has the types of tensors that became float32 though the config
+    asks for none (`weights/processor.py`), and what `unpacked_types` says of quantized weights that are stored plain.
     """
 
     kind: ModelKind
@@ -42,26 +44,29 @@ class ModelSummary:
     extents: tuple[str, ...]
     features: FeatureSizes
     class_name: str
-    variant: Mapping[str, bool]
+    variant: Mapping[str, bool | int]
+    widened: tuple[str, ...] = ()
 
 
-def summarize(manifest: Manifest, skeleton: Path) -> ModelSummary:
+def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ()) -> ModelSummary:
     """Return the summary of a manifest, whose skeleton folder has the model's configs."""
     return ModelSummary(
         manifest.kind,
         manifest.nbytes,
         manifest.fingerprint,
         tuple(manifest.extents),
-        feature_sizes(manifest, skeleton),
+        feature_sizes(manifest.kind, manifest.components.values(), skeleton),
         manifest.class_name or "",
         pipeline_variant(skeleton) if manifest.kind == "diffusion" else {},
+        widened,
     )
 
 
 class _SummaryFile(StrictModel):
     """A summary and what it holds for: the checkpoint's mark (`weights/source_mark.py`), the manifest file's mark, the
-    bytes needed of each pack, and the skeleton folder."""
+    bytes needed of each pack, and the skeleton folder. Only of a model that can be served: version 1 was of any."""
 
+    version: Literal[2]
     source_mark: str
     manifest: _Mark
     packs: dict[str, int]
@@ -70,7 +75,7 @@ class _SummaryFile(StrictModel):
 
 
 class SummaryFiles:
-    """The summary files of one store. They only save time: a file that is wrong in any way counts as missing."""
+    """The summary files of one store, each after its sha256. They only save time: a wrong one counts as missing."""
 
     def __init__(self, store: WeightStore) -> None:
         self._store = store
@@ -79,7 +84,10 @@ class SummaryFiles:
     def find(self, model: str, source_mark: str) -> ModelSummary | None:
         """Return the summary if the store still has all of a checkpoint with that mark. Reads one small file."""
         try:
-            found = _SummaryFile.model_validate_json(self._file(model).read_bytes())
+            digest, _, content = self._file(model).read_bytes().partition(b"\n")
+            if hashlib.sha256(content).hexdigest().encode() != digest:
+                return None
+            found = _SummaryFile.model_validate_json(content)
             is_current = (found.source_mark, found.manifest) == (source_mark, _manifest_mark(self._store, model))
             is_whole = (self._store.models / found.skeleton).is_dir() and all(
                 (self._store.packs / pack).stat().st_size >= nbytes for pack, nbytes in found.packs.items()
@@ -97,6 +105,7 @@ class SummaryFiles:
         for extent in manifest.extents.values():
             packs[extent.pack] = max(packs.get(extent.pack, 0), extent.offset + extent.nbytes)
         file = _SummaryFile(
+            version=2,
             source_mark=manifest.source_mark,
             manifest=mark,
             packs=packs,
@@ -106,8 +115,12 @@ class SummaryFiles:
         staged = self._file(model).with_name(f".{model}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._folder.mkdir(exist_ok=True)
-            staged.write_text(file.model_dump_json(), encoding="utf-8")
-            staged.replace(self._file(model))
+            try:
+                content = file.model_dump_json().encode()
+                staged.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
+                staged.replace(self._file(model))
+            finally:
+                staged.unlink(missing_ok=True)  # a part of it, when the disk is full
 
     def remove_summary(self, model: str) -> None:
         """Remove the model's summary, if there is one."""

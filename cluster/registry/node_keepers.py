@@ -13,24 +13,25 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, Final, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.actor_names import NAMESPACE, keeper_name, keeper_node
+from cluster.actor_names import NAMESPACE, keeper_name, registry_of
 from cluster.errors import KeeperFailed
-from cluster.keeper.actor import NodeKeeper, keeper_class
+from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
 from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import PeerAddress
-from cluster.registry.residency import ResidencyMap
+from cluster.registry.extent_locations import ResidencyMap
+from weights.manifest import ExtentRef
 
 ANSWER_TIMEOUT_S: Final = 10.0
-IDLE_S: Final = 600.0  # a keeper whose node has had no replica for this long ends
+IDLE_S: Final = 60.0  # a keeper whose node has had no replica for this long ends: Ray removes no node that has one
 FIRST_PAUSE_S: Final = 1.0  # before a keeper that could not start is started again; doubles each time
 LONGEST_PAUSE_S: Final = 60.0
 RELEASE_PAUSES_S: Final = (0.0, 0.05, 0.2, 0.5, 1.0)
@@ -61,29 +62,26 @@ class _Failure:
 class NodeKeepers:
     """The keepers of a cluster, by node. Lives on one event loop.
 
-    `key` is the cluster's, `options` are further arguments of a keeper. Without `budget_bytes`, each keeper takes its
+    `key` is the cluster's (`cluster_key`). Without `budget_bytes`, each keeper takes its
     share of its own node's object store. `extents_of` returns the extent ids of the served version of each model, and
     `is_known` whether there is a model of that id, served or not yet: what a keeper still pins for others ends.
-    `residency` is the map of what the keepers hold. `on_replica` is called whenever a replica is seen.
+    `residency` is the map of what the keepers hold.
     """
 
     def __init__(
         self,
         packs: str,
         budget_bytes: int | None,
-        registry: str,
-        options: Mapping[str, Any] = MappingProxyType({}),
+        key: str,
+        settings: KeeperSettings,
         clock: Callable[[], float] = time.monotonic,
         *,
-        key: str = "",
         extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
         is_known: Callable[[str], bool] = lambda model: True,
-        on_replica: Callable[[], None] = lambda: None,
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
-        self._registry = registry
-        self._options = options
+        self._settings = settings
         self._clock = clock
         self._key = key
         self._failures: dict[str, _Failure] = {}
@@ -92,8 +90,9 @@ class NodeKeepers:
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
         self._is_known = is_known
-        self._on_replica = on_replica
         self._silent: set[str] = set()  # nodes
+        self._holding: set[str] = set()  # nodes whose keeper has leased something
+        self._readers: set[str] = set()  # nodes that have the store's folder
         self._pinned: set[str] = set()  # models
         self._refreshing: dict[str, asyncio.Lock] = {}
         self.residency = ResidencyMap(clock, random.Random())
@@ -104,13 +103,12 @@ class NodeKeepers:
         Raises KeeperFailed while one that could not start may not be tried again.
         """
         self._needed_s[node_id] = self._clock()
-        self._on_replica()
         return self._begin(node_id)
 
     @property
-    def has_silent(self) -> bool:
-        """Return whether a keeper does not say that it has replicas, or none."""
-        return bool(self._silent)
+    def may_have_holders(self) -> bool:
+        """Return whether a keeper has replicas that hold leases, or does not say."""
+        return bool(self._holding or self._silent)
 
     def _begin(self, node_id: str) -> Any:
         if node_id not in self._handles:
@@ -147,6 +145,23 @@ class NodeKeepers:
         answers = await asyncio.gather(*map(self._refresh, nodes), return_exceptions=True)
         return dict(zip(nodes, answers, strict=True))
 
+    def read_for_others(self, extents: Iterable[ExtentRef], own_node: str) -> None:
+        """Let nodes that have the store's folder read these for those that lack it. Does not wait.
+
+        `own_node` is the registry's, which writes the store: it gets a keeper when no other node can read. Each extent
+        has one reader as long as readers stay the same. What a reader has no room for, it does not read.
+        """
+        readers = sorted(self._readers & self._handles.keys())
+        if not readers:
+            self.keeper(own_node)
+            readers = [own_node]
+        by_reader: dict[str, list[ExtentRef]] = {}
+        for extent in extents:
+            reader = max(readers, key=lambda node_id: zlib.crc32(f"{extent.id} {node_id}".encode()))
+            by_reader.setdefault(reader, []).append(extent)
+        for reader, found in by_reader.items():
+            self._handles[reader].prefetch.remote(found)
+
     async def drop(self, ids: Sequence[str]) -> list[str]:
         """Drop extents on every node. Return who still holds some a moment later: a release may be on its way."""
         left: list[ResidentExtent] = []
@@ -179,6 +194,8 @@ class NodeKeepers:
         logger.warning("%s; tried again in %.0f s", reason, pause_s)
         self._handles.pop(node_id, None)
         self._silent.discard(node_id)
+        self._holding.discard(node_id)
+        self._readers.discard(node_id)
         self.residency.forget(node_id)
         self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
 
@@ -187,6 +204,8 @@ class NodeKeepers:
         if keeper is not None:
             ray.kill(keeper)
         self._silent.discard(node_id)
+        self._holding.discard(node_id)
+        self._readers.discard(node_id)
         self._failures.pop(node_id, None)
         self._needed_s.pop(node_id, None)
         self._refreshing.pop(node_id, None)
@@ -202,9 +221,11 @@ class NodeKeepers:
             keeper = self._handles[node_id]
             stats, last = await keeper.stats.remote(), self._lives.get(node_id)
             self._failures.pop(node_id, None)
+            self._holding.discard(node_id)
             if stats.num_holders:
                 self._needed_s[node_id] = self._clock()
-                self._on_replica()
+                self._holding.add(node_id)
+            (self._readers.add if stats.has_storage else self._readers.discard)(node_id)
             life = _Life(stats.generation, stats.budget_bytes, last.pins if last else {})
             if last is None or last.generation != life.generation:
                 life = await self._meet(node_id, life, last, stats.address)
@@ -224,7 +245,9 @@ class NodeKeepers:
         if last is None:
             self._pinned.update(filter(self._is_known, pins))
         here = PeerAddress.parse(address) if address else None
-        report = ResidencyReport(here, [extent.id for extent in residents], is_full=True)
+        # Of a keeper that was not known, this only adds: it has told more itself meanwhile, and while nodes start, what
+        # is forgotten here is read from storage once more.
+        report = ResidencyReport(here, [extent.id for extent in residents], is_full=last is not None)
         self.residency.report_residency(node_id, report)
         return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)
 
@@ -276,19 +299,13 @@ class NodeKeepers:
             get_if_exists=True,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        registry = (self._registry, NAMESPACE)
-        return actor.remote(self._packs, self._budget_bytes, node_id, registry=registry, **self._options)
+        registry = registry_of(self._key), NAMESPACE
+        return actor.remote(self._packs, self._budget_bytes, node_id, self._settings, registry=registry)
 
 
 def alive_nodes() -> list[str]:
     """Return the ids of the nodes that are alive, by Ray."""
     return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-
-
-def nodes_with_keeper(key: str) -> list[str]:
-    """Return the nodes with a keeper of the cluster of that key, whoever started it."""
-    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    return [node_id for name in names if (node_id := keeper_node(key, name)) is not None]
 
 
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:

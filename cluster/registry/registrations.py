@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from cluster.controller.overrides import Overrides
 from cluster.errors import OverrideRefused, RegistrationRefused
+from cluster.placement.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.model import ModelId, StrictModel
 from weights.storage.durable import make_folder, move, remove_path, sync

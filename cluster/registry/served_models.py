@@ -15,10 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
+from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
+from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
+from configs.model import ModelConfig
 from weights.errors import ModelNotStored, WeightsError
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
@@ -93,7 +95,7 @@ class ServedModels:
             try:
                 await asyncio.to_thread(self._check_source, entry)
             except WeightsError as error:
-                raise RegistrationRefused(f"path: {error}") from None
+                raise RegistrationRefused(str(error), "path") from None
             await self._save(entry)
             task = self._begin(entry)
         if wait:
@@ -136,18 +138,23 @@ class ServedModels:
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of the version that is served, or of `version` (a fingerprint) when that is still known.
 
-        Raises ModelUnknown, or ModelUnavailable with the reason.
+        Raises ModelUnknown, or WeightsUnavailable with the reason.
         """
         if not version or not self._manifests.has(model, version):
             record = await self.find_model(model)
             if not record.serves:
-                raise ModelUnavailable(f"model {model!r} is unavailable: {record.error}")
+                raise WeightsUnavailable(f"model {model!r} is unavailable: {record.error}")
             version = record.fingerprint
         manifest = await self._manifests.get(model, version)
         served = self.directory.get(model)
         if served and served.fingerprint == manifest.fingerprint and model in self._extents:
             self._note_extents(model, manifest.extents)  # `weights convert` makes other extents
         return manifest
+
+    async def model_files(self, model: str, version: str) -> dict[str, bytes]:
+        """Return the files of a version that are no weights, by path. Raises what `manifest` does."""
+        manifest = await self.manifest(model, version)
+        return await asyncio.to_thread(read_files, self._store.models, manifest)
 
     async def list_models(self) -> list[ModelRecord]:
         """Return the records of all models, in the order in which they came."""
@@ -242,9 +249,13 @@ class ServedModels:
         return task
 
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
-        """Import the entry and serve it, after earlier work on its id; only the last entry of an id counts."""
-        if previous:
-            await asyncio.wait([previous])
+        """Import the entry and serve it, after earlier work on its id and the model that it is like.
+
+        Only the last entry of an id counts.
+        """
+        like = self._tasks.get(str(entry.like)) if isinstance(entry, ModelConfig) else None
+        if earlier := [task for task in (previous, like) if task]:
+            await asyncio.wait(earlier)
         if self._wanted.get(entry.id) is not entry:
             return
         try:
@@ -252,7 +263,7 @@ class ServedModels:
                 await self._keep_served_version(entry.id)
                 summary = await asyncio.to_thread(self._import_model, entry)
         except Exception as error:  # whatever it is, it fails this model alone, and those who wait for it are answered
-            summary, reason = None, str(error) or repr(error)
+            summary, problem = None, error
         if self._wanted.get(entry.id) is not entry:
             await self._leave_source(entry)
             return
@@ -262,7 +273,7 @@ class ServedModels:
             if before and before.entry:
                 await self._leave_source(before.entry)
         else:
-            await self._failed(entry, reason)
+            await self._failed(entry, problem)
 
     async def _keep_served_version(self, id_: str) -> None:
         """Cache the served manifest: requests for that version may come when the store has the next one already."""
@@ -285,6 +296,7 @@ class ServedModels:
                 features=summary.features,
                 class_name=summary.class_name,
                 variant=summary.variant,
+                widened=summary.widened,
             )
         )
 
@@ -296,7 +308,8 @@ class ServedModels:
             except (OSError, WeightsError) as error:  # the next gc removes the rest
                 logger.warning("the copy of %s could not be removed: %s", entry.path, error)
 
-    async def _failed(self, entry: Entry, reason: str) -> None:
+    async def _failed(self, entry: Entry, problem: Exception) -> None:
+        reason = str(problem) or repr(problem)
         record = self.directory.get(entry.id)
         if record and record.serves and record.entry:
             async with self._writing:
@@ -308,7 +321,9 @@ class ServedModels:
                 error = f"the version before goes on serving, the update failed: {reason}"
                 self._apply(replace(record, state="ready", error=error))
             return
-        stored = await asyncio.to_thread(self._find_stored, entry)
+        # What cannot be served from its source cannot be served from the store either.
+        is_sound = not isinstance(problem, ModelUnservable)
+        stored = await asyncio.to_thread(self._find_stored, entry) if is_sound else None
         if self._wanted.get(entry.id) is not entry:  # it was removed meanwhile, and must not come back
             await self._leave_source(entry)
         elif stored:
@@ -319,8 +334,8 @@ class ServedModels:
     def _find_stored(self, entry: Entry) -> ModelSummary | None:
         """Return what the store has of the very same checkpoint, which needs no source to be served."""
         with contextlib.suppress(Exception):
-            manifest = self._store.manifest(entry.id)
-            if manifest.source == str(entry.path) and self._store.has_packs(manifest):
+            manifest = self._store.find_manifest(entry.id)
+            if manifest and manifest.source == str(entry.path) and self._store.has_packs(manifest):
                 return summarize(manifest, self._store.skeleton(manifest))
         return None
 
@@ -329,7 +344,8 @@ class ServedModels:
             await asyncio.wait([previous])
         if id_ not in self._wanted:
             with contextlib.suppress(ModelNotStored):
-                await asyncio.to_thread(remove_model, self._store, id_)
+                if self._store.has_model(id_):  # else an error would name all models of the store
+                    await asyncio.to_thread(remove_model, self._store, id_)
             await asyncio.to_thread(SummaryFiles(self._store).remove_summary, id_)
 
     def _apply(self, record: ModelRecord) -> None:

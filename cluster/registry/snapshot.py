@@ -17,7 +17,7 @@ from cluster.registry.directory import Directory, ModelRecord
 POLL_S: Final = 30.0
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-_HEAR_S: Final = 2.0
+_CATCH_UP_S: Final = 2.0
 
 logger = logging.getLogger("atelier.snapshot")
 
@@ -29,8 +29,7 @@ class RegistrySnapshot:
     """A copy of the directory of models, and the way to the registry itself. Lives on one event loop.
 
     The copy stays as it was while the registry is gone. `connect` returns a handle of the registry, of a new one when
-    the one before is gone for good; it may block. A registry whose config was superseded stays while a snapshot
-    `of_replica` follows it.
+    the one before is gone for good; it may block. The control plane stays while the `replica` of that name runs.
     """
 
     def __init__(
@@ -38,15 +37,15 @@ class RegistrySnapshot:
         connect: Callable[[], Any],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         *,
-        of_replica: bool = True,
+        replica: str | None = None,
     ) -> None:
         self._connect = connect
-        self._of_replica = of_replica
+        self._replica = replica
         self._sleep = sleep
         self._registry: Any = None
         self._copy = Directory("")
         self._is_ready = asyncio.Event()
-        self._news = asyncio.Event()  # another one after each change
+        self._changed = asyncio.Event()  # another one after each change
         self._task: asyncio.Task[None] | None = None
         self._pausing: asyncio.Task[None] | None = None
 
@@ -58,16 +57,16 @@ class RegistrySnapshot:
 
     @property
     def records(self) -> Mapping[str, ModelRecord]:
-        """The records by id, as last heard."""
+        """The records by id, as last received."""
         return self._copy.records
 
     @property
     def revision(self) -> tuple[str, int]:
-        """The epoch and number of what was heard last: equal ones mean equal records."""
+        """The epoch and number of the last change received: equal ones mean equal records."""
         return self._copy.epoch, self._copy.revision
 
     def find_model(self, id_: str) -> ModelRecord | None:
-        """Return the model's record as last heard, None for a model that the copy does not have."""
+        """Return the model's record as last received, None for a model that the copy does not have."""
         return self._copy.get(id_)
 
     def __iter__(self) -> Iterator[ModelRecord]:
@@ -87,15 +86,15 @@ class RegistrySnapshot:
         self._end_pause()
         return answer
 
-    async def hear(self, condition: Callable[[], bool]) -> None:
+    async def catch_up(self, condition: Callable[[], bool]) -> None:
         """Wait until the copy has followed the registry so far that the condition holds, 2 s at most.
 
         Whoever was told of a change must not find the old state here.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HEAR_S):
+            async with asyncio.timeout(_CATCH_UP_S):
                 while not condition():
-                    await self._news.wait()
+                    await self._changed.wait()
 
     def notify_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> None:
         """Call a method of the registry without waiting for it; nothing happens while the registry is gone."""
@@ -123,7 +122,7 @@ class RegistrySnapshot:
             try:
                 registry = self._registry or await self._reconnect()
                 known = self._copy.revision, self._copy.epoch
-                change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._of_replica)
+                change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._replica)
             except Exception as error:  # whatever it is, the copy serves and the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
                 if isinstance(error, RayActorError):
@@ -135,5 +134,5 @@ class RegistrySnapshot:
             pause_s = FIRST_PAUSE_S
             self._copy.absorb(change)
             self._is_ready.set()
-            self._news.set()
-            self._news = asyncio.Event()
+            self._changed.set()
+            self._changed = asyncio.Event()

@@ -8,14 +8,14 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cluster.control.admission import AdmissionQueue
-from cluster.control.admission_records import ModelLoad, Placement, Started
-from cluster.control.checking import usable_state
-from cluster.control.free_starts import chances_of, waits_there
-from cluster.control.lanes import Ask
-from cluster.control.plans import Decision, SwitchPlan
-from cluster.control.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
-from cluster.control.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
+from cluster.admission.demand import Demand
+from cluster.admission.queue import AdmissionQueue
+from cluster.admission.records import ModelLoad, Placement, Started
+from cluster.placement.checking import usable_state
+from cluster.placement.on_demand import chances_of, waits_there
+from cluster.placement.plans import Decision, SwitchPlan
+from cluster.placement.state import ClusterState, Components, ModelState, WorkerState, retry_after_s
+from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World
 from configs.admission import AdmissionConfig
@@ -91,14 +91,14 @@ class Controlled:
         else:
             ticket = self._tickets[id(request)] = next(self._numbers)
             self._requests[ticket] = request
-            ask = Ask(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
-            self._queue.submit(ticket, ask, self._world.now_s)
+            demand = Demand(POOL, request.model, request.work, self._share, request.priority, "default", math.inf)
+            self._queue.submit(ticket, demand, self._world.now_s)
         self._pump()
         if not self._placement.replicas_of(POOL, request.model, self._world.now_s):
             self._tick_soon(NEWS_S)
 
     def on_worker(self, worker: WorkerInWorld) -> None:
-        """Free the places of what has ended; see what it has loaded, or that it is back."""
+        """Free the slots of what has ended; see what it has loaded, or that it is back."""
         for served in itertools.islice(self._world.served, self._num_ended, None):
             ticket = self._tickets.pop(id(served.request))
             del self._requests[ticket]
@@ -241,6 +241,7 @@ class Controlled:
             latency_s=load.latency_s,
             retry_in_s=max(0.0, self._failures.get(id_, (0, 0.0))[1] - now_s),
             slo=model.slo,
+            unstarted_s=load.unstarted_s + error_s if load.waiting else 0.0,
         )
 
     def _observed_worker(self, worker: WorkerInWorld, now_s: float, error_s: float) -> WorkerState:
@@ -249,7 +250,7 @@ class Controlled:
         if resident is None or resident.sizes != worker.resident:
             resident = self._resident[spec.id] = Components(dict(worker.resident))
         running = worker.running()
-        for request in self._unready[spec.id]:  # they have their places
+        for request in self._unready[spec.id]:  # they have their slots
             running[request.model] = running.get(request.model, 0) + 1
         seen = WorkerState(
             spec.id,
@@ -285,11 +286,11 @@ def _placement_of(state: ClusterState, plan: SwitchPlan, until_s: float) -> Plac
         )
         for id_ in state.models
     }
-    replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.free.items() if starts}
+    replicas |= {(POOL, id_): tuple(starts) for id_, starts in plan.on_demand.items() if starts}
     return Placement(
         replicas,
         until_s,
-        free={(POOL, id_): starts for id_, starts in plan.free.items() if starts},
+        on_demand={(POOL, id_): starts for id_, starts in plan.on_demand.items() if starts},
         chances=chances_of(state),
         ready={id_: worker.models for id_, worker in workers.items()},
     )

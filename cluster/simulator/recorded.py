@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from cluster.control.state import Components
+from cluster.placement.state import Components
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 
 POOL: Final = "worker"
@@ -27,7 +27,7 @@ def recorded_scenario(
     """Return the scenario of the requests that came after `began_s`.
 
     `requests` are records of `/admin/requests`, `loads` the models and `workers` the workers of `/admin/cluster`.
-    `sizes` are those of `note_sizes`. What requests cost is fitted to how long they ran in which company; of a model
+    `sizes` are those of `note_sizes`. What requests cost is fitted to how long they ran among how many; of a model
     without such a request, the queue's mean counts. `switch_s` is a measured switch; otherwise the mean of those that
     requests waited for.
     """
@@ -49,35 +49,37 @@ def recorded_scenario(
     described = [each for each in workers if "budget_bytes" in each]
     return Scenario(
         models,
-        tuple(
-            SimWorker(
-                f"w{number:03d}",
-                str(worker.get("node", "node")),
-                worker["budget_bytes"],
-                slots,
-                fixed_switch_s=fixed_s,
-                attach_bytes_per_s=1e15,  # what it takes is in the mean of all switches
-            )
-            for number, worker in enumerate(described)
-        ),
-        tuple(
-            SimRequest(
-                one["arrived_s"] - began_s,
-                one["model"],
-                one["priority"],
-                one["work"] / usual[one["model"]],
-                one["started_s"] - began_s,
-                one["ended_s"] - began_s if one["is_answered"] else None,
-            )
-            for one in kept
-        ),
+        tuple(_worker(number, worker, slots, fixed_s) for number, worker in enumerate(described)),
+        tuple(_request(one, began_s, usual[one["model"]]) for one in kept),
+    )
+
+
+def _worker(number: int, worker: Record, slots: int, fixed_s: float) -> SimWorker:
+    return SimWorker(
+        f"w{number:03d}",
+        str(worker.get("node", "node")),
+        worker["budget_bytes"],
+        slots,
+        fixed_switch_s=fixed_s,
+        attach_bytes_per_s=1e15,  # what it takes is in the mean of all switches
+    )
+
+
+def _request(one: Record, began_s: float, usual: float) -> SimRequest:
+    return SimRequest(
+        one["arrived_s"] - began_s,
+        one["model"],
+        one["priority"],
+        one["work"] / usual,
+        one["started_s"] - began_s,
+        one["ended_s"] - began_s if one["is_answered"] else None,
     )
 
 
 def _fitted_costs(requests: Sequence[Record], usual: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return the seconds of a request alone, and what each further one of its batch adds as a share of it, by model.
 
-    With the right growth, the time of each request divided by how much slower its company of each moment made it is
+    With the right growth, the time of each request divided by how much slower its batch-mates of each moment made it is
     the same for all of a model. One growth for all models is sought. Who waited for a switch says nothing.
     """
     seconds: dict[int, dict[int, float]] = {}  # by request: how long it ran in a batch of each size

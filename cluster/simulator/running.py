@@ -5,30 +5,26 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from cluster.control.switching import LATENCY_FIRST, THROUGHPUT_FIRST
+from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.simulator.controlled import Controlled
-from cluster.simulator.multiplexed import Multiplexed
 from cluster.simulator.queued import Queued
 from cluster.simulator.scenario import Scenario
-from cluster.simulator.world import Dispatcher, Served, World
+from cluster.simulator.world import Served, SimulatedDispatcher, World
 
 LOOK_S: Final = 5.0  # how often a run is looked at that may be given up
 
-PolicyName = Literal[
-    "latency-first", "throughput-first", "no-controller", "serve.multiplexed", "static", "least-loaded"
-]
-POLICIES: Final[tuple[PolicyName, ...]] = (
-    "latency-first",
-    "throughput-first",
-    "no-controller",
-    "serve.multiplexed",
-    "static",
-    "least-loaded",
-)
+Policy = Callable[[World], SimulatedDispatcher]
+POLICIES: Final[Mapping[str, Policy]] = {
+    "latency-first": lambda world: Controlled(world, LATENCY_FIRST),
+    "throughput-first": lambda world: Controlled(world, THROUGHPUT_FIRST),
+    "no-controller": lambda world: Controlled(world, is_controller_up=False),
+    "static": lambda world: Queued(world, "static"),
+    "least-loaded": lambda world: Queued(world, "least-loaded"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +62,23 @@ class RunFigures:
         }
 
 
-def simulate(scenario: Scenario, policy: PolicyName, seed: int = 0, patience: float = 4.0) -> tuple[RunFigures, World]:
+def simulate(
+    scenario: Scenario, policy: str, policies: Mapping[str, Policy] = POLICIES, patience: float = 4.0
+) -> tuple[RunFigures, World]:
     """Run a scenario under a policy until all is answered, or for `patience` times the trace's duration and 60 s."""
-    world = World(scenario, _dispatcher(scenario, policy, seed))
+    world = World(scenario, policies[policy])
     world.run(until_s=patience * scenario.duration_s + 60.0)
     return _figures_of(world, policy), world
 
 
-def keeps_promise(scenario: Scenario, policy: PolicyName, least_share: float, seed: int = 0) -> bool:
+def keeps_promise(
+    scenario: Scenario, policy: str, least_share: float, policies: Mapping[str, Policy] = POLICIES
+) -> bool:
     """Return whether this share of the requests is answered within their classes' targets.
 
     The run ends as soon as too many are late: a cluster that is much too small takes no longer than one that suffices.
     """
-    world = World(scenario, _dispatcher(scenario, policy, seed))
+    world = World(scenario, policies[policy])
     due_s = sorted(request.at_s + world.models[request.model].slo.target_s for request in scenario.requests)
     most_late = (1 - least_share) * len(due_s) + 1e-9
 
@@ -98,20 +98,6 @@ def keeps_promise(scenario: Scenario, policy: PolicyName, least_share: float, se
     world.run(until_s=due_s[-1] if due_s else 0.0)
     late = sum(one.latency_s > world.models[one.request.model].slo.target_s for one in world.served)
     return late + len(due_s) - len(world.served) <= most_late
-
-
-def _dispatcher(scenario: Scenario, policy: PolicyName, seed: int) -> Callable[[World], Dispatcher]:
-    if policy == "serve.multiplexed":
-        # The number of models that fit whichever they are: Serve counts models, not bytes.
-        largest = max((model.components.total_bytes for model in scenario.models), default=1)
-        least = min((worker.budget_bytes for worker in scenario.workers), default=1)
-        return lambda world: Multiplexed(world, max(1, least // max(largest, 1)), seed)
-    if policy == "static" or policy == "least-loaded":
-        return lambda world: Queued(world, policy)
-    if policy == "no-controller":
-        return lambda world: Controlled(world, is_controller_up=False)
-    mode = LATENCY_FIRST if policy == "latency-first" else THROUGHPUT_FIRST
-    return lambda world: Controlled(world, mode)
 
 
 def _figures_of(world: World, policy: str) -> RunFigures:

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Final, Literal
 
-from cluster.control.state import BATCH, INTERACTIVE, STANDARD, Components, SloClass
+from cluster.placement.state import BATCH, INTERACTIVE, STANDARD, Components, SloClass
 
 FAULTS: Final = ("worker_lost", "worker_back", "worker_silent", "worker_lies", "clock_jump")
 MAX_LINE: Final = 1_000_000  # characters
@@ -136,7 +136,7 @@ def read_trace(lines: Iterable[str]) -> Trace:
             else:
                 kind = "model" if isinstance(record, SimModel) else "worker"
                 if record.id in found[kind]:
-                    raise ValueError(f"{kind} {record.id!r} came before; the first counts")
+                    raise ValueError(f"{kind} {record.id!r} is repeated; the first counts")
                 found[kind][record.id] = record
         except (ValueError, TypeError, RecursionError) as error:
             problems.append(f"line {number}: {str(error) or type(error).__name__}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from cluster.simulator.running import PolicyName, keeps_promise
+from cluster.simulator.running import POLICIES, Policy, keeps_promise
 from cluster.simulator.scenario import Scenario
 
 
 def least_workers(
-    scenario_of: Callable[[int], Scenario], policy: PolicyName, least_share: float, max_workers: int, seed: int = 0
+    scenario_of: Callable[[int], Scenario],
+    policy: str,
+    least_share: float,
+    max_workers: int,
+    policies: Mapping[str, Policy] = POLICIES,
 ) -> int | None:
     """Return the least number of workers with which this share of the requests is answered within their targets.
 
@@ -18,7 +22,7 @@ def least_workers(
     """
 
     def suffices(num_workers: int) -> bool:
-        return keeps_promise(scenario_of(num_workers), policy, least_share, seed)
+        return keeps_promise(scenario_of(num_workers), policy, least_share, policies)
 
     low, high = 1, 1
     while not suffices(high):

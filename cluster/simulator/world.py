@@ -81,7 +81,7 @@ class Span:
     is_switch: bool
 
 
-class Dispatcher(Protocol):
+class SimulatedDispatcher(Protocol):
     """The one who decides: told what happens, it starts requests and loads models."""
 
     def on_request(self, request: SimRequest) -> None:
@@ -100,7 +100,7 @@ class Dispatcher(Protocol):
 class World:
     """Clock, workers and counts of a simulation."""
 
-    def __init__(self, scenario: Scenario, dispatch: Callable[[World], Dispatcher]) -> None:
+    def __init__(self, scenario: Scenario, dispatch: Callable[[World], SimulatedDispatcher]) -> None:
         self.now_s = 0.0
         self.scenario = scenario
         self.models: dict[str, SimModel] = {model.id: model for model in scenario.models}

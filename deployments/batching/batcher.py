@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from configs.batching import BatchingConfig
-from deployments.batching.policy import Batch, BatchPolicy, Part, halves
+from deployments.batching.policy import Batch, BatchPolicy, RequestPart, halves
 from deployments.batching.queue import QueuedRequest, RequestQueue
 from deployments.batching.stats import BatchingCounts, BatchingStats
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
@@ -55,7 +55,7 @@ class _Results(asyncio.Future[list[Any]]):
 
 
 @dataclass(eq=False, slots=True)
-class _Request(QueuedRequest):
+class _ItemsRequest(QueuedRequest):
     future: _Results = field(kw_only=True)
     results: list[Any] = field(default_factory=list)  # by item, where it takes several batches
     num_missing: int = 0
@@ -80,7 +80,7 @@ class Batcher(Generic[ItemT, ResultT]):
     ) -> None:
         self._run_batch = run_batch
         self._clock = clock
-        self._queue: RequestQueue[_Request] = RequestQueue(config)
+        self._queue: RequestQueue[_ItemsRequest] = RequestQueue(config)
         self._policy = BatchPolicy(self._queue)
         self._counts = BatchingCounts()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -117,7 +117,7 @@ class Batcher(Generic[ItemT, ResultT]):
             _check_request(items, costs, timeout_s)
             if items:
                 level = priority or self._queue.config.default_priority
-                self._add(_Request(items, costs, group, level, self._clock(), timeout_s, future=future))
+                self._add(_ItemsRequest(items, costs, group, level, self._clock(), timeout_s, future=future))
             else:
                 future.set_result([])
         except (InvalidRequest, QueueFull, BatcherClosed) as error:
@@ -144,7 +144,7 @@ class Batcher(Generic[ItemT, ResultT]):
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _add(self, request: _Request) -> None:
+    def _add(self, request: _ItemsRequest) -> None:
         if not self._queue.has_room(request.priority):
             self._pump()  # requests that could have started do not count as waiting
         self._policy.add_request(request, is_busy=self._num_running > 0)
@@ -178,7 +178,7 @@ class Batcher(Generic[ItemT, ResultT]):
             waited_s = now_s - request.arrived_s
             message = f"the request waited {waited_s:.3f} s for its turn, and its time was over"
             request.future.refuse(DeadlineExceeded(message, "timeout"))
-        batch: Batch[_Request] | float
+        batch: Batch[_ItemsRequest] | float
         while isinstance(batch := self._policy.next_batch(now_s, self._num_free()), Batch):
             self._start_batch(batch, now_s)
         self._set_timer(min(batch, self._queue.next_deadline_s()))
@@ -196,13 +196,13 @@ class Batcher(Generic[ItemT, ResultT]):
             # Not the pump: after a stall of the loop, requests that were due before the timer are on the way in.
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._start_soon, context=self._context)
 
-    def _take_back(self, request: _Request) -> None:
+    def _take_back(self, request: _ItemsRequest) -> None:
         self._counts.cancelled += 1
         if request.is_queued:
             self._queue.remove_request(request)
             self._start_soon()  # others may have waited behind it
 
-    def _start_batch(self, batch: Batch[_Request], now_s: float) -> None:
+    def _start_batch(self, batch: Batch[_ItemsRequest], now_s: float) -> None:
         counts = self._counts
         counts.batches += 1
         counts.batch_sizes[batch.num_items] += 1
@@ -221,7 +221,7 @@ class Batcher(Generic[ItemT, ResultT]):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard, context=self._context)
 
-    async def _work(self, batch: Batch[_Request]) -> None:
+    async def _work(self, batch: Batch[_ItemsRequest]) -> None:
         start_s = self._clock()
         try:
             error = await self._attempt(batch.parts)
@@ -242,7 +242,7 @@ class Batcher(Generic[ItemT, ResultT]):
                     self._counts.running[part.request.running_priority] -= 1
             self._start_soon()  # not now: a caller that gets its results may have the next request, and it should join
 
-    async def _retry(self, group: Hashable, parts: Sequence[Part[_Request]], error: Exception) -> None:
+    async def _retry(self, group: Hashable, parts: Sequence[RequestPart[_ItemsRequest]], error: Exception) -> None:
         """Run again: in halves what found no memory, else each alone, so that only the one to blame fails."""
         num_items = sum(map(len, parts))
         if is_out_of_memory(error) and num_items > 1:
@@ -261,7 +261,7 @@ class Batcher(Generic[ItemT, ResultT]):
                 if (again := await self._attempt(waiting)) is not None:
                     await self._retry(group, waiting, again)
 
-    async def _attempt(self, parts: Sequence[Part[_Request]]) -> Exception | None:
+    async def _attempt(self, parts: Sequence[RequestPart[_ItemsRequest]]) -> Exception | None:
         """Run them together and give their results. Return the error of a batch that failed as a whole."""
         items = [item for part in parts for item in part.request.items[part.start : part.stop]]
         start_s = self._clock()
@@ -279,7 +279,7 @@ class Batcher(Generic[ItemT, ResultT]):
             done += len(part)
         return None
 
-    def _finish_part(self, part: Part[_Request], results: list[Any]) -> None:
+    def _finish_part(self, part: RequestPart[_ItemsRequest], results: list[Any]) -> None:
         request = part.request
         error = next((result for result in results if isinstance(result, BaseException)), None)
         if error is not None:
@@ -292,7 +292,7 @@ class Batcher(Generic[ItemT, ResultT]):
             request.future.on_cancel = None
             request.future.set_result(request.results)
 
-    def _fail(self, request: _Request, error: BaseException) -> None:
+    def _fail(self, request: _ItemsRequest, error: BaseException) -> None:
         """End the request with the error; items of it that still wait are of no use any more."""
         self._queue.remove_request(request)
         if not request.future.done():

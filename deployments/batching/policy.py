@@ -37,7 +37,7 @@ MAX_GROUPS: Final = 256  # groups that are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Generic[RequestT]):
+class RequestPart(Generic[RequestT]):
     """The items `start` to `stop` of a request."""
 
     request: RequestT
@@ -53,7 +53,7 @@ class Batch(Generic[RequestT]):
     """The parts of requests that run together. `can_grow`: one more request could join, if it came."""
 
     group: Hashable
-    parts: tuple[Part[RequestT], ...]
+    parts: tuple[RequestPart[RequestT], ...]
     cost: int
     can_grow: bool
 
@@ -74,16 +74,16 @@ class Batch(Generic[RequestT]):
         return Batch(self.group, parts, sum(part.request.cost(part.start, part.stop) for part in parts), False)
 
 
-def halves(parts: Sequence[Part[RequestT]]) -> list[list[Part[RequestT]]]:
+def halves(parts: Sequence[RequestPart[RequestT]]) -> list[list[RequestPart[RequestT]]]:
     """Return two lists of half of the items each; one part may be cut in two. Takes at least two items."""
     left = sum(map(len, parts)) // 2
-    first: list[Part[RequestT]] = []
-    second: list[Part[RequestT]] = []
+    first: list[RequestPart[RequestT]] = []
+    second: list[RequestPart[RequestT]] = []
     for part in parts:
         middle = part.start + min(left, len(part))
         left -= middle - part.start
-        first += [Part(part.request, part.start, middle)] if middle > part.start else []
-        second += [Part(part.request, middle, part.stop)] if middle < part.stop else []
+        first += [RequestPart(part.request, part.start, middle)] if middle > part.start else []
+        second += [RequestPart(part.request, middle, part.stop)] if middle < part.stop else []
     return [first, second]
 
 
@@ -159,7 +159,7 @@ class BatchPolicy(Generic[RequestT]):
         for request in self.queue.of_group(lead.group) if can_grow else ():
             if request is lead:
                 continue
-            part = Part(request, request.next_item, len(request.items))
+            part = RequestPart(request, request.next_item, len(request.items))
             part_cost = request.cost(part.start, part.stop)
             can_grow = size + len(part) <= config.max_batch_size and cost + part_cost <= max_cost
             if not can_grow or not self.queue.may_start(request, taken):
@@ -207,16 +207,16 @@ def _by_batch(batch: Batch[RequestT], config: BatchingConfig, now_s: float) -> B
     return batch if not batch.can_grow or size > max(preferred) else due_s
 
 
-def _first_part(lead: RequestT, max_items: int, max_cost: float) -> Part[RequestT]:
+def _first_part(lead: RequestT, max_items: int, max_cost: float) -> RequestPart[RequestT]:
     """Return as many of its items as fit, one at least."""
     start = lead.next_item
     most = min(len(lead.items), start + max_items)
     if lead.cost(start, most) <= max_cost:
-        return Part(lead, start, most)
+        return RequestPart(lead, start, most)
     stop, cost = start + 1, lead.cost(start, start + 1)
     while (cost := cost + lead.cost(stop, stop + 1)) <= max_cost and stop < most:
         stop += 1
-    return Part(lead, start, stop)
+    return RequestPart(lead, start, stop)
 
 
 def _oldest_s(batch: Batch[RequestT]) -> float:

@@ -116,7 +116,9 @@ class RequestQueue(Generic[RequestT]):
             )
         if not self.has_room(request.priority):
             limit = self._policy(request.priority).max_queue_size
-            raise QueueFull(f"{limit} requests wait at priority {request.priority}, as many as may; try again later")
+            raise QueueFull(
+                f"queue full: {limit} requests wait at priority {request.priority}, the maximum; try again later"
+            )
         request.number = self._num_added
         self._num_added += 1
         self._insert(request)

@@ -1,7 +1,9 @@
 """llama.cpp behind pipes, in an interpreter that has llama-cpp-python and nothing of ours.
 
 Orders are JSON lines: {"do": "run", "n_prompt", "n_gen", "depth", "num_parallel"} -> {"ns"};
-{"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}; {"do": "logits", "ids"} -> {"logits"}.
+{"do": "tokens", "text"} -> {"ids"}; {"do": "greedy", "ids", "count"} -> {"ids"}; {"do": "logits", "ids"} -> {"logits"};
+{"do": "all_logits", "ids", "file"} -> {}, with (ids, vocabulary) float32 in the file;
+{"do": "quantize", "source", "target", "ftype"} -> {"failed"}.
 Usage: llama_cpp_process.py MODEL THREADS THREADS_BATCH N_CTX N_BATCH N_UBATCH.
 """
 
@@ -70,6 +72,22 @@ class _Judge:
         self.llama.eval(ids)
         return {"logits": self._logits().tolist()}
 
+    def score_all(self, ids: list[int], file: str) -> dict[str, Any]:
+        """Write the logits behind each of the tokens, computed as one prompt."""
+        self.llama._ctx.kv_cache_clear()
+        batch = internals.LlamaBatch(n_tokens=len(ids), embd=0, n_seq_max=1, verbose=False)
+        batch.set_batch(ids, n_past=0, logits_all=True)
+        self.llama._ctx.decode(batch)
+        logits = np.ctypeslib.as_array(self.llama._ctx.get_logits(), shape=(len(ids), self.llama.n_vocab()))
+        np.save(file, logits)
+        return {}
+
+    def quantize(self, source: str, target: str, ftype: int) -> dict[str, Any]:
+        """Write a file whose matrices are all of one type, as far as their rows allow."""
+        options = llama_cpp.llama_model_quantize_default_params()
+        options.ftype, options.pure = ftype, True
+        return {"failed": llama_cpp.llama_model_quantize(source.encode(), target.encode(), options)}
+
     def _logits(self) -> Any:
         return np.ctypeslib.as_array(self.llama._ctx.get_logits(), shape=(self.llama.n_vocab(),))
 
@@ -126,6 +144,10 @@ def _main() -> None:
                 answer = judge.tokenize_text(**order)
             case "logits":
                 answer = judge.score_next(**order)
+            case "all_logits":
+                answer = judge.score_all(**order)
+            case "quantize":
+                answer = judge.quantize(**order)
             case _:
                 answer = judge.run_greedy(**order)
         print(json.dumps(answer), flush=True)  # noqa: T201

@@ -23,10 +23,11 @@ from typing import Any, Final, Literal
 
 import torch
 
+from deployments.bench.batch_decoder import BatchDecoder, BatchToken
 from deployments.bench.llm_peer import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
-from deployments.engines.llm.batch_decoder import BatchDecoder, BatchToken
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import KvDtype, plan_cache
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.protocol import SamplingParams, TextRequest
@@ -122,7 +123,7 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
     ours = _Ours(model, settings)
     runs: dict[str, Callable[[Case], int]] = {"atelier": ours.run_case}
     if settings.decodes:
-        runs[_DECODES] = _Decoding(model, settings).run_case
+        runs[_DECODES] = _ModelAlone(model, settings).run_case
     rows: list[_Row] = []
     with ExitStack() as stack:
         python = llama_cpp_python() if peer and model.suffix == ".gguf" else None
@@ -164,9 +165,7 @@ class _Ours:
         self.model = model
         self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
         self.kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-        self.engine = LLMEngine(
-            folder,
-            tensors,
+        config = LLMEngineConfig(
             max_num_seqs=max(max_num_seqs, *(case.num_parallel for case in settings.cases)),
             max_num_batched_tokens=settings.n_batch,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
@@ -175,6 +174,7 @@ class _Ours:
             kv_dtype=settings.kv_dtype,
             prefill_threads=settings.threads_batch,
         )
+        self.engine = LLMEngine(folder, tensors, config)
         self._count = 0
 
     def run_case(self, case: Case) -> int:
@@ -199,7 +199,7 @@ class _Ours:
         return time.perf_counter_ns() - begin
 
 
-class _Decoding:
+class _ModelAlone:
     """Our model on one checkpoint, without scheduler and sampler."""
 
     def __init__(self, model: Path, settings: BenchSettings) -> None:
@@ -224,7 +224,7 @@ class _Decoding:
         sequences = range(case.num_parallel)
         draw = random.Random(case.n_prompt)
         for sequence in sequences:
-            self._decoder.remove_tokens(sequence)
+            self._decoder.remove_sequence(sequence)
         self._decode(draw, [0], case.depth)
         for sequence in sequences[1:]:
             self._decoder.copy_sequence(0, sequence)
@@ -245,9 +245,7 @@ class _Decoding:
         ]
         size = self._settings.n_batch
         for begin in range(0, len(batch), size):
-            found = self._decoder.decode(batch[begin : begin + size])
-            if found.status:
-                raise RuntimeError(f"{found.status.name}: {found.reason}")
+            self._decoder.decode(batch[begin : begin + size])
 
 
 def _figures(row: _Row, ours: _Ours, settings: BenchSettings) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from transformers import AutoConfig
 
 from deployments.bench.llm_peer import TOKENS
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import cache_tensors
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.llm.models.registry import decoder_spec, load_config
@@ -57,7 +58,8 @@ def _open_model(model: Path, n_prompt: int, n_gen: int) -> dict[str, float]:
     before = _resident_bytes()
     begin = time.perf_counter()
     folder, tensors, _ = mapped_tensors(model)
-    engine = LLMEngine(folder, tensors, max_num_seqs=1, kv_cache_bytes=_ROOM_BYTES, max_model_len=n_prompt + n_gen + 1)
+    config = LLMEngineConfig(max_num_seqs=1, kv_cache_bytes=_ROOM_BYTES, max_model_len=n_prompt + n_gen + 1)
+    engine = LLMEngine(folder, tensors, config)
     opened = time.perf_counter()
     first_s = _answer(engine, 1, 1)
     first_token_s = time.perf_counter() - begin
@@ -68,7 +70,7 @@ def _open_model(model: Path, n_prompt: int, n_gen: int) -> dict[str, float]:
         "first_step_s": first_s,
         "open_to_first_token_s": first_token_s,
         "file_mb": sum(tensor.nbytes for tensor in tensors.values()) / 1e6,
-        "kv_mb": _kv_bytes(folder, tensors, engine.num_blocks) / 1e6,
+        "kv_mb": _kv_bytes(folder, tensors, engine.stats().num_blocks) / 1e6,
         "grown_by_mb": grown / 1e6,
     }
 
@@ -91,7 +93,7 @@ def _kv_bytes(folder: Path, tensors: Tensors, num_blocks: int) -> int:
     is_packed = getattr(config, "packed_source", None) is not None
     dtype = compute_dtype("fast") if is_packed else next(iter(tensors.values())).dtype
     shapes = cache_tensors(decoder_spec(config), num_blocks, dtype)
-    return 2 * sum(math.prod(shape) * kind.itemsize for shape, kind in shapes)
+    return sum(math.prod(shape) * kind.itemsize for shape, kind in shapes)
 
 
 def _resident_bytes() -> int:

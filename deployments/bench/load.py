@@ -29,7 +29,7 @@ import ray
 import torch
 from xxhash import xxh3_128
 
-from cluster.keeper.actor import keeper_class
+from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
 from deployments.bench import load_peers
 from deployments.bench.machine import private_ray, touch_memory
@@ -117,9 +117,7 @@ class _Bench:
                 str(self._packs[name]),
                 2 * self.manifest.nbytes,
                 "bench",
-                verify=verify,
-                audit_bytes_per_s=0,
-                populate=True,
+                KeeperSettings(verify=verify, audit_bytes_per_s=0, populate=True),
             )
             self.load_ours(name, "cold")
 

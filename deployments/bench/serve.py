@@ -27,7 +27,7 @@ from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.bench.peer import Peer
 from deployments.cli.client import Client
-from deployments.cli.running import APP_NAME, cluster_up
+from deployments.cli.running import cluster_up
 from deployments.engines.llm.chat import Message
 from deployments.records import ChatRequest, ImageRequest
 
@@ -86,7 +86,7 @@ class _Line:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class _TimedAnswer:
     """An answer of ours, and the peer's time for the same."""
 
     details: dict[str, Any]
@@ -130,7 +130,7 @@ def measure_serve(config: ClusterConfig, config_path: str, rounds: int = 15, see
             client = Client(url)
             lines += _first_and_warm(client, peer, rounds, prompts, questions)
             lines += _switches(client, peer, paths, rounds, prompts)
-            overhead = _http_overhead(client, rounds, prompts, questions)
+            overhead = _http_overhead(config.name, client, rounds, prompts, questions)
         peer.close()
     return {
         "figures": [line.as_dict() for line in lines],
@@ -179,13 +179,13 @@ def _first_and_warm(
     return lines
 
 
-def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> _Answer:
+def _both(text: str, ours: Callable[[str], Any], stock: Callable[[str], float]) -> _TimedAnswer:
     stock_ms = stock(text)
     details, ours_ms = _timed(partial(ours, text))
-    return _Answer(details, ours_ms, stock_ms)
+    return _TimedAnswer(details, ours_ms, stock_ms)
 
 
-def _line(what: str, answers: list[_Answer]) -> _Line:
+def _line(what: str, answers: list[_TimedAnswer]) -> _Line:
     cached = [answer.is_cached for answer in answers if answer.is_cached is not None]
     ours_ms, stock_ms = _medians([(answer.ours_ms, answer.stock_ms) for answer in answers])
     return _Line(what, ours_ms, stock_ms, len(answers), sum(cached) if cached else None)
@@ -198,7 +198,7 @@ def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, pr
     time stands apart.
     """
     switch, request = "flux -> sdxl -> flux: third leg, switch alone", "flux -> sdxl -> flux: third leg, whole request"
-    found: dict[str, list[_Answer]] = {}
+    found: dict[str, list[_TimedAnswer]] = {}
     for _ in range(rounds):
         _image(client, "digits-flux", next(prompts))
         _image(client, "digits-sdxl", next(prompts))
@@ -215,13 +215,15 @@ def _switches(client: Client, peer: Peer, paths: dict[str, str], rounds: int, pr
             (f"{request}; stock loads", ours_ms, load_ms + image_ms),
             (f"{request}; stock frees and loads", ours_ms, free_ms + load_ms + image_ms),
         ):
-            found.setdefault(what, []).append(_Answer(details, ours, stock))
+            found.setdefault(what, []).append(_TimedAnswer(details, ours, stock))
     return [_line(what, answers) for what, answers in found.items()]
 
 
-def _http_overhead(client: Client, rounds: int, prompts: Iterator[str], questions: Iterator[str]) -> dict[str, float]:
+def _http_overhead(
+    app: str, client: Client, rounds: int, prompts: Iterator[str], questions: Iterator[str]
+) -> dict[str, float]:
     """Return medians of HTTP calls minus handle calls, in turn, of requests that differ in text only."""
-    handle = serve.get_app_handle(APP_NAME)
+    handle = serve.get_app_handle(app)
     pairs: dict[str, list[tuple[float, float]]] = {"chat": [], "image": []}
     for _ in range(rounds * 2):
         by_http = _timed(partial(_chat, client, next(questions)))[1]

@@ -38,7 +38,7 @@ STORE_SHARE = 0.7  # of the object store is a keeper's budget where nothing else
 
 
 @dataclass(frozen=True)
-class Effort:
+class SwitchRounds:
     """The number of repetitions of each measurement."""
 
     num_attaches: int = 20
@@ -47,7 +47,7 @@ class Effort:
     num_kills: int = 5
 
 
-def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dict[str, Any]:
+def measure_switch(stock: Path, settings: SwitchRounds, work: Path | None = None) -> dict[str, Any]:
     """Measure; returns a JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-switch-") as folder:
         models = Models(Path(folder) / "store", write_pipelines(Path(folder) / "models", stock))
@@ -56,16 +56,16 @@ def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dic
         touch_memory(2 * store_bytes)
         with private_ray(store_bytes):
             found = {
-                "attach_ms": _attaches(models, effort),
-                **_legs(models, effort.rounds),
-                "sibling": _sibling(models, effort.rounds),
+                "attach_ms": _attaches(models, settings),
+                **_legs(models, settings.rounds),
+                "sibling": _sibling(models, settings.rounds),
                 "flood": _flood(models),
-                "recovery": _recovery(models, effort.num_kills),
-                "demo": _legs(demo, effort.rounds) | {"sibling": _sibling(demo, effort.rounds)},
+                "recovery": _recovery(models, settings.num_kills),
+                "demo": _legs(demo, settings.rounds) | {"sibling": _sibling(demo, settings.rounds)},
             }
         with private_ray(_store_bytes(models), preallocate=False):
             found["pss"] = _shared(models)
-            found["churn"] = _churn(models, effort.num_switches)
+            found["churn"] = _churn(models, settings.num_switches)
     flux = models.manifests[FLUX]
     return found | {
         "simulated": measure_simulated(stock),
@@ -77,20 +77,20 @@ def measure_switch(stock: Path, effort: Effort, work: Path | None = None) -> dic
     }
 
 
-def _attaches(models: Models, effort: Effort) -> dict[str, Any]:
+def _attaches(models: Models, settings: SwitchRounds) -> dict[str, Any]:
     """Measure attaches of the resident Flux pipeline in three kinds of process.
 
     A new one that has done its imports, one that has made the structures too, as a replica of the cluster has, and one
     that had the pipeline before.
     """
     with node_of(models) as node:
-        node.bring_in(FLUX)
+        node.import_models(FLUX)
         new = {"imports_only": False, "new_replica": True}
-        found = {name: summary(_new_attaches(node, effort.num_attaches, prepare)) for name, prepare in new.items()}
+        found = {name: summary(_new_attaches(node, settings.num_attaches, prepare)) for name, prepare in new.items()}
         (replica,) = node.replicas(1, models.nbytes())
         ray.get(replica.switch.remote(FLUX))
         wait_for_quiet()
-        kept = [_attach_again(replica) for _ in range(effort.num_attaches)]
+        kept = [_attach_again(replica) for _ in range(settings.num_attaches)]
         return found | {"kept_skeleton": summary(kept)}
 
 
@@ -122,7 +122,7 @@ def _legs(models: Models, rounds: int) -> dict[str, Any]:
     peer = Peer(num_threads=1)
     try:
         with node_of(models) as node:
-            node.bring_in(FLUX, SDXL)
+            node.import_models(FLUX, SDXL)
             (replica,) = node.replicas(1, PRIVATE_BYTES)
             _keep(peer, models)
             wait_for_quiet()

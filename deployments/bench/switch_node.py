@@ -19,7 +19,7 @@ from cluster.keeper.actor import KeeperStats, keeper_class
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from configs.model import ModelConfig
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.services.model_replica import limit_torch_threads, prepare_models
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder, is_text_encoder
@@ -81,7 +81,7 @@ class Node:
             self._replicas.remove(replica)
             ray.kill(replica)
 
-    def bring_in(self, *names: str) -> None:
+    def import_models(self, *names: str) -> None:
         """Make these models resident, leased for as long as this process lives."""
         ray.get(self.keeper.acquire.remote(self.models.extents(*names), HOLDER))
 
@@ -134,11 +134,11 @@ class _BenchReplica:
     ) -> None:
         self._budget_bytes = budget_bytes
         keeps = keeps and device == "cpu"
-        extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._give_up if keeps else None)
+        extents = RayExtents(keeper, f"replica-{os.getpid()}", on_recall=self._release_recalled if keeps else None)
         self._module_cache = await _open_cache(extents, skeletons, manifests, budget_bytes, device, prepare, keeps)
 
-    def _give_up(self, extents: Sequence[str], is_overdue: bool) -> None:
-        self._module_cache.give_up(extents, is_overdue)
+    def _release_recalled(self, extents: Sequence[str], is_overdue: bool) -> None:
+        self._module_cache.release_recalled(extents, is_overdue)
 
     async def pid(self) -> int:
         return os.getpid()
@@ -190,11 +190,9 @@ async def _open_cache(
         fetch_manifest,
         extents,
         skeletons,
-        budget_bytes,
-        builder,
-        device=device,
+        ModuleBudget(budget_bytes, device),
+        ComponentFactory(builder, builder.retire),
         kept=extents if keeps else None,
-        retire=builder.retire,
     )
     models = [ModelConfig(id=name, path=Path(name)) for name in manifests]
     await prepare_models(module_cache, models, {"diffusion"}, _is_wanted, builder.prepare)

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
-from deployments.cli.output import Json, print_json
+from deployments.cli.generate import OptionError
+from deployments.cli.output import Json
 
 if TYPE_CHECKING:
     from deployments.bench.llm import Case
@@ -63,123 +64,14 @@ def bench_switch(
     as_json: Json = False,
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
-    from deployments.bench.switch import Effort, measure_switch
+    from deployments.bench.switch import SwitchRounds, measure_switch
     from deployments.bench.switch_tables import print_switch_figures
 
     with _err.status("measuring: writes some 6 GB and takes some minutes"):
-        figures = measure_switch(demo, Effort(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir)
+        figures = measure_switch(
+            demo, SwitchRounds(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir
+        )
     print_switch_figures(figures, as_json)
-
-
-@app.command("merge")
-def bench_merge(
-    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Measure dynamic batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
-    from deployments.bench.merge import Effort, measure_merge, print_merge_figures
-
-    with _err.status("measuring: takes about five minutes"):
-        figures = measure_merge(Effort(), seed)
-    print_merge_figures(figures, as_json)
-
-
-@app.command("encode")
-def bench_encode(
-    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
-    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
-    as_json: Json = False,
-) -> None:
-    """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
-    from deployments.bench.encode import Effort, measure_encode, print_encode_figures
-
-    with _err.status("measuring: takes about eight minutes, and some more the first time"):
-        figures = measure_encode(Effort(), seed, cache.expanduser())
-    print_encode_figures(figures, as_json)
-
-
-@app.command("door")
-def bench_door(
-    config: ConfigPath = DEFAULT_CONFIG,
-    quick: Annotated[bool, typer.Option("--quick", help="One round of few requests: whether it works.")] = False,
-    seed: Annotated[int, typer.Option(help="Of texts, arrivals and cancels.")] = 0,
-    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
-    as_json: Json = False,
-) -> None:
-    """Measure what a request costs on its way in and out, and what the cluster does when too many come."""
-    from configs.loading import load_cluster_config
-    from deployments.bench.door import QUICK, Effort, measure_door
-    from deployments.bench.door_report import print_door_figures
-
-    _err.print("measuring: takes six minutes, and some more the first time; a minute and a half with --quick")
-    effort = QUICK if quick else Effort()
-    figures = measure_door(load_cluster_config(config), str(config), effort, seed, cache.expanduser())
-    print_door_figures(figures, as_json)
-
-
-@app.command("denoise")
-def bench_denoise(
-    quick: Annotated[bool, typer.Option("--quick", help="One round of few steps: whether it works.")] = False,
-    part: Annotated[list[str], typer.Option("--part", help="Only this part; repeatable.")] = [],  # noqa: B006
-    seed: Annotated[int, typer.Option(help="Of weights, texts and arrivals.")] = 0,
-    as_json: Json = False,
-) -> None:
-    """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed, on small devices."""
-    from deployments.bench.denoise import PARTS, QUICK, Effort, measure_denoise, print_part
-
-    if unknown := [name for name in part if name not in PARTS]:
-        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
-    _err.print("measuring: takes about five minutes; each part is told when it ends")
-    found: dict[str, object] = {}
-    for name, figures in measure_denoise(QUICK if quick else Effort(), seed, part or PARTS):
-        found[name] = figures
-        if not as_json:
-            print_part(name, figures)
-    if as_json:
-        print_json(found)
-
-
-@app.command("dedup")
-def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
-    """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
-    from deployments.bench.dedup import measure_dedup, print_dedup_figures
-
-    print_dedup_figures(measure_dedup(models), as_json)
-
-
-@app.command("evict")
-def bench_evict(as_json: Json = False) -> None:
-    """Count the bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
-    from deployments.bench.eviction import measure_eviction, print_eviction_figures
-
-    print_eviction_figures(measure_eviction(), as_json)
-
-
-@app.command("schedule")
-def bench_schedule(
-    seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,
-    part: Annotated[list[str], typer.Option(help="Only this part, such as tick or sizing; repeatable.")] = [],  # noqa: B006
-    real: Annotated[
-        bool, typer.Option("--real", help="A real cluster beside serve.multiplexed; not simulated.")
-    ] = False,
-    config: ConfigPath = DEFAULT_CONFIG,
-    rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second, with --real.")] = 6.0,
-    duration_s: Annotated[float, typer.Option(min=1, max=600, help="Of each trace, with --real.")] = 40.0,
-    record: Annotated[Path | None, typer.Option(help="Folder for the recorded traces, with --real.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Measure the controller beside serve.multiplexed: simulated with plain queues and a tick, or in a real cluster."""
-    if real:
-        from deployments.bench.schedule_real import measure_real, print_real_figures
-
-        print_real_figures(measure_real(config, rate, duration_s, 0, record), as_json)
-        return
-    from deployments.bench.schedule import PARTS, measure_schedule, print_schedule_figures
-
-    if unknown := set(part) - PARTS.keys():
-        raise typer.BadParameter(f"{sorted(unknown)}; expected some of {', '.join(PARTS)}", param_hint="--part")
-    with _err.status("measuring: takes some minutes"):
-        print_schedule_figures(measure_schedule(seeds, part or PARTS), as_json)
 
 
 @app.command("llm")
@@ -221,6 +113,7 @@ def bench_llm(
     serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With --opening,
     processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
     """
+    _check_language_model(model)
     from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_serving
     from deployments.bench.llm_opening import measure_opening
     from deployments.bench.llm_serving import Serving, formatted_figures
@@ -257,6 +150,18 @@ def bench_llm(
     with _err.status("measuring"):
         rows = measure_llm(model, settings, peer=peer)
     typer.echo(formatted(rows, output))  # type: ignore[arg-type]
+
+
+def _check_language_model(path: Path) -> None:
+    """Raise OptionError for what the engine does not run. FormatError is what it is for other commands."""
+    from deployments.engines.servable import why_unservable
+    from weights.formats.checkpoint import read_checkpoint
+
+    checkpoint = read_checkpoint(path)
+    if checkpoint.kind != "llm":
+        raise OptionError(f"-m {path}: a model of kind {checkpoint.kind!r}, expected a language model")
+    if reason := why_unservable(checkpoint):
+        raise OptionError(f"-m {reason}")
 
 
 def _llm_cases(

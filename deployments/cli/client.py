@@ -66,7 +66,7 @@ class Client:
 
     def models(self) -> list[dict[str, Any]]:
         """Return the models and adapters that the cluster serves."""
-        return self._checked("GET", "/v1/models", "data")["data"]
+        return self._checked("GET", "/v1/models?all=true", "data")["data"]
 
     def cluster(self) -> dict[str, Any]:
         """Return the state of nodes, replicas and models, as `/admin/cluster` shows it."""
@@ -167,7 +167,9 @@ class Client:
         return answer
 
     def _unreachable(self, error: Exception) -> ClientError:
-        return ClientError(f"no answer from {self.url}: {error}. Is the cluster up? (`atelier status`)")
+        return ClientError(
+            f"no answer from {self.url}: {error}. `atelier up CONFIG` starts a cluster here, --url names one elsewhere"
+        )
 
 
 def find_client(url: str | None, key: str | None = None) -> Client:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -16,9 +17,12 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from configs.errors import ConfigFileError
 from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
+from deployments.cli.output import Json, print_json, size
 from deployments.cli.progress import StartDisplay
+from deployments.cli.systemd import tell_systemd
 
 if TYPE_CHECKING:
     from cluster.session import SessionRecord
@@ -30,7 +34,6 @@ _out = Console()
 DEFAULT_CONFIG: Final = Path("configs/clusters/demo.yaml")
 ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
 
-START_TIMEOUT_S: Final = 360.0
 _POLL_S: Final = 0.2
 _HEADER: Final = (
     "# Rendered by `atelier render`; deploy with `serve deploy` or as the serveConfigV2 of a KubeRay RayService.\n"
@@ -43,27 +46,94 @@ def up(
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the cluster is ready.")] = False,
     port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let everybody in who reaches an address beyond this machine.")
+        bool, typer.Option("--insecure", help="Accept everybody who reaches an address beyond this machine.")
     ] = False,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option("--timeout", min=1.0, help="Seconds to wait until it is ready; default: while anything moves."),
+    ] = None,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
-    (_start_detached if detach else _start_attached)(config, port, insecure)
+    (_start_detached if detach else _start_attached)(config, port, insecure, timeout_s)
 
 
 @app.command()
 def down(
     name: Annotated[str | None, typer.Argument(help="Cluster name; default: every cluster of yours.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of the Ray that it is on; default: this machine's.")] = None,
 ) -> None:
-    """Stop clusters of this machine, with everything that belongs to them."""
+    """Stop clusters, with everything that belongs to them: those of `atelier up` here, and those of a Ray by name."""
     from cluster.session import record_folder, running_sessions, stop_session
 
-    sessions = [record for record in running_sessions(record_folder()) if name in (None, record.name)]
-    if not sessions:  # said, but no error: it is down
-        _out.print(f"no cluster {name!r} is up" if name else "no cluster is up")
+    found = running_sessions(record_folder()) if address is None else []
+    sessions = [record for record in found if name in (None, record.name)]
     for record in sessions:
         with _out.status(f"stopping cluster {record.name!r}"):
             stop_session(record)
         _out.print(f"cluster {record.name!r} is down")
+    if not sessions:
+        _end_deployed(name, address)
+
+
+def _end_deployed(name: str | None, address: str | None) -> None:
+    """End a cluster on a Ray, whoever deployed it there: the one of that name, or the only one at that address.
+
+    Raises SessionError for one that is not there, and where nobody says which.
+    """
+    from cluster.errors import SessionError
+
+    names, problem = _clusters_at(address or "auto")
+    if not names and not (name or address):
+        _out.print("no cluster is up")  # said, but no error: it is down
+        return
+    ended = names[0] if address and not name and len(names) == 1 else name
+    if ended not in names:
+        there = f"there are {', '.join(map(repr, names))}; `atelier down NAME` ends one" if names else problem
+        raise SessionError(
+            f"no cluster {name!r} is up: {there}" if name else f"no cluster of `atelier up` here: {there}"
+        )
+    from deployments.cli.applications import end_cluster
+
+    with _out.status(f"stopping cluster {ended!r}"):
+        end_cluster(ended)
+    _out.print(f"cluster {ended!r} is down")
+
+
+def _clusters_at(address: str) -> tuple[list[str], str]:
+    """Return the clusters of a Ray, and why there are none where there are none."""
+    from cluster.session import join_ray
+
+    try:
+        join_ray(address)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        first = str(error).strip().partition("\n")[0]
+        return [], f"no Ray answers at {address} ({first})"
+    from deployments.cli.applications import clusters_here
+
+    return clusters_here(), f"the Ray at {address} has none"
+
+
+@app.command()
+def check(config: ConfigPath = DEFAULT_CONFIG, as_json: Json = False) -> None:
+    """Find what is wrong with a cluster config, and with the models that it names, before anything starts."""
+    from deployments.preflight import check_config
+
+    loaded, sources, problems = check_config(config)
+    if as_json:
+        print_json({"config": str(config), "problems": [asdict(problem) for problem in problems]})
+    if problems and not as_json:
+        raise ConfigFileError(config, problems)
+    if problems:
+        raise typer.Exit(2)
+    if loaded is None or as_json:
+        return
+    unseen = [id_ for id_ in loaded.entries if id_ not in sources]
+    total = size(sum(source.record.nbytes for source in sources.values()))
+    _out.print(
+        f"{config}: {len(sources)} models and adapters, {len(loaded.pipelines)} pipelines, {total}: nothing wrong"
+    )
+    if unseen:
+        _out.print(f"not checked, because they are elsewhere: {', '.join(unseen)}", markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -81,7 +151,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
     from cluster.door.door_plan import plan_unseen_door
-    from cluster.door.serve_proxy import ENVIRONMENT
+    from cluster.ray_seam.serve_proxy import ENVIRONMENT
 
     http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
     door = plan_unseen_door(http.haproxy).environment(config) if is_behind_haproxy else dict(ENVIRONMENT)
@@ -95,16 +165,17 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
         "controller_options": {"runtime_env": {"env_vars": door}},
         "applications": [
             {
-                "name": "atelier",
-                "route_prefix": "/",
+                "name": config.name,
+                "route_prefix": http.route_prefix,
                 "import_path": "deployments.app:build_app",
+                "external_scaler_enabled": config.controller.scaling is not None,
                 "args": {"config": config.model_dump(mode="json", exclude_defaults=True)},
                 "deployments": [
                     {
                         "name": name,
                         "num_replicas": role.num_replicas,
                         "max_ongoing_requests": role.max_ongoing_requests,
-                        "ray_actor_options": {"num_cpus": role.num_cpus, "num_gpus": role.num_gpus},
+                        "ray_actor_options": role.ray_options,
                     }
                     for name, role in roles.items()
                 ],
@@ -116,11 +187,13 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
 
 def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
     """Load the config with the options of `up`. Raises ConfigError when it may not start so."""
-    from configs.loading import located_problems
-    from deployments.ingress.access.keys_file import KeysFileError, read_book
-    from deployments.pipelines.checked_config import load_checked_config
+    from configs.loading import locate_problems
+    from deployments.ingress.access.keys_file import KeysFileError, read_key_store
+    from deployments.preflight import check_config
 
-    config = load_checked_config(path)
+    config, _, found = check_config(path)
+    if config is None:
+        raise ConfigFileError(path, found)
     if port is not None:
         http = type(config.http).model_validate(config.http.model_dump() | {"port": port})
         config = config.model_copy(update={"http": http})
@@ -129,15 +202,15 @@ def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConf
     problems = [(tuple(key.split(".")), text) for key, text in config.open_hosts().items()]
     if config.access.keys_file:
         try:
-            read_book(config.access.keys_file)
+            read_key_store(config.access.keys_file)
         except KeysFileError as error:
             problems.append((("access", "keys_file"), f"{error}; `atelier keys add NAME --admin` makes a key"))
-    if problems:
-        raise located_problems(path, problems)
+    if found or problems:
+        raise ConfigFileError(path, [*found, *locate_problems(path, problems)])
     return config
 
 
-def _start_attached(path: Path, port: int | None, insecure: bool) -> None:
+def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
     """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
     config = _load_for_start(path, port, insecure)
     stop = threading.Event()
@@ -145,54 +218,74 @@ def _start_attached(path: Path, port: int | None, insecure: bool) -> None:
         from deployments.cli.running import cluster_up, stop_on_signals
 
         stop_on_signals(stop)
-        with cluster_up(config, str(path.resolve()), stop, display.show) as url:
+        with cluster_up(config, str(path.resolve()), stop, display.show, timeout_s) as url:
             display.close()
             _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s")
             if config.access.keys_file is None or os.environ.get(KEY_VARIABLE):
                 print_models(Client(url).models())
-            _out.print(f"docs: {url}/docs   stop: Ctrl-C or `atelier down`")
+            pages = f"create: {url}/   cluster: {url}/cluster   " if config.http.web else ""
+            _out.print(f"{pages}docs: {url}/docs   stop: Ctrl-C or `atelier down`", soft_wrap=True)
+            tell_systemd("READY=1")
             stop.wait()
+            tell_systemd("STOPPING=1")
             _out.print(f"stopping cluster {config.name!r}")
 
 
-def _start_detached(path: Path, port: int | None, insecure: bool) -> None:
+def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
-    from cluster.session import record_folder
+    from deployments.cli.logs import begin_log
 
     config = _load_for_start(path, port, insecure)
-    log = record_folder() / f"{config.name}.log"
+    log = begin_log(config.name)
     command = [sys.executable, "-m", "deployments.cli.main", "up", str(path)]
     if port is not None:
         command += ["--port", str(port)]
     if insecure:
         command.append("--insecure")
+    if timeout_s is not None:
+        command += ["--timeout", str(timeout_s)]
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
     title = f"starting cluster {config.name!r} (log: {log})"
+    if not _out.is_terminal:
+        _out.print(title, markup=False, highlight=False, soft_wrap=True)
     with _out.status(Text(title)) as shown:
-        record = _wait_for_record(config.name, process, log, lambda news: shown.update(Text(f"{title}\n{news}")))
-    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}); stop: `atelier down`")
+
+        def show(news: list[str]) -> None:
+            if _out.is_terminal:
+                shown.update(Text(f"{title}\n{news[-1]}"))
+            else:
+                _out.print("\n".join(news), markup=False, highlight=False, soft_wrap=True)
+
+        record = _wait_for_record(config.name, process, log, show)
+    page = f"; open {record.url}/ in a browser" if config.http.web else ""
+    _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}){page}; stop: `atelier down`")
 
 
 def _wait_for_record(
-    name: str, process: subprocess.Popen[bytes], log: Path, show: Callable[[str], None]
+    name: str, process: subprocess.Popen[bytes], log: Path, show: Callable[[list[str]], None]
 ) -> SessionRecord:
-    """Return the record of a cluster once it answers. `show` gets the newest line of its log meanwhile."""
+    """Return the record of a cluster once it answers. `show` gets the new lines of its log meanwhile.
+
+    The process itself knows when to give up. Raises SessionError with its last words.
+    """
     from cluster.errors import SessionError
     from cluster.session import record_folder, running_sessions
 
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
+    num_shown = 0
+    while True:
         for record in running_sessions(record_folder()):
             if record.name == name and record.pid == process.pid and record.ready:
                 return record
         if process.poll() is not None:
-            raise SessionError(f"the cluster did not start:\n{_last_lines(log, 5)}")
-        show(_last_lines(log, 1))
+            raise SessionError("the cluster did not start:\n" + "\n".join(_lines(log)[-5:]))
+        if news := _lines(log)[num_shown:]:
+            num_shown += len(news)
+            show(news)
         time.sleep(_POLL_S)
-    process.terminate()
-    raise SessionError(f"the cluster was not ready within {START_TIMEOUT_S:.0f} s; log: {log}")
 
 
-def _last_lines(log: Path, count: int) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-count:])
+def _lines(log: Path) -> list[str]:
+    """Return the whole lines of a log; an error without its label, which the command that shows it writes itself."""
+    text = log.read_text(errors="replace")
+    return [line.removeprefix("error: ") for line in text[: text.rfind("\n") + 1].splitlines()]

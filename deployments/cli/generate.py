@@ -27,13 +27,19 @@ class OptionError(Exception):
 @app.command()
 def generate(
     prompt: str,
-    model: Annotated[str, typer.Option("--model", "-m", help="Model id.")] = "digits-flux",
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", help="Model id; default: the first one that makes images.")
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="PNG file; several images are numbered.")] = Path(
         "out/image.png"
     ),
     num_images: Annotated[int, typer.Option("-n", help="How many images.")] = 1,
     steps: Annotated[int | None, typer.Option(help="Denoise steps.")] = None,
     guidance: Annotated[float | None, typer.Option(help="Guidance scale.")] = None,
+    clip_skip: Annotated[int | None, typer.Option(help="Layers of its CLIPs that prompts leave out.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="A scheduler class of diffusers; default: the model's own.")
+    ] = None,
     size: Annotated[str, typer.Option(help="WIDTHxHEIGHT in pixels.")] = "auto",
     negative: Annotated[str | None, typer.Option(help="Negative prompt.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same image.")] = None,
@@ -52,11 +58,12 @@ def generate(
 ) -> None:
     """Make images from a prompt, or from images."""
     body = {
-        "model": model,
         "prompt": prompt,
         "n": num_images,
         "num_inference_steps": steps,
         "guidance_scale": guidance,
+        "scheduler": scheduler,
+        "clip_skip": clip_skip,
         "size": size,
         "negative_prompt": negative,
         "seed": seed,
@@ -66,10 +73,10 @@ def generate(
         "mask_image": mask and _file(mask, "--mask"),
         "control": [_control(text) for text in control or []],
     }
+    client = None if local else find_client(url, key)
     body = {name: value for name, value in body.items() if value is not None and value != []}
-    images = (
-        _generate_locally(body, config, quiet=as_json) if local else _generate_in_cluster(body, find_client(url, key))
-    )
+    body["model"] = model or (_first_model(client) if client else _first_local_model(config))
+    images = _generate_in_cluster(body, client) if client else _generate_locally(body, config, quiet=as_json)
     paths = _save(images.files, output)
     details = images.details | {"files": [str(path) for path in paths]}
     details.pop("data", None)
@@ -85,6 +92,27 @@ def generate(
     _out.print(f"{seed_used}ms: {phases}")
     for warning in details["warnings"]:
         _out.print(f"[yellow]note:[/yellow] {escape(warning)}")
+
+
+def _first_model(client: Client) -> str:
+    """Return the first model of the cluster that makes images and can be asked. Raises ClientError."""
+    makers = [found for found in client.models() if found["kind"] == "diffusion"]
+    usable = [found["id"] for found in makers if found["state"] != "unavailable"]
+    if not usable:
+        broken = "; ".join(f"{found['id']}: {found['error']}" for found in makers)
+        raise ClientError(f"the cluster serves no model that makes images{broken and f' ({broken})'}")
+    return str(usable[0])
+
+
+def _first_local_model(path: Path) -> str:
+    """Return the first pipeline of a config. Raises ClientError without one, and ConfigFileError."""
+    from configs.loading import load_cluster_config
+    from deployments.preflight import first_of_kind
+
+    found = first_of_kind(load_cluster_config(path), "diffusion")
+    if found is None:
+        raise ClientError(f"{path} names no model that makes images")
+    return found
 
 
 def _generate_in_cluster(body: dict[str, Any], client: Client) -> Images:

@@ -26,6 +26,7 @@ COLUMNS: Final = (
     Column("tenant", "name"),
     Column("requests/s", align="right"),
     Column("at once", align="right"),
+    Column("priority", align="right"),
     Column("made"),
     Column("sha256", only_wide=True),
 )
@@ -38,6 +39,9 @@ def add(
     tenant: Annotated[str | None, typer.Option(help="Whose share its requests take; default: its own.")] = None,
     rate: Annotated[float | None, typer.Option(help="Requests per second; default: the config's.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Requests at once; default: the config's.")] = None,
+    max_priority: Annotated[
+        int | None, typer.Option(help="The most urgent priority of its requests, 1 of all; default: the config's.")
+    ] = None,
     config: ConfigPath = DEFAULT_CONFIG,
     file: FilePath = None,
     as_json: Json = False,
@@ -58,6 +62,7 @@ def add(
             tenant=tenant,
             requests_per_s=rate,
             max_concurrent=concurrency,
+            max_priority=max_priority,
             created=time.strftime("%Y-%m-%d", time.gmtime()),
         )
     except ValidationError as error:
@@ -76,12 +81,12 @@ def list_keys(
     config: ConfigPath = DEFAULT_CONFIG, file: FilePath = None, wide: Wide = False, as_json: Json = False
 ) -> None:
     """List the keys. Lines that are wrong, and do not hold, are named; then the exit code is 1."""
-    from deployments.ingress.access.keys_file import described, read_book
+    from deployments.ingress.access.keys_file import described, read_key_store
 
     path = _keys_file(config, file)
-    book = read_book(path)
-    entries = list(book.entries.values())
-    problems = [described(path, problem) for problem in book.problems]
+    keys = read_key_store(path)
+    entries = list(keys.entries.values())
+    problems = [described(path, problem) for problem in keys.problems]
     if as_json:
         print_json({"keys": [entry.model_dump() for entry in entries], "problems": problems})
     else:
@@ -92,6 +97,7 @@ def list_keys(
                 entry.share,
                 "" if entry.requests_per_s is None else f"{entry.requests_per_s:g}",
                 "" if entry.max_concurrent is None else str(entry.max_concurrent),
+                "" if entry.max_priority is None else str(entry.max_priority),
                 entry.created or "",
                 entry.sha256[:SHORT_HASH],
             ]

@@ -7,7 +7,8 @@ that the others answer at once.
 from __future__ import annotations
 
 import os
-from typing import NoReturn
+from importlib import metadata
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,8 +19,10 @@ from deployments.cli import (
     bench,
     chat,
     cluster,
+    doctor,
     generate,
     keys,
+    logs,
     models,
     orders,
     quantize,
@@ -33,11 +36,26 @@ from deployments.cli.generate import OptionError
 
 _app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
-    help="Serve hundreds of diffusion models and LLMs on one Ray cluster.",
 )
-for group in (cluster, status, models, orders, generate, chat, quantize, simulate, trace):
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"atelier {metadata.version('atelier')}")
+        raise typer.Exit
+
+
+@_app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
+
+
+for group in (cluster, doctor, logs, status, models, orders, generate, chat, quantize, simulate, trace):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from deployments.cli.client import Key, Url, find_client
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
+from deployments.cli.supported import print_supported, read_table
 
 app = typer.Typer()
 
@@ -35,8 +36,22 @@ class Tier(StrEnum):
 
 
 @app.command()
-def models(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json = False) -> None:
+def models(
+    supported: Annotated[
+        bool, typer.Option("--supported", help="The classes that are served at all, and how; asks no cluster.")
+    ] = False,
+    url: Url = None,
+    key: Key = None,
+    wide: Wide = False,
+    as_json: Json = False,
+) -> None:
     """List the models and adapters that the cluster serves."""
+    if supported:
+        if as_json:
+            print_json({"classes": [row._asdict() for row in read_table()]})
+        else:
+            print_supported(wide=wide)
+        return
     found = find_client(url, key).models()
     if as_json:
         print_json({"models": found})
@@ -46,11 +61,15 @@ def models(url: Url = None, key: Key = None, wide: Wide = False, as_json: Json =
 
 @app.command()
 def register(
-    path: Annotated[str, typer.Argument(help="Checkpoint inside of the cluster's model_roots, or s3:// URL.")],
+    path: Annotated[str, typer.Argument(help="Checkpoint inside of the cluster's model_roots, or s3:// or hf:// URL.")],
     model: Annotated[str, typer.Option("--id", help="Under this name.")],
     base: Annotated[list[str] | None, typer.Option(help="It is a LoRA for this model; may be repeated.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Cast floating tensors: float32, bfloat16, float16.")] = None,
     component: Annotated[str | None, typer.Option(help="Only this component of a pipeline.")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="The pipeline that a single file is of: a model, or FOLDER/.")
+    ] = None,
+    vae: Annotated[str | None, typer.Option(help="A VAE in the place of its own: a folder, or a file.")] = None,
     description: Annotated[str | None, typer.Option(help="For the listing.")] = None,
     wait: Annotated[bool, typer.Option(help="Return when it is ready, or is known to be unusable.")] = True,
     url: Url = None,
@@ -59,6 +78,10 @@ def register(
 ) -> None:
     """Serve one more model or LoRA, or another version of one, without a restart."""
     given = {"base": base or None, "dtype": dtype, "component": component, "description": description}
+    if like is not None:
+        given["like"] = _located(like) if "/" in like else like
+    if vae is not None:
+        given["vae"] = _located(vae)
     entry = {"id": model, "path": _located(path)} | {key: value for key, value in given.items() if value is not None}
     client = find_client(url, key)
     with Console(stderr=True).status(f"registering {model!r}"):
@@ -119,7 +142,8 @@ def print_models(models: list[dict[str, Any]], *, wide: bool = False, title: str
     for model in models:
         nbytes = model.get("bytes", model.get("nbytes", 0))
         about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
-        rows.append([model["id"], model["kind"] or "", model["state"], size(nbytes), about])
+        kind = f"{model['kind'] or ''}{', sees images' if model.get('sees') else ''}"
+        rows.append([model["id"], kind, model["state"], size(nbytes), about])
     print_table(MODEL_COLUMNS, rows, wide=wide, title=title)
 
 

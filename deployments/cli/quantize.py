@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = typer.Typer()
 _err = Console(stderr=True)
 
-_FormName = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group", "fp8-row", "fp8-tensor"]
+_FormName = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group", "fp8-row", "fp8-tensor"]
 _OF_PIPELINES: Final = ("fp8-row", "fp8-tensor")
 _MAX_TEXT_BYTES: Final = 64 * 2**20
 _COLUMNS: Final = (
@@ -52,13 +52,13 @@ def quantize(
     target: Annotated[Path, typer.Argument(help="A new file for GGUF, a new folder for the other forms.")],
     to: Annotated[_FormName, typer.Option("--to", help="The form; int8-group and fp8 keep Hugging Face's names.")],
     group_size: Annotated[int, typer.Option(help="Elements with one scale, in both int8 forms.")] = 64,
-    text: Annotated[Path | None, typer.Option(help="A text to tell the change of perplexity on.")] = None,
+    text: Annotated[Path | None, typer.Option(help="A text to measure the change of perplexity on.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2, help="How much of that text is read.")] = 4096,
-    prompt: Annotated[list[str], typer.Option(help="Tell the change of this image, for fp8; repeatable.")] = [],  # noqa: B006
+    prompt: Annotated[list[str], typer.Option(help="Measure the change of its image, for fp8; repeatable.")] = [],  # noqa: B006
     size: Annotated[int | None, typer.Option(min=8, help="Pixels of these images' sides.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Of these images.")] = None,
     model: Annotated[
-        str | None, typer.Option("--model", "-m", help="Bring it into the store too, by this name.")
+        str | None, typer.Option("--model", "-m", help="Also import it into the store, by this name.")
     ] = None,
     store: StorePath = DEFAULT_STORE,
     wide: Wide = False,
@@ -90,7 +90,7 @@ def quantize(
         with _err.status("making images") if not as_json else contextlib.nullcontext():
             record["images"] = _image_change(source, target, prompt, size, steps)
     if model is not None:
-        record["model"] = _bring_in(target, model, store)
+        record["model"] = _import_into_store(target, model, store)
     if as_json:
         print_json(record)
         return
@@ -197,12 +197,12 @@ def _images_line(found: dict[str, Any]) -> str:
     return f"images of {found['num_images']} prompts: {psnr}, apart by {mean:.2f} of 255 in the mean, {most} at most"
 
 
-def _bring_in(target: Path, model: str, store: Path) -> str:
-    from weights.intake import bring_in
+def _import_into_store(target: Path, model: str, store: Path) -> str:
+    from weights.intake import import_model
     from weights.store import WeightStore
 
     with working_folder(None) as folder:
-        bring_in(WeightStore(store.expanduser()), model, target.resolve(), weight_dir=folder)
+        import_model(WeightStore(store.expanduser()), model, target.resolve(), weight_dir=folder)
     return model
 
 

@@ -3,40 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
+from rich.filesize import decimal
 
-from cluster.actor_names import APP_NAME, NAMESPACE, names_of_cluster, registry_name
+from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
-from cluster.ending import end_actors
-from cluster.errors import ProxyUnavailable, SessionError
-from cluster.session import SessionFile, check_can_start, ray_session, record_folder
-from cluster.templates.launch import BASE
-from cluster.templates.starting import running_templates, say_ordinary, template_environment, template_problems
-from cluster.templates.template import Template
+from cluster.errors import ProxyUnavailable, RayIncompatible, SessionError
+from cluster.ray_seam.demands import demand_of, unplaced_demands
+from cluster.ray_seam.process_starts import (
+    BASE,
+    Template,
+    quick_starts,
+    say_ordinary,
+    template_environment,
+    template_stats,
+)
+from cluster.ray_seam.ray_files import SERVE_MODULES
+from cluster.ray_seam.serve_control import DeployedApp, deployed_app
+from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
 from configs.cluster import ClusterConfig
-from deployments.cli.progress import StartState
+from deployments.cli.applications import check_beside_others, end_cluster
+from deployments.cli.progress import MAX_MODELS, StartState
+from deployments.cli.start_watch import StartWatch
+from deployments.cli.unplaced import unplaced_line
+from deployments.preflight import device_mistakes
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+from weights.externalize import unpacked_bytes
 
 if TYPE_CHECKING:
     from cluster.registry.directory import ModelRecord
+    from cluster.registry.importing import ImportProgress
 
-__all__ = ["APP_NAME", "START_TIMEOUT_S", "check_devices", "cluster_up", "stop_on_signals"]
+__all__ = [
+    "check_devices",
+    "cluster_up",
+    "stop_on_signals",
+    "unpacked_line",
+    "widened_line",
+]
 
 _logger = logging.getLogger("atelier")
 
-START_TIMEOUT_S = 300.0
-_POLL_S = 0.1
-_PROGRESS_POLL_S = 0.5
+_POLL_S = 0.2
 _ANSWER_TIMEOUT_S = 2.0
+_HEALTH_TIMEOUT_S = 5.0
 _SERVE_TEMPLATE = "serve"  # of Serve's own actors and of the ingress
 
 
@@ -46,76 +64,60 @@ def cluster_up(
     config_path: str,
     stop: threading.Event | None = None,
     show: Callable[[StartState], None] | None = None,
+    timeout_s: float | None = None,
 ) -> Iterator[str]:
     """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
-    `show` is told of the progress meanwhile, in a thread. Raises SessionError when something is in the way, it does
-    not come up, or `stop` is set before it does.
+    `show` is told of the progress meanwhile. Raises SessionError when something is in the way, it does not come up
+    (within `timeout_s`), or `stop` is set before it does.
     """
     check_devices(config)
     folder = record_folder()
     check_can_start(config, folder)
-    url = f"http://{config.http.host}:{config.http.port}"
+    url = f"http://{config.http.host}:{config.http.port}{config.http.route_prefix}".rstrip("/")
     with SessionFile(config, url, config_path, folder) as session, _ray_and_door(config) as door:
         if stop:
             stop_on_signals(stop)  # again: Ray has put a handler of its own in place
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with _left_clean(config):
-            with _shown_progress(config, show):
-                _start_serve(config, door)
-                _wait_running(START_TIMEOUT_S, stop)
-                _wait_ready(url, START_TIMEOUT_S, stop)
-            session.mark_ready()
-            for problem in template_problems():
-                _logger.warning(f"a process has imported everything itself: {problem}")
-            yield url
+        watch = StartWatch(is_private=config.ray.address is None, timeout_s=timeout_s)
+        _start_serve(config, door)
+        state = _wait_ready(config, url, watch, show, stop)
+        session.mark_ready()
+        for line in state.unplaced.values():
+            _logger.warning(line)
+        records = _model_records(config)
+        for line in filter(None, (widened_line(records), unpacked_line(records))):
+            _logger.warning(line)
+        for problem in (template_stats() or ((), ()))[1]:
+            _logger.warning(f"a process has imported everything itself: {problem}")
+        yield url
 
 
 def check_devices(config: ClusterConfig) -> None:
-    """Raise SessionError for a device that replicas could not open: they would say so late, and in Serve's words.
-
-    Only of a private Ray is it known: other nodes have other devices.
-    """
-    services = {"worker": config.worker.device, "text_encoder": config.text_encoder.device}
-    if config.ray.address is not None or all(name.startswith("cpu") for name in services.values()):
-        return
-    from weights.errors import WeightsError
-    from weights.memory.devices import check_device
-
-    for service, name in services.items():
-        try:
-            check_device(name, config.simulated)
-        except WeightsError as error:
-            raise SessionError(f"{service}.device: {error}") from None
+    """Raise SessionError for a device that replicas could not open: they would say so late, and in Serve's words."""
+    for keys, text in device_mistakes(config):
+        raise SessionError(f"{'.'.join(map(str, keys))}: {text}")
 
 
 @contextlib.contextmanager
 def _left_clean(config: ClusterConfig) -> Iterator[None]:
     """Remove what is left of the cluster from a Ray that was there before, at the start of the block and after it.
 
-    An `up` that was killed leaves all of its own. Replicas go before actors, which they would start again.
-    Raises SessionError when something would not end.
+    An `up` that was killed leaves all of its own. Raises SessionError when something would not end.
     """
-    if config.ray.address is None:  # a private one ends with everything on it
-        yield
-        return
-    of_cluster = functools.partial(names_of_cluster, config.name)
-    _stop_serving()
-    end_actors(of_cluster)
+    end_cluster(config.name)
     try:
         yield
     finally:
-        try:
-            _stop_serving()
-        finally:
-            end_actors(of_cluster)
+        end_cluster(config.name)
 
 
 @contextlib.contextmanager
 def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
     """Start Ray, or connect to it, for the length of the block, and yield the plan of HAProxy (`_http_door`).
 
-    The workers of a private Ray are copies of templates, which import what they need while Ray starts.
+    A Serve that runs keeps the proxy that it has. The workers of a private Ray are copies of templates, which import
+    what they need while Ray starts.
     """
     if config.ray.address is not None:
         import ray
@@ -123,12 +125,17 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
         if config.ray.templates:
             say_ordinary(f"the Ray at {config.ray.address} was started by others, who start its processes as well")
         _import_application()
-        with ray_session(config), _http_door(config, sum(node["Alive"] for node in ray.nodes())) as door:
-            yield door
+        with ray_session(config), _left_clean(config):
+            if check_beside_others(config):
+                yield None
+                return
+            check_http_ports(config.http)
+            with _http_door(config, sum(node["Alive"] for node in ray.nodes())) as door:
+                yield door
         return
     with _http_door(config) as door, contextlib.ExitStack() as stack:
         if config.ray.templates:
-            stack.enter_context(running_templates(_templates(config, _serve_environment(config, door))))
+            stack.enter_context(quick_starts(_templates(config, _serve_environment(config, door))))
         _import_application()
         stack.enter_context(ray_session(config))
         yield door
@@ -136,15 +143,14 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
 
 def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> Template:
     """Return the templates of all processes of a cluster: those of the replicas are named after their deployments."""
-    actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "encodings", "controller")]
-    of_serve = [f"ray.serve._private.{part}" for part in ("controller", "haproxy", "proxy", "replica")]
+    actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "placement")]
     # `module:name`, at whose last dot an import path ends.
     replicas = [
         Template(name, [":".join(path.rsplit(".", 1))])
         for name, path in (("worker", WORKER), ("text_encoder", TEXT_ENCODER))
     ]
     torch = [Template("", ["torch"], further=replicas)] if config.worker.standby else []
-    serve = Template(_SERVE_TEMPLATE, [*of_serve, "deployments.ingress.http"], serve_environment, torch)
+    serve = Template(_SERVE_TEMPLATE, [*SERVE_MODULES, "deployments.ingress.http"], serve_environment, torch)
     return Template(BASE, ["ray", *actors], further=[serve])
 
 
@@ -157,7 +163,7 @@ def _serve_environment(config: ClusterConfig, door: DoorPlan | None) -> dict[str
     """Return the environment of Serve's controller, which its proxies and replicas inherit."""
     if door:
         return door.environment(config)
-    from cluster.door.serve_proxy import ENVIRONMENT  # it imports Serve
+    from cluster.ray_seam.serve_proxy import ENVIRONMENT  # it imports Serve
 
     return dict(ENVIRONMENT)
 
@@ -181,63 +187,112 @@ def _http_door(config: ClusterConfig, num_nodes: int = 1) -> Iterator[DoorPlan |
             door.remove_files()
 
 
-@contextlib.contextmanager
-def _shown_progress(config: ClusterConfig, show: Callable[[StartState], None] | None) -> Iterator[None]:
-    """Tell `show` of every change of the cluster's state, for the length of the block."""
-    if show is None:
-        yield
-        return
-    done = threading.Event()
+def _start_state(config: ClusterConfig, url: str) -> StartState:
+    """Ask Serve for the replicas, the registry for the models and the cluster for its health; who does not answer yet
+    is left out.
 
-    def follow() -> None:
-        last = StartState()
-        while not done.wait(_PROGRESS_POLL_S):
-            state = _start_state(config)
-            if state != last:
-                show(state)
-            last = state
-
-    # HAZARD: it must end before Ray does, since calls without a Ray would start another one.
-    following = threading.Thread(target=follow, name="progress", daemon=True)
-    following.start()
-    try:
-        yield
-    finally:
-        done.set()
-        following.join()
-    show(_start_state(config))
-
-
-def _start_state(config: ClusterConfig) -> StartState:
-    """Ask Serve for the replicas and the registry for the models; who does not answer yet is left out."""
+    Raises SessionError when Serve says that the application cannot start.
+    """
     import ray
 
-    replicas: dict[str, tuple[int, int]] = {}
-    records: Sequence[ModelRecord] = ()
-    roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
-    with contextlib.suppress(Exception):  # Serve's own, while its controller starts
-        from ray import serve
-        from ray.serve.schema import ReplicaState
+    app = DeployedApp({})
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):  # while Serve's controller starts
+        app = deployed_app(config.name)
+    if app.failure:
+        raise SessionError(f"the application did not start: {app.failure}")
+    records = _model_records(config)
+    return StartState(
+        {name: (count.num_running, count.num_wanted) for name, count in app.replicas.items()},
+        {record.id: record.state for record in records},
+        {record.id: record.error for record in records if record.error},
+        _imports(config),
+        _unplaced_lines(config, app),
+        _health(url),
+    )
 
-        deployments = serve.status().applications[APP_NAME].deployments
-        running = {name: found.replica_states.get(ReplicaState.RUNNING, 0) for name, found in deployments.items()}
-        replicas = {name: (running.get(name, 0), role.num_replicas) for name, role in roles.items()}
+
+def _unplaced_lines(config: ClusterConfig, app: DeployedApp) -> dict[str, str]:
+    """Return a line for each deployment with replicas that no node has room for."""
+    import ray
+
+    counts = {name: count.num_unplaced for name, count in app.replicas.items() if count.num_unplaced}
+    if not counts:
+        return {}
+    lines = {}
+    with contextlib.suppress(RayIncompatible, ray.exceptions.RayError, OSError):
+        waiting, nodes = unplaced_demands(), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        for name, num_unplaced in counts.items():
+            demand = demand_of(getattr(config, name))
+            if demand in waiting:
+                lines[name] = unplaced_line(name, num_unplaced, demand, nodes)
+    return lines
+
+
+def _imports(config: ClusterConfig) -> dict[str, tuple[int, int]]:
+    """Ask the registry how far the imports are; nothing where it does not answer."""
+    import ray
+
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
         registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
-        records = ray.get(registry.list_models.remote(), timeout=_ANSWER_TIMEOUT_S)
-    states = {record.id: record.state for record in records}
-    return StartState(replicas, states, {record.id: record.error for record in records if record.error})
+        found: Sequence[ImportProgress] = ray.get(registry.import_progress.remote(), timeout=_ANSWER_TIMEOUT_S)
+        return {one.id: (one.done_bytes, one.total_bytes) for one in found}
+    return {}
+
+
+def _health(url: str) -> str:
+    """Return the status that /healthz says, "" without an answer."""
+    with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
+        return str(httpx.get(f"{url}/healthz", timeout=_HEALTH_TIMEOUT_S).json().get("status", ""))
+    return ""
+
+
+def _model_records(config: ClusterConfig) -> Sequence[ModelRecord]:
+    """Ask the registry for its models; nothing where it does not answer."""
+    import ray
+
+    with contextlib.suppress(ValueError, ray.exceptions.RayError):
+        registry = ray.get_actor(registry_name(config), namespace=NAMESPACE)
+        records: Sequence[ModelRecord] = ray.get(registry.list_models.remote(), timeout=_ANSWER_TIMEOUT_S)
+        return records
+    return ()
+
+
+def widened_line(records: Sequence[ModelRecord]) -> str | None:
+    """Return a line about the models that `dtype: auto` has made float32, None where there are none."""
+    names = {"F16": "float16", "BF16": "bfloat16"}
+    records = [record for record in records if not names.keys().isdisjoint(record.widened)]
+    types = sorted({names[name] for record in records for name in record.widened if name in names})
+    if not types:
+        return None
+    models = [record.id for record in records]
+    shown = ", ".join(models[:MAX_MODELS]) + (f" and {len(models) - MAX_MODELS} more" * (len(models) > MAX_MODELS))
+    return (
+        f"{shown}: run in float32, for this processor computes {' and '.join(types)} about ten times slower "
+        f"(dtype: auto; dtype: {types[-1]} keeps the type of the files)"
+    )
+
+
+def unpacked_line(records: Sequence[ModelRecord]) -> str | None:
+    """Return a line about the models whose quantized weights have no packed form here, None where there are none."""
+    sizes = {record.id: unpacked_bytes(record.widened) for record in records}
+    found = [f"{id_} ({decimal(nbytes)})" for id_, nbytes in sizes.items() if nbytes]
+    shown = ", ".join(found[:MAX_MODELS]) + (f" and {len(found) - MAX_MODELS} more" * (len(found) > MAX_MODELS))
+    return (
+        f"{shown}: quantized in a way that nothing here computes with, so the weights are stored unpacked"
+        if found
+        else None
+    )
 
 
 def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     """Start Serve with the config's HTTP options, and begin to deploy the application on it. Needs a connected Ray."""
     from ray import serve
-    from ray.serve.api import _run  # what `serve.run` calls; that one looks once a second whether all replicas run
 
-    from deployments.app import AppArgs, build_app
+    from deployments.app import AppArgs, build_app, start_control_plane
 
     environment = _serve_environment(config, door) | template_environment(_SERVE_TEMPLATE)
-    app = build_app(AppArgs(config=config.model_dump(mode="json")))  # models enter the store while Serve starts
+    start_control_plane(config)  # models enter the store while Serve starts
+    app = build_app(AppArgs(config=config.model_dump(mode="json")))
     serve.start(
         http_options={
             "host": config.http.haproxy.replica_host if door else config.http.host,
@@ -247,57 +302,34 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         controller_options={"runtime_env": {"env_vars": environment}},
     )
     scales = config.controller.scaling is not None
-    _run(app, name=APP_NAME, route_prefix="/", external_scaler_enabled=scales, _blocking=False)
+    target = serve.RunTarget(
+        app, name=config.name, route_prefix=config.http.route_prefix, external_scaler_enabled=scales
+    )
+    serve.run_many([target], wait_for_applications_running=False)  # waiting looks once a second only
 
 
-def _wait_running(timeout_s: float, stop: threading.Event | None = None) -> None:
-    """Return once all deployments run.
+def _wait_ready(
+    config: ClusterConfig,
+    url: str,
+    watch: StartWatch,
+    show: Callable[[StartState], None] | None,
+    stop: threading.Event | None,
+) -> StartState:
+    """Return once everything is there that can be, and tell `show` of every change meanwhile.
 
-    Raises SessionError when one does not start, after `timeout_s`, or when `stop` is set before.
+    Raises SessionError when the start fails, or `stop` is set before it is over.
     """
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ApplicationStatus
-
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = _get_global_client().get_serve_status(APP_NAME).app_status
-        if found.status == ApplicationStatus.RUNNING:
-            return
-        if found.status == ApplicationStatus.DEPLOY_FAILED:
-            raise SessionError(f"the application did not start: {found.message}")
+    last = StartState()
+    while True:
+        state = watch.look(_start_state(config, url))
+        if show and state != last:
+            show(state)
+        last = state
+        if watch.is_over(state):
+            return state
         if stop and stop.is_set():
             raise SessionError("stopped before it was ready")
         time.sleep(_POLL_S)
-    raise SessionError(f"the application did not start within {timeout_s:.0f} s: {found.message}")
-
-
-def _stop_serving() -> None:
-    """Take the application off a Ray that goes on, and Serve itself when nobody else serves there."""
-    from ray import serve
-
-    if APP_NAME in serve.status().applications:
-        serve.delete(APP_NAME)
-    if not serve.status().applications:
-        serve.shutdown()
-
-
-def _wait_ready(url: str, timeout_s: float, stop: threading.Event | None = None) -> dict[str, Any]:
-    """Return what /healthz answers once every model is in the store, or known to be unusable.
-
-    Raises SessionError after `timeout_s`, or when `stop` is set before.
-    """
-    deadline = time.monotonic() + timeout_s
-    last = "no answer"
-    while time.monotonic() < deadline:
-        with contextlib.suppress(httpx.HTTPError, ValueError):
-            answer = httpx.get(f"{url}/healthz", timeout=5).json()
-            if answer.get("status") in ("ok", "degraded"):
-                return answer
-            last = str(answer)
-        if stop and stop.is_set():
-            raise SessionError("stopped before it was ready")
-        time.sleep(_POLL_S)
-    raise SessionError(f"{url}/healthz was not ready within {timeout_s:.0f} s: {last}")
 
 
 def stop_on_signals(stop: threading.Event) -> None:

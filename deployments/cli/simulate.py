@@ -1,4 +1,4 @@
-"""`atelier simulate`: a trace under the controller and under what others do, with a virtual clock."""
+"""`atelier simulate`: a trace under the controller and under plain queues, with a virtual clock."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from cluster.simulator.running import POLICIES, PolicyName, RunFigures, simulate
+from cluster.simulator.running import POLICIES, RunFigures, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
@@ -50,13 +50,13 @@ def simulate_trace(
         float | None,
         typer.Option(min=0.01, max=1, help="Find the workers that keep this share in target, at most --workers."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of arrivals and of draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of arrivals.")] = 0,
     chart: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
     record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
-    """Simulate a trace under the controller's own functions, and beside them serve.multiplexed and plain queues."""
+    """Simulate a trace under the controller's own functions, and beside them plain queues."""
     policies, chance = _policies(policy), random.Random(seed)
     read = _read(trace) if trace is not None else Trace((), (), (), (), ())
     made = read.models or _models(_names(read, models), model_gb, shared, service_s, batch_growth)
@@ -81,20 +81,20 @@ def simulate_trace(
     if record is not None:
         _write(record, "".join(trace_lines(scenario)))
     if sizing is not None:
-        _print_sizing(scenario, policies, sizing, seed, as_json)
+        _print_sizing(scenario, policies, sizing, as_json)
         return
-    runs = [_run(scenario, name, seed, chart if name == policies[0] else None) for name in policies]
+    runs = [_run(scenario, name, chart if name == policies[0] else None) for name in policies]
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in runs]})
     else:
         _print_figures(runs, wide=wide)
 
 
-def _run(scenario: Scenario, policy: PolicyName, seed: int, chart: Path | None) -> RunFigures:
+def _run(scenario: Scenario, policy: str, chart: Path | None) -> RunFigures:
     """Simulate a scenario, and draw it into the file `chart`."""
     num_requests = len(scenario.requests)
     with _err.status(f"simulating {num_requests} requests under {policy}"):
-        figures, world = simulate(scenario, policy, seed)
+        figures, world = simulate(scenario, policy)
     if chart is not None:
         from cluster.simulator.chart import chart_of
 
@@ -102,13 +102,13 @@ def _run(scenario: Scenario, policy: PolicyName, seed: int, chart: Path | None) 
     return figures
 
 
-def _print_sizing(scenario: Scenario, policies: list[PolicyName], share: float, seed: int, as_json: bool) -> None:
+def _print_sizing(scenario: Scenario, policies: list[str], share: float, as_json: bool) -> None:
     """Print how many of the scenario's workers suffice, the first ones, by policy."""
     found = {}
     for name in policies:
         with _err.status(f"sizing under {name}"):
             found[name] = least_workers(
-                lambda num: replace(scenario, workers=scenario.workers[:num]), name, share, len(scenario.workers), seed
+                lambda num: replace(scenario, workers=scenario.workers[:num]), name, share, len(scenario.workers)
             )
     if as_json:
         print_json({"share": share, "workers": found})
@@ -137,7 +137,7 @@ def _print_figures(found: list[RunFigures], *, wide: bool) -> None:
     print_table([Column("policy", fit="name"), *columns], rows, wide=wide)
 
 
-def _policies(asked: list[str] | None) -> list[PolicyName]:
+def _policies(asked: list[str] | None) -> list[str]:
     unknown = [name for name in asked or () if name not in POLICIES]
     if unknown:
         raise OptionError(f"unknown policy {unknown[0]!r}; known: {', '.join(POLICIES)}")
@@ -145,7 +145,7 @@ def _policies(asked: list[str] | None) -> list[PolicyName]:
 
 
 def _models(names: list[str], gb: float, shared: float, service_s: float, growth: float) -> tuple[SimModel, ...]:
-    from cluster.control.state import Components
+    from cluster.placement.state import Components
 
     made = []
     for number, name in enumerate(names):

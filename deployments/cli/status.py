@@ -85,7 +85,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     for sort in ("models", "nodes"):
         shown, total = len(cluster[sort]), cluster.get(f"num_{sort}", 0)
         if shown < total:
-            print_line(f"the first {shown} of {total} {sort}; /admin/cluster tells of the others, page by page")
+            print_line(f"the first {shown} of {total} {sort}; /admin/cluster lists the others, page by page")
     _print_nodes(cluster["nodes"], wide)
     _print_residency(cluster["models"], wide)
     _print_queue(cluster.get("admission"), wide)
@@ -119,7 +119,8 @@ def _print_decisions(found: dict[str, Any], *, wide: bool = False) -> None:
     print_table(WORKER_COLUMNS, workers, wide=wide, title="workers")
     if scaling := found.get("scaling"):
         leaving = f", of which {', '.join(scaling['leaving'])} leave" if scaling["leaving"] else ""
-        print_line(f"{scaling['target']} workers wanted{leaving}: {scaling['reason']}")
+        spares = f", {', '.join(scaling['spares'])} spare" if scaling["spares"] else ""
+        print_line(f"{scaling['target']} workers wanted{leaving}{spares}: {scaling['reason']}")
     rows = []
     for one in found["decisions"]:
         took = f"{one['took_s'] * 1e3:.0f} ms" if one["took_s"] is not None else ""
@@ -235,7 +236,7 @@ def _cache_use(encoder: dict[str, Any]) -> str:
     cache = encoder.get("cache")
     if not cache:
         return "no cache"
-    hits = cache["local"] + cache["joined"] + cache["shared"]
+    hits = cache["local"] + cache["joined"]
     return f"cache {cache['entries']} entries, {size(cache['nbytes'])}, {hits} hits, {cache['computed']} misses"
 
 

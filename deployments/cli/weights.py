@@ -66,23 +66,31 @@ DAMAGE_COLUMNS: Final = (
 
 @app.command()
 def externalize(
-    source: Annotated[str, typer.Argument(help="A checkpoint folder or file, a .pt2 or .onnx program, or s3://…")],
+    source: Annotated[
+        str, typer.Argument(help="A checkpoint folder or file, a .pt2 or .onnx program, s3://… or hf://…")
+    ],
     model: Annotated[str | None, typer.Option("--model", "-m", help="Its name; default: the source's.")] = None,
     layout: Layout = "combined",
     dtype: Annotated[_DTypeName, typer.Option(help="Cast floating tensors on the way in.")] = "auto",
     component: Annotated[str | None, typer.Option(help="One component of a pipeline only.")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="The pipeline that a single file is of: a model of the store, or FOLDER/.")
+    ] = None,
+    vae: Annotated[Path | None, typer.Option(help="A VAE in the place of its own: a folder, or a file.")] = None,
     weight_dir: WeightDir = None,
     allow_torch: Annotated[bool, typer.Option("--allow-torch", help="Open .pt, .pth, .bin and .pt2 as well.")] = False,
     store: StorePath = DEFAULT_STORE,
     as_json: Json = False,
 ) -> None:
     """Bring a model into the store. Equal tensors are stored once, over all its models."""
-    from weights.intake import bring_in
+    from weights.base_pipeline import open_base
+    from weights.intake import import_model
 
     weight_store = _open(store)
     name = model or PurePosixPath(source.rstrip("/")).name.split(".")[0]
+    base = open_base(Path(like) if "/" in like else like, weight_store) if like else None
     with working_folder(weight_dir) as folder, _progress("externalize", as_json) as progress:
-        manifest = bring_in(
+        manifest = import_model(
             weight_store,
             name,
             source if "://" in source else Path(source).expanduser().resolve(),  # `repair` looks there again
@@ -91,6 +99,8 @@ def externalize(
             layout=layout,
             weight_dir=folder,
             allow_torch=allow_torch,
+            like=base,
+            vae=vae,
             progress=progress,
         )
     _print_model(weight_store, manifest, as_json)

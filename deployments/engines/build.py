@@ -7,23 +7,31 @@ shared memory.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import importlib
-import json
 import re
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from deployments.engines.config_files import read_config
+from deployments.engines.library_classes import LIBRARIES, check_library, named_class, no_class
+from deployments.engines.library_seam import (
+    checkpoint_layout,
+    ignored_names,
+    rename_by_diffusers,
+    rename_by_transformers,
+)
 from deployments.engines.nn.fp8_linear import take_scales
+from deployments.engines.nn.packed_linear import Arithmetic, take_blocks
 from deployments.engines.protocol import EngineError
 from weights.loading.modules import Binding, UninitializedOnMeta, find_places, listed, tied_groups, without_value
 
-LIBRARIES = ("diffusers", "transformers")
 # The libraries import lazily and in circles: two threads that begin at different places see half of a module each.
 IMPORT_LOCK = threading.RLock()
 
@@ -35,19 +43,65 @@ def build_module(
     tensors: Mapping[str, torch.Tensor],
     *,
     optional_parts: Collection[str] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    arithmetic: Arithmetic = "fast",
 ) -> nn.Module:
     """Build the model of `folder`/config.json around `tensors`, in eval mode, without gradients.
 
     `class_name` None takes the class that config.json names. The compute dtype is the tensors' own:
     whatever dtype the config mentions is not looked at. `optional_parts` names direct children (a BERT's
-    "pooler") that become None when none of their tensors is given. Raises EngineError when tensors are
+    "pooler") that become None when none of their tensors is given. `kinds` are the types of tensors that are
+    blocks of ggml, by name, whose products are of that `arithmetic`. Raises EngineError when tensors are
     missing, unexpected or of another shape; old names that the library itself still understands are
     accepted, if they need no arithmetic.
     """
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
+    skeleton = build_skeleton(
+        library, class_name, folder, shapes, optional_parts=optional_parts, kinds=kinds, arithmetic=arithmetic
+    )
     skeleton.binding.put_tensors(tensors)
     return skeleton.module
+
+
+def build_language_model(config: Any, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Build the class of transformers that its `config` names first, as `build_module` builds others.
+
+    Tensors of layouts that the class reads otherwise are converted, which takes memory of their own: experts, which
+    checkpoints have one by one and classes in one piece. Raises EngineError.
+    """
+    folder = Path(config.name_or_path)
+    with IMPORT_LOCK:
+        cls = _resolve_class("transformers", config.architectures[0], {}, folder)
+        module = _blank_module(cls, folder, config)
+        converted = _converted(module, tensors, folder)
+    _check_names(module, {name: tuple(tensor.shape) for name, tensor in converted.items()}, folder)
+    find_places(module, converted).put_tensors(converted)
+    module.requires_grad_(False)
+    return module.eval()
+
+
+def converted_bytes(config: Any, sizes: Mapping[str, int]) -> int:
+    """Return the bytes, of such tensors, that `build_language_model` converts. Raises EngineError as it does."""
+    folder = Path(config.name_or_path)
+    with IMPORT_LOCK:
+        cls = _resolve_class("transformers", config.architectures[0], {}, folder)
+        layout = checkpoint_layout(_blank_module(cls, folder, config), sizes)
+    return sum(sizes[name] for _, parts in layout.merged.values() for name, _ in parts)
+
+
+def _converted(module: Any, tensors: Mapping[str, torch.Tensor], folder: Path) -> dict[str, torch.Tensor]:
+    """Return tensors by the names that the module has for them."""
+    layout = checkpoint_layout(module, tensors)
+    converted = {new_name: tensors[name] for new_name, name in layout.renamed.items()}
+    try:
+        for new_name, (converter, parts) in layout.merged.items():
+            for name, pattern in parts:
+                converter.add_tensor(new_name, name, pattern, functools.partial(tensors.__getitem__, name))
+            for target, made in converter.convert(new_name, model=module, config=module.config).items():
+                converted[target] = made[0] if isinstance(made, list) else made
+    except Exception as error:  # of shapes that do not go together, say
+        raise EngineError(f"{folder}: the tensors do not fit a {type(module).__name__}: {error}") from error
+    return converted
 
 
 class Skeleton(NamedTuple):
@@ -64,6 +118,8 @@ def build_skeleton(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     optional_parts: Collection[str] = (),
+    kinds: Mapping[str, str] = MappingProxyType({}),
+    arithmetic: Arithmetic = "fast",
 ) -> Skeleton:
     """Build what `build_module` does, without its tensors (of these names and shapes). Raises as it does."""
     config = read_config(folder / "config.json")
@@ -71,6 +127,7 @@ def build_skeleton(
         cls = _resolve_class(library, class_name, config, folder)
         module = _blank_module(cls, folder, config)
     take_scales(module, shapes)
+    take_blocks(module, kinds, arithmetic)
     names = _rename_like_stock(module, shapes, folder)
     _drop_absent_parts(module, names, optional_parts)
     _check_names(module, {new: shapes[old] for new, old in names.items()}, folder)
@@ -86,40 +143,32 @@ def import_class(library: str, class_name: str | None) -> None:
             getattr(importlib.import_module(library), class_name, None)
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Read the JSON object in `path`. Raises EngineError naming the file."""
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise EngineError(f"{path}: cannot be read as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise EngineError(f"{path}: holds a JSON {type(value).__name__}, expected an object")
-    return value
-
-
 def _resolve_class(library: str, class_name: str | None, config: Mapping[str, Any], folder: Path) -> type[Any]:
-    if library not in LIBRARIES:
-        raise EngineError(f"{folder}: unknown library {library!r} (known: {', '.join(LIBRARIES)})")
-    if class_name is None:
-        class_name = config.get("_class_name") or next(iter(config.get("architectures") or ()), None)
-        if class_name is None:
-            raise EngineError(f"{folder}: config.json names no class ('_class_name' or 'architectures')")
-    package = importlib.import_module(library)
-    cls = getattr(package, class_name, None)
+    class_name = class_name or named_class(config, folder)
+    cls = getattr(_package(library, folder), class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module) and hasattr(cls, "from_pretrained")):
-        near = difflib.get_close_matches(class_name, dir(package), n=3)
-        raise EngineError(
-            f"{folder}: {library} {package.__version__} has no model class {class_name!r}"
-            + (f" (near names: {', '.join(near)})" if near else "")
-        )
+        raise EngineError(f"{folder}: {no_class(library, class_name, config)}")
     return cls
 
 
-def _blank_module(cls: type[Any], folder: Path, config: Mapping[str, Any]) -> Any:
-    """The module with its parameters on `meta`; buffers are real, since some exist nowhere else."""
+def _package(library: str, folder: Path) -> Any:
+    """Return a library, or the folder of diffusers' pipelines that is called so."""
+    check_library(library, folder)
+    if library in LIBRARIES:
+        return importlib.import_module(library)
+    return getattr(importlib.import_module("diffusers.pipelines"), library)
+
+
+def _blank_module(cls: type[Any], folder: Path, config: Any) -> Any:
+    """The module with its parameters on `meta`; buffers are real, since some exist nowhere else.
+
+    `config` is the content of config.json, or a config object of the class.
+    """
     try:
         with UninitializedOnMeta():
-            if hasattr(cls, "config_class"):
+            if hasattr(cls, "config_class") and isinstance(config, cls.config_class):
+                module = cls(config)
+            elif hasattr(cls, "config_class"):
                 module = cls(cls.config_class.from_pretrained(folder, local_files_only=True))
             else:
                 module = cls.from_config(dict(config))
@@ -135,20 +184,11 @@ def _rename_like_stock(module: Any, given: Collection[str], folder: Path) -> dic
     expected = module.state_dict()
     if all(name in expected for name in given):
         return {name: name for name in given}
-    if hasattr(module, "_fix_state_dict_keys_on_load"):  # diffusers: attention blocks of old VAEs
-        names = {name: name for name in given}
-        module._fix_state_dict_keys_on_load(names)
+    if (names := rename_by_diffusers(module, given)) is not None:
         return names
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(module)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if not isinstance(transform, WeightRenaming)]
     names = {}
-    for name in given:
-        new_name, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, expected)
-        if converter is not None:
+    for name, new_name in rename_by_transformers(module, given, expected).items():
+        if new_name is None:
             raise EngineError(f"{folder}: tensor {name!r} is in an old layout; save the model again with transformers")
         names[new_name] = name
     return names
@@ -164,12 +204,12 @@ def _check_names(module: Any, shapes: Mapping[str, tuple[int, ...]], folder: Pat
     expected = module.state_dict()
     tied = {name for group in tied_groups(module) if any(n in shapes for n in group) for name in group}
     absent = [name for name in expected if name not in shapes and name not in tied]
-    missing = _without(absent, getattr(module, "_keys_to_ignore_on_load_missing", None))
+    may_lack, may_have = ignored_names(module)
+    missing = _without(absent, may_lack)
     if missing:
         raise EngineError(f"{folder}: {listed(missing, 'tensor')} missing for a {type(module).__name__}")
-    ignored = set(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
     # Persistent in old checkpoints, computed today; transformers ignores them for every class.
-    ignored |= {r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
+    ignored = {*may_have, r"(^|\.)position_ids$", r"rotary_emb\.inv_freq"}
     unexpected = _without((name for name in shapes if name not in expected), ignored)
     if unexpected:
         raise EngineError(f"{folder}: a {type(module).__name__} has no place for {listed(unexpected, 'tensor')}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,48 @@ import numpy.typing as npt
 if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
 
+    from deployments.engines.prompt_images import PromptImages
     from weights.adapters import LoraAdapter
 
 
+InputType = Literal["query", "document"]  # of a text to embed: what asks, and what may answer
 Pooling = Literal["mean", "last"]  # how a language model's hidden states become an embedding
-# Whose token vectors a CLIP gives: SDXL reads its penultimate layer, Stable Diffusion 1 its last.
-ClipLayer = Literal["penultimate", "last"]
+
+
+class ClipLayer(NamedTuple):
+    """The layer whose token vectors a CLIP gives: so many before its last one, and whether its final norm follows."""
+
+    num_skipped: int
+    is_normed: bool
+
+    def before(self, clip_skip: int) -> ClipLayer:
+        """Return the layer that lies `clip_skip` layers before this one."""
+        return self._replace(num_skipped=self.num_skipped + clip_skip)
+
+
+PENULTIMATE: Final = ClipLayer(1, is_normed=False)  # what SDXL reads
+LAST: Final = ClipLayer(0, is_normed=True)  # what Stable Diffusion 1 reads
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """The form in which a language model that conditions images reads a prompt, and what is taken of it.
+
+    `layers` index its hidden states, of which there is one more than it has layers; several stand side by side in each
+    token's vector. The prompt is put into `template`, whose one {} it replaces, or, without one, into the first message
+    of the tokenizer's chat template, which gets `variables`. With `system` a message of the system comes first, and
+    messages consist of parts, as those that may have images do; `removed` is taken out of prompts. The first
+    `num_dropped` tokens give nothing. With `keeps_padding` tokens that pad the text to its limit give vectors too,
+    which no token has attended to.
+    """
+
+    layers: tuple[int, ...]
+    template: str = ""
+    variables: tuple[tuple[str, bool], ...] = ()
+    num_dropped: int = 0
+    keeps_padding: bool = False
+    system: str = ""
+    removed: str = ""
 
 
 class EngineError(Exception):
@@ -66,8 +102,8 @@ class Engine(Protocol[RequestT, OutputT]):
     """A model that moves many requests on together, step by step. Requests join and leave between steps.
 
     HAZARD: an engine has no locks. `add_request`, `abort` and `step` are called by one thread at a time, the one that
-    may touch the device; `has_work` and `failures` may be read by any while none of the three runs. `forsake` alone may
-    be called by any thread at any time.
+    may touch the device; `has_work` and `failures` may be read by any while none of the three runs. `request_cancel`
+    alone may be called by any thread at any time.
 
     What a request gets depends on the requests that share its steps by rounding at most (the engines say how far), and
     one that fails takes no other with it.
@@ -91,7 +127,7 @@ class Engine(Protocol[RequestT, OutputT]):
             EngineError: the request cannot run, or its id is that of one under way. Nothing of it stays.
         """
 
-    def forsake(self, request_id: str) -> None:
+    def request_cancel(self, request_id: str) -> None:
         """Tell the engine that nobody wants a request any more, so that a step that runs may end early.
 
         `abort` follows as soon as it has.
@@ -140,9 +176,10 @@ class DiffusionRequest:
 
     `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
-    its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own. `sigmas` or `timesteps` are
-    the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever else runs.
-    `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and faster.
+    its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own, and `scheduler_options` stand
+    in place of those of its config (`use_karras_sigmas`, say). `sigmas` or `timesteps` are the schedule, as in stock:
+    `num_inference_steps` of them. `deterministic`: the same bits whatever else runs. `merges_adapter`: its one adapter
+    is merged into private weights, which is equal but for rounding, and faster.
     """
 
     request_id: str
@@ -159,6 +196,7 @@ class DiffusionRequest:
     strength: float = 1.0
     control: tuple[ControlUse, ...] = ()
     scheduler: str | None = None
+    scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
     sigmas: tuple[float, ...] | None = None
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
@@ -195,6 +233,31 @@ class ConditionedRequest:
         return self.request.request_id
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StockRequest:
+    """A request to a stock pipeline of diffusers.
+
+    `fields` are those that the request has, by the names of `__call__`'s parameters; what is not there is left to the
+    class. `images` (uint8, (height, width, 3), or (height, width) of a mask) go to the parameters of their names, and
+    so do the values of `extra`. `scheduler` and `scheduler_options` are those of a DiffusionRequest. `texts` are what
+    its calls of `encode_prompt` return (`stock/texts.py`), None where the pipeline encodes its text itself. So many
+    `num_previews` are spread over the steps, if the class can show any.
+    """
+
+    request_id: str
+    seed: int
+    prompt: str = ""
+    num_images: int = 1
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    scheduler: str | None = None
+    scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
+    reports_steps: bool = False
+    texts: Mapping[str, Mapping[str, torch.Tensor]] | None = None
+    num_previews: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class DenoiseTimes:
     """Seconds that one request waited for its first step, denoised and decoded."""
@@ -208,7 +271,9 @@ class DenoiseTimes:
 class DiffusionOutput:
     """The progress of a request and, at its end, its images: uint8 (num_images, height, width, 3).
 
-    A pipeline without its VAE ends with the `latents`, on the host, for another one to decode.
+    Those of a pipeline that makes video are its frames; one that makes audio ends with `samples`, float32 (channels,
+    number), of which `sample_rate` are a second. A pipeline without its VAE ends with the `latents`, on the host, for
+    another one to decode.
 
     `preview` has the images that the step before expects, in the same form; it is number `preview_index` from 0 on.
     `checkpoint` is all that the request needs to go on after `step_index` steps, in any process, bit for bit. One that
@@ -225,10 +290,13 @@ class DiffusionOutput:
     preview_index: int | None = None
     checkpoint: bytes | None = None
     is_moved: bool = False
+    samples: npt.NDArray[np.float32] | None = None
+    sample_rate: int = 0
 
     @property
     def is_last(self) -> bool:
-        return self.images is not None or self.latents is not None or self.is_moved
+        made = (self.images, self.latents, self.samples)
+        return self.is_moved or any(one is not None for one in made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +370,7 @@ class TextRequest:
 
     Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`. `scores_prompt`
     asks for the log probabilities of the prompt's own tokens, with as many of the best ones as those of the completion.
-    With `pooling`, the prompt's embedding is asked for instead of a completion.
+    With `pooling`, the prompt's embedding is asked for instead of a completion. Some of its tokens stand for `images`.
     """
 
     request_id: str
@@ -313,6 +381,7 @@ class TextRequest:
     loras: tuple[TextLora, ...] = ()
     scores_prompt: bool = False
     pooling: Pooling | None = None
+    images: PromptImages | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,14 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import torch
 from torch import nn
 
 from deployments.engines.build import Skeleton, build_skeleton
+from deployments.engines.nn.packed_linear import Arithmetic
 from weights.errors import WeightsError
 from weights.loading.modules import Binding, copy_structure
 from weights.loading.views import memory_form
@@ -43,14 +45,18 @@ class SkeletonPool:
     Of a structure that was prepared, or built before, one is kept to copy from, which is faster than to build.
     """
 
-    def __init__(self, max_free: int = MAX_FREE, max_templates: int = MAX_TEMPLATES) -> None:
+    def __init__(
+        self, max_free: int = MAX_FREE, max_templates: int = MAX_TEMPLATES, arithmetic: Arithmetic = "fast"
+    ) -> None:
+        """`arithmetic` is that of products with packed weights."""
+        self._arithmetic: Arithmetic = arithmetic
         self._max_free = max_free
         self._max_templates = max_templates
         self._lock = threading.Lock()
         self._free: OrderedDict[int, tuple[str, Skeleton]] = OrderedDict()
         # None: built once, and not needed for a second time yet.
         self._templates: OrderedDict[str, Skeleton | None] = OrderedDict()
-        self._lent: weakref.WeakKeyDictionary[nn.Module, tuple[str, Binding]] = weakref.WeakKeyDictionary()
+        self._in_use: weakref.WeakKeyDictionary[nn.Module, tuple[str, Binding]] = weakref.WeakKeyDictionary()
         self._num_built = self._num_copied = self._num_rebound = 0
 
     def build_module(
@@ -62,16 +68,25 @@ class SkeletonPool:
         tensors: Mapping[str, torch.Tensor],
         *,
         optional_parts: Collection[str] = (),
+        kinds: Mapping[str, str] = MappingProxyType({}),
     ) -> nn.Module:
         """Build as `build.build_module` does, with a kept module of the structure `key` if there is one."""
         skeleton = self._take(key)
         if skeleton is None:
             shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            skeleton = build_skeleton(library, class_name, folder, shapes, optional_parts=optional_parts)
+            skeleton = build_skeleton(
+                library,
+                class_name,
+                folder,
+                shapes,
+                optional_parts=optional_parts,
+                kinds=kinds,
+                arithmetic=self._arithmetic,
+            )
             self._note_built(key, skeleton)
         skeleton.binding.put_tensors(tensors)
         with self._lock:
-            self._lent[skeleton.module] = (key, skeleton.binding)
+            self._in_use[skeleton.module] = (key, skeleton.binding)
         return skeleton.module
 
     def prepare_skeleton(self, component: Component, folder: Path, optional_parts: Collection[str] = ()) -> None:
@@ -85,7 +100,13 @@ class SkeletonPool:
                 return
         shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
         skeleton = build_skeleton(
-            component.library, component.class_name, folder, shapes, optional_parts=optional_parts
+            component.library,
+            component.class_name,
+            folder,
+            shapes,
+            optional_parts=optional_parts,
+            kinds=component.block_types,
+            arithmetic=self._arithmetic,
         )
         self._remember(key, skeleton)
         if (first := _copy(skeleton)) is not None:
@@ -97,7 +118,7 @@ class SkeletonPool:
         HAZARD: nobody else may use it from here on, since it may get other weights. Unknown modules are ignored.
         """
         with self._lock:
-            key, binding = self._lent.pop(module, ("", None))
+            key, binding = self._in_use.pop(module, ("", None))
         if binding is None:
             return
         binding.clear()

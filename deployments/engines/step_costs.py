@@ -34,7 +34,7 @@ class _Size:
 
 
 @dataclass(slots=True)
-class _Kind:
+class _KindCosts:
     """The sizes of one kind, and how many calls there were in all."""
 
     sizes: dict[int, _Size] = field(default_factory=dict)
@@ -62,13 +62,13 @@ class StepCosts:
 
     def __init__(self, trusted_calls: int = TRUSTED_CALLS) -> None:
         self._trusted_calls = trusted_calls
-        self._kinds: OrderedDict[str, _Kind] = OrderedDict()
+        self._kinds: OrderedDict[str, _KindCosts] = OrderedDict()
         self._medians: dict[str, tuple[list[int], list[float]]] = {}  # of `_kinds`, by ascending rows
 
     def note_call(self, kind: str, rows: int, seconds: float) -> None:
         """Take in that a call of `rows` rows took `seconds`."""
         is_believed = rows in self._curve(kind)[0]
-        measured = self._kinds.setdefault(kind, _Kind())
+        measured = self._kinds.setdefault(kind, _KindCosts())
         self._kinds.move_to_end(kind)
         if not is_believed:
             measured.sizes.pop(rows, None)

@@ -12,17 +12,32 @@ from cluster.errors import ModelUnknown
 from cluster.registry.actor import WeightRegistry
 from cluster.registry.directory import ModelRecord, listed
 from cluster.registry.snapshot import RegistrySnapshot
+from deployments.engines.llm.models.stock_classes import SEEING
+from deployments.engines.stock.known import PipelineSource, is_stock_class, knows_class, read_class
+from deployments.engines.stock.text_parts import text_parts
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
+from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 
 _ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
-_WANTED = {"diffusion": "images", "llm": "text", "embedding": "embeddings", "head": "scores of features"}
+Endpoint = Literal["images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
+_ENDPOINTS: Final[dict[str | None, Endpoint]] = {
+    "diffusion": "images",
+    "llm": "text",
+    "embedding": "embeddings",
+    "reranker": "ranks",
+    "classifier": "classes",
+}
+_WANTED = {**_ENDPOINTS, "head": "scores of features"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelCard:
     """One served model, adapter or pipeline, as it is listed. `error` names file and tensor when it is unavailable.
 
-    `fingerprint` identifies the version that is served; `labels` name the outputs of a head.
+    `fingerprint` identifies the version that is served; `labels` name the outputs of a head. `endpoint` is what it is
+    asked at under /v1, None of an adapter, say; a language model takes texts to embed as well. One that
+    `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
+    images in chats.
     """
 
     id: str
@@ -35,26 +50,29 @@ class ModelCard:
     defaults: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
     labels: tuple[str, ...] = ()
+    endpoint: Endpoint | None = None
+    encodes_itself: bool = False
+    sees: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
     """The answer to probes. `kinds` are those of which a model can be asked, "pipeline" among them.
 
-    `is_starting`: configured models are still entering the store.
+    `is_entering`: configured models are still entering the store.
     """
 
     num_models: int
     num_ready: int
     kinds: frozenset[str | None]
-    is_starting: bool
+    is_entering: bool
 
     @classmethod
-    def of(cls, models: Iterable[tuple[str | None, str]], *, is_starting: bool) -> Health:
+    def of(cls, models: Iterable[tuple[str | None, str]], *, is_entering: bool) -> Health:
         """Count models by their kinds and states."""
         models = list(models)
         kinds = [kind for kind, state in models if state in _ANSWERING]
-        return cls(len(models), len(kinds), frozenset(kinds), is_starting)
+        return cls(len(models), len(kinds), frozenset(kinds), is_entering)
 
 
 class Catalog:
@@ -101,6 +119,12 @@ class Catalog:
             self._snapshot.notify_registry(WeightRegistry.want, id_)
         return record
 
+    async def check_sees(self, record: ModelRecord) -> None:
+        """Raise InvalidRequest, with the models that see images, where this one does not."""
+        if not _sees_images(record):
+            seeing = listed(other.id for other in await self.all_records() if _sees_images(other))
+            raise InvalidRequest(f"model {record.id!r} sees no images; models that do: {seeing}", "messages")
+
     async def find_adapter(self, id_: str, model: str, kind: Literal["adapter", "controlnet"]) -> ModelRecord:
         """Return a LoRA or a ControlNet of `model`.
 
@@ -119,9 +143,34 @@ class Catalog:
             raise ModelUnavailable(f"{what} {id_!r} is unavailable: {record.error}", param)
         return record
 
+    async def learned_words(self, text: str, model: str) -> list[str]:
+        """Return the textual inversions of a model that are named in a text; those that cannot be used are words."""
+        await self._snapshot.ready()
+        found = (self._snapshot.find_model(name) for name in candidates_in(text))
+        fitting = [one for one in found if one is not None and one.class_name == WORDS_CLASS and model in one.base]
+        return sorted(words_in(text, [one.id for one in fitting if one.serves]))
+
+
+def _sees_images(record: ModelRecord) -> bool:
+    """Return whether it is a language model that takes images in chats."""
+    return record.kind == "llm" and record.class_name in SEEING
+
+
+def endpoint_of(record: ModelRecord) -> Endpoint | None:
+    """Return what a model is asked at. Of a class that it sees for the first time it reads the source, for 0.1 s."""
+    source = _source_of(record)
+    return _ENDPOINTS.get(record.kind) if source is None else source.makes
+
+
+def _source_of(record: ModelRecord) -> PipelineSource | None:
+    """Return the source of the class that diffusers' own code runs, None of any other model."""
+    is_stock = record.kind == "diffusion" and is_stock_class(record.class_name) and knows_class(record.class_name)
+    return read_class(record.class_name) if is_stock else None
+
 
 def card_of(record: ModelRecord) -> ModelCard:
-    """Return the public part of a model's record."""
+    """Return the public part of a model's record. Blocks as `endpoint_of` does."""
+    source = _source_of(record)
     return ModelCard(
         id=record.id,
         kind=record.kind,
@@ -133,4 +182,7 @@ def card_of(record: ModelRecord) -> ModelCard:
         defaults=record.defaults.model_dump(exclude_none=True),
         fingerprint=record.fingerprint,
         labels=record.features.labels,
+        endpoint=endpoint_of(record),
+        encodes_itself=source is not None and not text_parts(record.class_name),
+        sees=_sees_images(record),
     )

@@ -2,13 +2,14 @@
 
 {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}
 
-KServe's routes and gRPC put the same `Failure` into their own forms.
+Other protocols put the same `Failure` into their own forms (`error_forms.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +36,7 @@ from deployments.errors import (
     RateLimited,
     ReplicaLost,
     RequestTooLarge,
+    RequestTooSlow,
     ServiceError,
     UnknownModel,
     Unprocessable,
@@ -54,6 +56,7 @@ _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (UnknownModel, 404, "invalid_request_error", "model_not_found"),
     (Conflict, 409, "invalid_request_error", "conflict"),
     (Unprocessable, 422, "invalid_request_error", "unusable_checkpoint"),
+    (RequestTooSlow, 408, "invalid_request_error", "request_timeout"),
     (RequestTooLarge, 413, "invalid_request_error", "request_too_large"),
     (Overloaded, 503, "server_error", "overloaded"),
     (RateLimited, 429, "rate_limit_error", "rate_limit_exceeded"),
@@ -71,14 +74,15 @@ _HTTP_CODES: Final = {404: "unknown_url", 405: "method_not_allowed"}
 _MEANINGS: Final = {
     400: "a field that is wrong; `param` names it",
     404: "no such model",
+    408: "the body did not arrive in time",
     413: "larger than the server allows",
-    429: "too many requests wait already, or this one would not be done in time; `Retry-After` says when it would",
-    500: "the model broke down on this request",
-    503: "the model or its replica is not available now; try again",
-    504: "the request's own timeout is over",
+    429: "the queue is full, or the request would not be done in time; `Retry-After` says when to try again",
+    500: "the model failed on this request",
+    503: "the model or its replica is unavailable; try again",
+    504: "the request timed out",
 }
 # Statuses of a request for a model that fails.
-INFERENCE_ERRORS: Final = (400, 404, 413, 429, 500, 503, 504)
+INFERENCE_ERRORS: Final = (400, 404, 408, 413, 429, 500, 503, 504)
 _REFERENCE: Final = "#/components/schemas/{model}"
 _UNUSED_SCHEMAS: Final = ("HTTPValidationError", "ValidationError")
 
@@ -170,16 +174,19 @@ def _malformed(error: RequestValidationError) -> Failure:
     return Failure(400, message, "invalid_request_error", "invalid_value", param)
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Make every error of `app` leave in OpenAI's envelope, and its OpenAPI page say so."""
+def install_error_handlers(app: FastAPI, respond: Callable[[str, Failure], Response]) -> None:
+    """Make every error of `app` leave in the form that `respond` gives it at a path."""
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
         if isinstance(error.__cause__, ServiceError):  # what `Gate` raises, in FastAPI's wrapper
-            return error_response(error.__cause__)
+            return respond(path, failure_of(error.__cause__))
         code = _HTTP_CODES.get(error.status_code, "http_error")
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return failure_response(Failure(error.status_code, message, "invalid_request_error", code))
+        message = f"{request.method} {path}: {error.detail}"
+        response = respond(path, Failure(error.status_code, message, "invalid_request_error", code))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(RequestValidationError)
     @app.exception_handler(ServiceError)
@@ -187,8 +194,8 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RayActorError)
     @app.exception_handler(RayServeException)
     @app.exception_handler(Exception)
-    async def _any(_: Request, error: Exception) -> Response:
-        return error_response(error)
+    async def _any(request: Request, error: Exception) -> Response:
+        return respond(request.url.path, failure_of(error))
 
     def schema() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -198,7 +205,6 @@ def install_error_handlers(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = schema  # type: ignore[method-assign]  # FastAPI's documented way
-    describe_errors(app, ErrorAnswer)
 
 
 def describe_errors(app: FastAPI, class_: type[Answer]) -> None:
@@ -227,9 +233,14 @@ def error_content(class_: type[Answer]) -> dict[str, Any]:
 
 def documented(*statuses: int, **reasons: str) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route with OpenAI's envelope. `_409="why"` says what a status means there."""
+    return documented_as(ErrorAnswer, *statuses, **reasons)
+
+
+def documented_as(form: type[Answer], *statuses: int, **reasons: str) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route with errors of another form."""
     texts = {status: _MEANINGS[status] for status in statuses}
     texts |= {int(status[1:]): text for status, text in reasons.items()}
-    content = error_content(ErrorAnswer)
+    content = error_content(form)
     return {status: {"content": content, "description": texts[status]} for status in sorted(texts)}
 
 

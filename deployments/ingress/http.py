@@ -7,57 +7,75 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Mapping
-from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+import ray
 from fastapi import APIRouter, FastAPI
 from ray import serve
-from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Match
+from starlette.types import ASGIApp
 
-from cluster.control.dispatcher import Dispatcher
-from cluster.control.lanes import Ask
-from cluster.control.shared_queue import connect_shared_queue
-from cluster.control.shared_queue_client import SharedQueueClient
-from cluster.controller.actor import connect_controller
-from cluster.controller.link import link_queue
+from cluster.access_log import bound_access_log
+from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.read_limiter import ReadLimiter
+from cluster.door.deadlines import ShowDeadline
 from cluster.door.door_plan import HTTP_ADDRESS
-from cluster.loopback import replica_calls_on_loopback
+from cluster.placement.actor import connect_controller
+from cluster.placement.link import Link, link_queue
+from cluster.placement.slot_link import SlotLink
+from cluster.ray_seam.loopback import replica_calls_on_loopback
+from cluster.ray_seam.replica_watch import watch_replicas
+from cluster.ray_seam.serve_control import proxy_host
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
-from deployments.errors import ServiceError
-from deployments.ingress import errors
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import HttpAccess, describe_keys
-from deployments.ingress.admin.controller import create_controller_router
+from deployments.ingress.admin.controller import ControllerCalls, create_controller_router
+from deployments.ingress.admin.live import NUM_DECISIONS, ClusterView, create_live_router
 from deployments.ingress.admin.routes import create_admin_router
-from deployments.ingress.admitted import RequestQueue, refusal_error
-from deployments.ingress.asking import ENCODER, WORKER
-from deployments.ingress.gate import Gate, put_gate_before_serve
-from deployments.ingress.known_forms import KnownForms
+from deployments.ingress.compat.a1111 import create_a1111_router
+from deployments.ingress.compat.anthropic import create_messages_router
+from deployments.ingress.compat.ollama import RUNNING, create_ollama_router
+from deployments.ingress.compat.vllm import UnprefixedPaths, create_vllm_router
+from deployments.ingress.demands import ENCODER, WORKER
+from deployments.ingress.docs_page import create_docs_router
+from deployments.ingress.error_forms import install_error_handlers
+from deployments.ingress.gate import BodyGate, ReadGate, put_gate_before_serve
+from deployments.ingress.heads import HeadRequests
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.repository_routes import create_repository_router
 from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.rest.shared_memory_routes import create_shared_memory_router
+from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.openai.chat_images import ChatImages
 from deployments.ingress.openai.embeddings import create_embeddings_router
+from deployments.ingress.openai.fetched_images import ImageFetcher
+from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_links import ImageLinks, create_links_router
 from deployments.ingress.openai.images import create_images_router
 from deployments.ingress.openai.models import create_models_router
+from deployments.ingress.openai.pipeline_runs import create_pipelines_router
 from deployments.ingress.openai.resumable_streams import ResumableStreams, create_streams_router
+from deployments.ingress.openai.scores import create_scores_router
+from deployments.ingress.openai.stored_responses import StoredResponses
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
+from deployments.ingress.openai.videos import create_audio_router, create_videos_router
+from deployments.ingress.route_prefix import WithoutPrefix
 from deployments.ingress.service import Service
-from deployments.ingress.turns import Turns
+from deployments.ingress.web_pages import create_web_router
 from deployments.records import (
     ChatRequest,
     CompletionRequest,
@@ -66,11 +84,11 @@ from deployments.records import (
     ImageProgress,
     ImageRequest,
     ImageResult,
+    ScoringRequest,
     TextChunk,
     TextResult,
 )
 from deployments.services.replica_calls import ReplicaStates, WhyNone
-from deployments.services.replica_watch import watch_replicas
 from deployments.tasks import shared_task
 
 __all__ = ["Ingress", "create_http_app"]
@@ -85,60 +103,139 @@ def create_http_app(
     config: ClusterConfig,
     http_host: str | None = None,
     on_start: Callable[[], None] = lambda: None,
+    callers: Callers | None = None,
+    limiter: ReadLimiter | None = None,
 ) -> FastAPI:
     """Return the application. It needs no Ray: a test gives it a Service over fakes.
 
     `http_host` is the address that Serve listens on, where that is not the config's. `on_start` is called on the event
-    loop of its requests, before the first one.
+    loop of its requests, before the first one. A gate before this one has `callers` and `limiter`, too.
     """
-    callers = Callers(config.access, config.ingress.num_replicas)
+    callers = callers or Callers(config.access, config.ingress.num_replicas)
     statistics, repository = Statistics(), Repository(service)
-    inference = Inference(service, config.ingress.limits, statistics)
+    inference = Inference(service, config.ingress.limits, statistics, SharedMemory(config.ingress.shared_memory))
     app = FastAPI(
         title="Atelier",
         version="1",
         description=_DESCRIPTION,
-        docs_url="/docs",
+        docs_url=None,  # FastAPI's page comes from servers of others
         redoc_url=None,
         lifespan=_lifespan(config, callers, inference, repository, statistics, on_start),
     )
-    errors.install_error_handlers(app)
-    routing.install_error_handlers(app)
-    for router in _openai_routers(service, config):
+    install_error_handlers(app)
+    readers = ImageReaders()
+    fetcher = ImageFetcher(config.ingress.image_hosts, config.ingress.limits.max_upload_bytes)
+    images = ChatImages(service, readers, config.ingress.limits, fetcher)
+    controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
+    view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
+    for router in _client_routers(service, config, readers, images, view):
         app.include_router(router)
     app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
     app.include_router(create_inference_router(inference, config.ingress.limits))
+    app.include_router(create_shared_memory_router(inference.shared_memory))
+    app.include_router(create_docs_router(app.title))
     app.include_router(create_admin_router(service))
-    connect = partial(connect_controller, config) if config.controller.enabled else None
-    app.include_router(create_controller_router(connect))
+    app.include_router(create_controller_router(controller))
     if callers.need_keys:
         describe_keys(app)
-    access = HttpAccess(callers, config.access, config.http.host if http_host is None else http_host)
-    turns = Turns(lambda: service.queue.config.max_waiting)
-    app.add_middleware(Gate, turns=turns, access=access, limits=config.ingress.limits)
-    if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.access.cors_origins,
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
-            allow_headers=["*"],
-            allow_private_network=True,
-            expose_headers=["Content-Location", "Retry-After", "Server-Timing"],
-        )
+    limiter = limiter or ReadLimiter(lambda: service.queue.config.max_waiting)
+    _add_gates(app, config, limiter, _http_access(callers, config, http_host, app))
     return app
 
 
-def _openai_routers(service: Service, config: ClusterConfig) -> Iterator[APIRouter]:
+def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access: HttpAccess) -> None:
+    """Add what a request passes on its way in; the last one comes first."""
+    app.add_middleware(BodyGate, limits=config.ingress.limits)
+    app.add_middleware(ReadGate, limiter=limiter, access=access)
+    app.add_middleware(ShowDeadline)
+    if config.http.compat.vllm:
+        app.add_middleware(UnprefixedPaths)
+    app.add_middleware(HeadRequests)
+    if config.access.cors_origins:  # around all else: browsers show a page no refusal without its headers
+        app.add_middleware(CORSMiddleware, **_cors_options(config))
+    if config.http.route_prefix != "/":
+        app.add_middleware(WithoutPrefix, prefix=config.http.route_prefix)
+
+
+def _client_routers(
+    service: Service,
+    config: ClusterConfig,
+    readers: ImageReaders,
+    images: ChatImages,
+    view: ClusterView,
+) -> Iterator[APIRouter]:
+    """Yield the routes of people, and of programs that ask models."""
+    if config.http.web:  # before the clients that look for another answer at /
+        yield create_web_router(config.http.route_prefix, RUNNING if config.http.compat.ollama else "")
+    yield from _openai_routers(service, config, readers, images, view)
+    yield from _compat_routers(service, config, readers, images)
+    yield create_live_router(view)
+
+
+def _cors_options(config: ClusterConfig) -> dict[str, Any]:
+    return {
+        "allow_origins": config.access.cors_origins,
+        "allow_methods": ["GET", "POST", "PUT", "DELETE"],
+        "allow_headers": ["*"],
+        "allow_private_network": True,
+        "expose_headers": ["Content-Location", "Retry-After", "Server-Timing"],
+    }
+
+
+def _around_gate(config: ClusterConfig, gate: ASGIApp) -> ASGIApp:
+    """Return the gate before Serve with what has to be around it: its refusals need the headers of CORS, too."""
+    if config.access.cors_origins:
+        gate = CORSMiddleware(gate, **_cors_options(config))
+    if config.http.compat.vllm:
+        gate = UnprefixedPaths(gate)
+    return gate if config.http.route_prefix == "/" else WithoutPrefix(gate, config.http.route_prefix)
+
+
+def _http_access(callers: Callers, config: ClusterConfig, http_host: str | None, app: FastAPI) -> HttpAccess:
+    host = config.http.host if http_host is None else http_host
+    return HttpAccess(callers, config.access, host, partial(_is_path, app))
+
+
+def _openai_routers(
+    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages, view: ClusterView
+) -> Iterator[APIRouter]:
     """Yield the routes under /v1."""
     links = ImageLinks(config.ingress.image_links, config.name)
     streams = ResumableStreams(config.ingress.image_streams, config.ingress.num_replicas)
-    yield create_images_router(service, links, streams, config.ingress.limits)
+    yield create_images_router(service, links, streams, readers, config.ingress.limits)
     yield create_streams_router(streams)
     yield create_links_router(links)
+    yield create_videos_router(service, config.ingress.videos, config.name, readers, config.ingress.limits)
+    yield create_audio_router(service)
     yield create_embeddings_router(service)
-    yield create_text_router(service)
-    yield create_responses_router(service)
-    yield create_models_router(service)
+    yield create_scores_router(service)
+    yield create_text_router(service, images)
+    kept = config.ingress.stored_responses
+    stored = StoredResponses(kept, config.name) if kept.enabled else None
+    yield create_responses_router(service, stored, config.ingress.limits, images)
+    yield create_models_router(service, view.nearness)
+    yield create_pipelines_router(service, readers, config.ingress.limits)
+
+
+def _compat_routers(
+    service: Service, config: ClusterConfig, readers: ImageReaders, images: ChatImages
+) -> Iterator[APIRouter]:
+    """Yield the routes of other servers' clients, as far as the config wants them."""
+    compat = config.http.compat
+    if compat.vllm:
+        yield create_vllm_router(service, images)
+    if compat.anthropic:
+        yield create_messages_router(service, images)
+    if compat.ollama:
+        yield create_ollama_router(service, images)
+    if compat.a1111:
+        yield create_a1111_router(service, config, readers)
+
+
+def _is_path(app: FastAPI, path: str) -> bool:
+    """Return whether the application has a route at `path`, of any method."""
+    scope = {"type": "http", "method": "GET", "path": path}
+    return any(route.matches(scope)[0] != Match.NONE for route in app.routes)
 
 
 def _lifespan(
@@ -176,31 +273,28 @@ def _lifespan(
 
 @serve.ingress()
 class Ingress:
-    """The HTTP edge, and the methods of `serve.get_app_handle("atelier")`: those of `Service`."""
+    """The HTTP edge, and the methods of `serve.get_app_handle(<name of the cluster>)`: those of `Service`."""
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
+        bound_access_log()
         self._http_host = _checked_host(config)
-        snapshot = RegistrySnapshot(lambda: connect_registry(config))
+        name = ray.get_runtime_context().get_actor_name()
+        snapshot = RegistrySnapshot(lambda: connect_registry(config), replica=name)
         self._config = config
         self._handles = {ENCODER: encoder, WORKER: worker}
-        self._queue: RequestQueue = Dispatcher(config.admission)
-        if config.ingress.num_replicas > 1:
-            self._queue = SharedQueueClient(lambda: connect_shared_queue(config), config.admission)
-        self._service = Service(config, snapshot, encoder, worker, self._why_none, self._queue)
+        self._queue = Dispatcher(config.admission, num_sharing=config.ingress.num_replicas)
+        self._links = self._make_links(uuid.uuid4().hex)
+        slot_link = next((link for link in self._links if isinstance(link, SlotLink)), None)
+        self._service = Service(config, snapshot, encoder, worker, self._why_none, self._queue, slot_link)
 
     def __serve_build_asgi_app__(self) -> Any:
-        from ray.serve._private import replica
-
-        # Serve too obeys x-request-timeout-seconds: it would cut the request off in plain text, a moment before the
-        # ingress says what was not done in time.
-        replica.parse_request_timeout_header = lambda _, default_timeout_s: default_timeout_s
-        has_cors = bool(self._config.access.cors_origins)
-        # A shared queue is another process: to ask it would take as long as to read the request.
-        forms = KnownForms(partial(_why_refused, self._queue)) if isinstance(self._queue, Dispatcher) else None
-        turns = Turns(lambda: self._queue.config.max_waiting, forms)
-        put_gate_before_serve(turns, refuses=not has_cors)
-        return create_http_app(self._service, self._config, self._http_host, self._watch_replicas)
+        limiter = ReadLimiter(lambda: self._queue.config.max_waiting)
+        callers = Callers(self._config.access, self._config.ingress.num_replicas)
+        app = create_http_app(self._service, self._config, self._http_host, self._watch_replicas, callers, limiter)
+        access = _http_access(callers, self._config, self._http_host, app)
+        put_gate_before_serve(limiter, access, self._config.http.route_prefix, partial(_around_gate, self._config))
+        return app
 
     async def generate(self, request: ImageRequest | Mapping[str, Any]) -> ImageResult:
         return await self._service.generate(request)
@@ -209,12 +303,15 @@ class Ingress:
         self, request: ImageRequest | Mapping[str, Any]
     ) -> AsyncGenerator[ImageProgress | ImageResult]:
         """Yield progress and the result, over a handle: `handle.options(stream=True).generate_stream.remote(...)`."""
-        async with aclosing(self._service.generate_stream(request)) as pieces:
+        async with self._service.generate_stream(request) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         return await self._service.embed(request)
+
+    async def score(self, request: ScoringRequest | Mapping[str, Any]) -> EmbeddingResult:
+        return await self._service.score(request)
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
         return await self._service.chat(request)
@@ -224,20 +321,17 @@ class Ingress:
 
     async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
         """Yield the pieces of a chat, over a handle: `handle.options(stream=True).chat_stream.remote(...)`."""
-        async with aclosing(self._service.chat_stream(request)) as chunks:
+        async with self._service.chat_stream(request) as chunks:
             async for chunk in chunks:
                 yield chunk
 
     def _watch_replicas(self) -> None:
         """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
-        if isinstance(self._queue, SharedQueueClient):
-            self._queue.start()
-        else:
-            if self._config.controller.enabled:
-                connect = partial(connect_controller, self._config)
-                self._link = link_queue(uuid.uuid4().hex, self._queue, connect, self._config.controller.tick_s)
-                self._link.start()
-            self._restoring = shared_task(self._service.operations.restore_admission())
+        gc.collect()
+        gc.freeze()  # libraries and routes stay: to look at them again, in the middle of a request, takes 0.1 s
+        for link in self._links:
+            link.start()
+        self._restoring = shared_task(self._service.operations.restore_admission())
         loop = asyncio.get_running_loop()
         for pool, handle in self._handles.items():
 
@@ -245,6 +339,15 @@ class Ingress:
                 loop.call_soon_threadsafe(self._queue.set_replicas, pool, names)
 
             watch_replicas(handle, on_replicas)
+
+    def _make_links(self, name: str) -> list[Link]:
+        """Return the links with the controller: what it needs for placement, and for slots of several ingresses."""
+        config = self._config
+        if not config.has_controller:
+            return []
+        connect = partial(connect_controller, config)
+        links: list[Link] = [link_queue(name, self._queue, connect, config.controller.tick_s)]
+        return links if config.ingress.num_replicas == 1 else [*links, SlotLink(name, self._queue, connect)]
 
     def _why_none(self, pool: str) -> WhyNone:
         """Return what tells why no replica can answer. Serve's controller is asked when the queue knows none."""
@@ -256,12 +359,6 @@ class Ingress:
         return why_none_can
 
 
-def _why_refused(queue: Dispatcher, ask: Ask) -> ServiceError | None:
-    """Return why the queue refuses what a request asks for."""
-    refusal = queue.refuse_unread(ask)
-    return refusal_error(refusal, ask) if refusal else None
-
-
 def _checked_host(config: ClusterConfig) -> str:
     """Return the address that clients reach: HAProxy's, or that of Serve, which may have been told another than this
     config.
@@ -269,7 +366,7 @@ def _checked_host(config: ClusterConfig) -> str:
     Raises ConfigError when other machines reach it and nobody needs a key. `serve run` and `serve deploy` end here.
     """
     door = os.environ.get(HTTP_ADDRESS, "").rpartition(":")[0]
-    host = door or str(_get_global_client().http_config.host or config.http.host)
+    host = door or proxy_host() or config.http.host
     for key, problem in config.open_hosts(host).items():
         raise ConfigError(f"{key}: {problem}")
     return host

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from deployments.errors import GenerationFailed, InvalidRequest
+from deployments.ingress.catalog import Endpoint
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.records import (
@@ -31,8 +32,6 @@ from deployments.records import (
     TextResult,
 )
 
-_Endpoint = Literal["images", "text", "embeddings"]
-
 
 class PipelineModels:
     """The pipelines that fit an OpenAI endpoint.
@@ -45,6 +44,11 @@ class PipelineModels:
     ) -> None:
         self._pipelines = pipelines
         self._run_pipeline = run_pipeline
+
+    def endpoint_of(self, name: str) -> Endpoint | None:
+        """Return the endpoint that a pipeline fits, None when it fits none. Raises ModelUnavailable."""
+        role = _openai_role(self._pipelines.signature(name))
+        return role.endpoint if role else None
 
     async def generate(self, request: ImageRequest) -> ImageResult:
         """Return images. Each image after the first has the next seed, where the pipeline takes one."""
@@ -68,7 +72,7 @@ class PipelineModels:
     async def write(self, request: ChatRequest | CompletionRequest) -> TextResult:
         """Return a text. Of a chat, the pipeline gets the last turn: it has no memory of its own."""
         role = self._role(request.model, "text")
-        text = request.messages[-1].content if isinstance(request, ChatRequest) else request.prompt
+        text = request.messages[-1].text if isinstance(request, ChatRequest) else request.prompt
         if not isinstance(text, str):
             raise InvalidRequest(f"prompt: pipeline {request.model!r} takes one text", "prompt")
         given = _given(request, without={"model", "messages", "prompt"})
@@ -117,7 +121,7 @@ class PipelineModels:
         asked = PipelineRequest(model, inputs, request.priority, request.timeout_s, request.tenant)
         return await self._run_pipeline(asked)
 
-    def _role(self, model: str, endpoint: _Endpoint) -> _OpenAiRole:
+    def _role(self, model: str, endpoint: Endpoint) -> _OpenAiRole:
         role = _openai_role(self._pipelines.signature(model))
         if role is None or role.endpoint != endpoint:
             fits = f"is one of {role.endpoint}" if role else "fits no endpoint of /v1; ask /v2/models"
@@ -125,12 +129,21 @@ class PipelineModels:
         return role
 
 
+# Options of models that are off where nobody says them: to say so asks for nothing.
+_HOLDS_ANYWAY: Final = {
+    "true_cfg_scale": 1.0,
+    "deterministic": False,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
+
+
 def _given(request: Any, *, without: set[str]) -> dict[str, Any]:
     """Return the fields that the request sets itself, but for the options that every request may have."""
     ours = {"priority", "timeout_s", "tenant", "model_version"}
     ours |= {"adapter_versions", "text_padding", "long_text", "merges_lora"}
     said = request.model_fields_set - without - ours
-    defaults = {name: field.default for name, field in type(request).model_fields.items()}
+    defaults = {name: field.default for name, field in type(request).model_fields.items()} | _HOLDS_ANYWAY
     values = {name: getattr(request, name) for name in said}
     return {
         name: value
@@ -157,7 +170,7 @@ class _OpenAiRole:
     the name of a field of the protocol (`seed`, say) take its value.
     """
 
-    endpoint: Literal["images", "text", "embeddings"]
+    endpoint: Endpoint
     input: str
     output: str
     options: tuple[str, ...]

@@ -8,8 +8,8 @@ Measured with 2,048 vectors of 1,024 numbers: the standard library's encoder tak
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, Final, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import to_json
@@ -65,14 +65,28 @@ def rounded(timings_ms: Mapping[str, float]) -> dict[str, float]:
     return {phase: round(ms, 2) for phase, ms in timings_ms.items()}
 
 
+class Source(Protocol):
+    """The parts of a response while it goes out."""
+
+    async def aclose(self) -> None:
+        """End it."""
+
+
 class EventStream(StreamingResponse):
-    """Server-sent events that are made of `source`, which is closed when the client is gone.
+    """Server-sent events, or lines of another type, that are made of `source`: closed when the client is gone.
 
     Starlette leaves that to the garbage collector, and until then a replica would go on writing for nobody.
     """
 
-    def __init__(self, events: AsyncIterator[str], source: AsyncGenerator[Any], **options: Any) -> None:
-        super().__init__(events, media_type="text/event-stream", **options)
+    def __init__(
+        self,
+        events: AsyncIterator[str],
+        source: Source,
+        *,
+        media_type: str = "text/event-stream",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(events, media_type=media_type, headers=headers)
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

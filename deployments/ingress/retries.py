@@ -12,24 +12,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.control.lanes import Ask
+from cluster.admission.demand import Demand
+from cluster.admission.dispatcher import Dispatcher
 from deployments.errors import ReplicaLost
-from deployments.ingress.admitted import RequestQueue, Slot, admitted
+from deployments.ingress.admitted import Slot, admitted
 from deployments.pipelines.plans import SegmentResult
-from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
-from deployments.services.replica_calls import ReplicaCalls
+from deployments.services.replica_calls import OnPiece, ReplicaCalls
 
 MAX_RETRIES: Final = 1
 MAX_TURN_WAIT_S: Final = 30.0
-PAUSE_S: Final = 0.1  # the router hears of a death a moment after the caller
+PAUSE_S: Final = 0.1  # the router learns of a death a moment after the caller
 
 
 def _is_lost(error: BaseException | None) -> bool:
@@ -75,69 +75,93 @@ class _Retries:
             await self._sleep(PAUSE_S)
 
 
+class Resumption:
+    """The point from which another replica goes on with a stream; this one has none, and begins before any piece."""
+
+    def __init__(self) -> None:
+        self.num_final = 0  # pieces that have gone out, and that another replica would begin anew
+        self.is_moved = False  # the replica ended the stream for another to go on
+        self.is_complete = False  # all has come: what happens to the replica now is nothing to the request
+
+    def begin_try(self) -> tuple[Any, ...]:
+        """Return what the next replica is told behind the request's own arguments."""
+        return ()
+
+    def take(self, piece: Any) -> bool:
+        """Take a piece in; return whether the caller gets it."""
+        self.num_final += 1
+        return True
+
+
 class RetriedCalls:
     """Calls of one deployment that are answered by a second replica if need be. Lives on one event loop."""
 
-    def __init__(self, calls: ReplicaCalls, queue: RequestQueue, timeout_s: float) -> None:
+    def __init__(self, calls: ReplicaCalls, queue: Dispatcher, timeout_s: float) -> None:
         """Make the calls. Those of segments, which are begun without waiting for a place, have `timeout_s` in all."""
         self._calls = calls
         self._queue = queue
         self._timeout_s = timeout_s
         self._suspects = asyncio.Lock()
 
-    async def call(self, method: str, *arguments: Any, ask: Ask) -> Any:
-        """Call a method of a replica that has a place for the request. `ask.deadline_s` is from now.
+    async def call(self, method: str, *arguments: Any, demand: Demand, route: str = "") -> Any:
+        """Call a method of a replica that has a place for the request, or of the one that has the texts of `route`.
+
+        `demand.deadline_s` is from now.
 
         Raises the replica's errors, QueueFull, DeadlineExceeded, NoReplica, ReplicaLost.
         """
-        deadline = Deadline(ask.deadline_s)
-        with admitted(self._queue, ask) as slot:
+        deadline = Deadline(demand.deadline_s)
+        with admitted(self._queue, demand) as slot:
 
             def send() -> Awaitable[Any]:
-                return self._calls.call(method, *arguments, deadline=deadline, place=slot.place())
+                return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
 
             result = await self.answered(send, deadline)
             _note_answer(slot, result)
         return result
 
-    async def stream_pieces(self, method: str, *arguments: Any, ask: Ask) -> AsyncGenerator[Any]:
-        """Yield the pieces of a stream. A caller that stops early closes it. Raises as `call` does.
+    async def receive_stream(
+        self, method: str, *arguments: Any, on_piece: OnPiece, demand: Demand, resumption: Resumption | None = None
+    ) -> Any:
+        """Give the pieces of a stream to `on_piece`, and return the last. Raises as `call` does.
 
-        The steps of an image may be done again: another replica goes on after the last checkpoint that came, which it
-        gets as one more argument, and what it tells of steps that were told already is left out. An image that its
-        replica hands over goes on in the same way, as often as that happens.
+        `resumption` knows how another replica goes on; without one a stream cannot, once a piece has gone out. What a
+        replica moves out goes on elsewhere as often as that happens.
         """
-        deadline = Deadline(ask.deadline_s)
-        retries, num_pieces, told_step, checkpoint = _Retries(deadline), 0, 0, None
-        with admitted(self._queue, ask) as slot:
+        deadline = Deadline(demand.deadline_s)
+        retries, resumption, last = _Retries(deadline), resumption or Resumption(), None
+
+        async def take(piece: Any) -> None:
+            nonlocal last
+            last = piece
+            if resumption.take(piece):
+                await on_piece(piece)
+
+        with admitted(self._queue, demand) as slot:
             while True:
                 try:
                     async with self._turn(retries, deadline):
-                        resumed, place = () if checkpoint is None else (checkpoint,), slot.place()
-                        stream = self._calls.stream_pieces(method, *arguments, *resumed, deadline=deadline, place=place)
-                        piece, is_moved = None, False
-                        async with aclosing(stream) as pieces:
-                            async for piece in pieces:
-                                if isinstance(piece, ImageProgress):
-                                    checkpoint = piece.checkpoint or checkpoint
-                                    is_moved = piece.is_moved
-                                    if is_moved or piece.step <= told_step:
-                                        continue
-                                    told_step = piece.step
-                                else:
-                                    num_pieces += 1
-                                yield piece
-                        if is_moved:
-                            continue
-                        if piece is not None:
-                            _note_answer(slot, piece)
-                    return
+                        await self._calls.receive_stream(
+                            method,
+                            *arguments,
+                            *resumption.begin_try(),
+                            on_piece=take,
+                            deadline=deadline,
+                            place=slot.replica(),
+                        )
+                    if not resumption.is_moved:
+                        break
                 except Exception as error:
-                    await retries.after(error, num_pieces)
+                    if resumption.is_complete and _is_lost(error):
+                        break
+                    await retries.after(error, resumption.num_final)
+            if last is not None:
+                _note_answer(slot, last)
+        return last
 
-    def begin_call(self, method: str, *arguments: Any) -> Any:
+    def begin_call(self, method: str, *arguments: Any, route: str = "") -> Any:
         """Begin a call and return Serve's response. Retries begin when it is awaited with `answer_begun`."""
-        return self._calls.begin_call(method, *arguments)
+        return self._calls.begin_call(method, *arguments, route=route)
 
     async def answer_begun(self, response: Any, deadline: Deadline) -> Any:
         """Await a response of `begin_call`. Raises Ray's errors when the replica dies."""

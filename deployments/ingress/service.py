@@ -5,36 +5,53 @@ HTTP routes, handle calls and pipelines all call these methods. Nothing here kno
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from functools import partial
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cluster.control.dispatcher import Dispatcher
-from cluster.control.lanes import Ask
+from cluster.admission.demand import Demand
+from cluster.admission.dispatcher import Dispatcher
+from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.text_routes import route_of
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from deployments.defaults import merges_lora, text_rules, with_image_defaults, with_text_defaults
+from deployments.defaults import (
+    merges_lora,
+    prompts_of,
+    text_rules,
+    with_clip_defaults,
+    with_image_defaults,
+    with_learned_words,
+    with_text_defaults,
+)
+from deployments.engines.stock.known import is_stock_class
 from deployments.errors import InvalidRequest
+from deployments.fitted_images import with_fitting_images
+from deployments.ingress.admin.admission import Queues
 from deployments.ingress.admin.operations import Operations
-from deployments.ingress.admitted import RequestQueue, admitted
-from deployments.ingress.asking import ENCODER, PIPELINES, WORKER, Request, ask_of, ask_of_pipeline
-from deployments.ingress.catalog import Catalog, Health, ModelCard, card_of
+from deployments.ingress.admitted import admitted
+from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, card_of, endpoint_of
+from deployments.ingress.demands import ENCODER, PIPELINES, WORKER, Request, demand_of, demand_of_pipeline
 from deployments.ingress.pipeline_models import PipelineModels
+from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
-from deployments.limits import check_embedding, check_head, check_image, check_text
+from deployments.limits import check_clip, check_embedding, check_head, check_image, check_scoring, check_text
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
 from deployments.pipelines.records import PipelineRequest, PipelineResult
-from deployments.pipelines.runner import SegmentReply
+from deployments.pipelines.runner import OnStage, SegmentReply
 from deployments.records import (
     ChatRequest,
+    ClipRequest,
+    ClipResult,
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
@@ -42,14 +59,18 @@ from deployments.records import (
     ImageProgress,
     ImageRequest,
     ImageResult,
+    PromptTokens,
+    ScoringRequest,
     TextChunk,
     TextResult,
     TimingsMs,
     as_record,
 )
 from deployments.services.deadlines import Deadline
-from deployments.services.replica_calls import ReplicaCalls, WhyNone, nobody_knows
+from deployments.services.output_channel import OutputChannel
+from deployments.services.replica_calls import OnPiece, ReplicaCalls, WhyNone, nobody_knows
 
+OnProgress = Callable[[ImageProgress], Awaitable[None]]
 PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
 
 
@@ -57,7 +78,8 @@ class Service:
     """The methods of every protocol. `operations` is for operators. `encoder` and `worker` are deployment handles.
 
     `queue` is the admission queue; without it one is made for replicas whose names are not known, one of each kind, and
-    Serve chooses them. `why_none(deployment)` makes what tells why no replica of it can answer.
+    Serve chooses them. `queues` are those of several ingresses together. `why_none(deployment)` makes what tells why no
+    replica of it can answer.
     """
 
     def __init__(
@@ -67,7 +89,8 @@ class Service:
         encoder: Any,
         worker: Any,
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
-        queue: RequestQueue | None = None,
+        queue: Dispatcher | None = None,
+        queues: Queues | None = None,
     ) -> None:
         if queue is None:
             queue = Dispatcher(config.admission)
@@ -75,7 +98,10 @@ class Service:
                 queue.set_replicas(pool, [""])
         queue.set_replicas(PIPELINES, [""])  # they run here
         self.queue = queue
-        self.operations = Operations(config.name, snapshot, encoder, worker, config.text_encoder.batching, queue)
+        self.queues: Queues = queues or queue
+        self.operations = Operations(
+            config.name, snapshot, encoder, worker, config.text_encoder.batching, queue, self.queues
+        )
         self._config = config
         self._configured = frozenset(config.entries)
         self._snapshot = snapshot
@@ -101,47 +127,55 @@ class Service:
             check_image(request, self._config.ingress.limits)
             return await self._pipeline_models.generate(request)
         silent = request.model_copy(update={"partial_images": 0, "reports_steps": False})
-        async with aclosing(self._image_pieces(silent)) as pieces:
-            async for piece in pieces:  # to the end: a stream that is left early was given up
-                result = piece
-        assert isinstance(result, ImageResult)  # it is the last
-        return result
+        return await self._make_images(silent)
 
-    async def generate_stream(
-        self, request: ImageRequest | Mapping[str, Any]
-    ) -> AsyncGenerator[ImageProgress | ImageResult]:
-        """Yield what the request asks to hear of its steps, and its result at the end.
+    def generate_stream(self, request: ImageRequest | Mapping[str, Any]) -> OutputChannel[ImageProgress | ImageResult]:
+        """Return the channel of what the request asks to get of its steps, and of its result at the end.
 
-        A caller that stops early closes the generator. A pipeline tells its result only. Raises as `generate` does.
+        The reader closes it. A pipeline tells its result only. Reading raises as `generate` does.
         """
+        return OutputChannel(partial(self._send_images, request))
+
+    async def _send_images(
+        self, request: ImageRequest | Mapping[str, Any], pieces: OutputChannel[ImageProgress | ImageResult]
+    ) -> None:
         request = as_record(ImageRequest, request)
-        if await self._is_pipeline(request.model):
-            yield await self.generate(request)
-            return
-        async with aclosing(self._image_pieces(request)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, ImageResult):
-                    yield piece
-                elif piece.previews or request.reports_steps or (piece.checkpoint and request.checkpoint_steps):
-                    yield piece if request.checkpoint_steps else replace(piece, checkpoint=None)
 
-    async def _image_pieces(self, request: ImageRequest) -> AsyncGenerator[ImageProgress | ImageResult]:
-        """Yield what a worker tells, those of its checkpoints too that nobody asked for. Raises as `generate` does."""
-        request, terms = await self._checked_image(request)
+        async def on_progress(progress: ImageProgress) -> None:
+            if progress.previews or request.reports_steps or (progress.checkpoint and request.checkpoint_steps):
+                await pieces.send(progress if request.checkpoint_steps else replace(progress, checkpoint=None))
+
+        is_pipeline = await self._is_pipeline(request.model)
+        await pieces.send(await (self.generate(request) if is_pipeline else self._make_images(request, on_progress)))
+
+    async def _make_images(self, request: ImageRequest, on_progress: OnProgress | None = None) -> ImageResult:
+        """Return images of a worker; `on_progress` gets checkpoints too that nobody asked for. Raises as `generate`."""
+        request, terms, warnings = await self._checked_image(request)
         start = time.perf_counter()
-        async with aclosing(
-            self._worker.stream_pieces("stream_images", request, ask=self._ask(request, terms))
-        ) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, ImageResult):
-                    _account(piece.timings_ms, start)
-                yield piece
+        result = await self._worker.receive_stream(
+            "stream_images",
+            request,
+            on_piece=_on_progress(on_progress),
+            demand=self._demand(request, terms),
+            resumption=ResumedImages(),
+        )
+        assert isinstance(result, ImageResult)  # it is the last
+        _account(result.timings_ms, start)
+        return replace(result, warnings=(*result.warnings, *warnings))
 
-    async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms]:
-        """Return a request with its defaults, the versions of its models and its terms."""
+    async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
+        """Return a request with its defaults, the versions of its models and its terms; and warnings."""
         record = await self._catalog.find_usable(request.model, "diffusion")
+        await self._check_makes(record, "images")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name, record.variant)
         check_image(request, self._config.ingress.limits, asked)
+        warnings: tuple[str, ...] = ()
+        if request.init_image is not None or request.control:
+            fit = partial(with_fitting_images, asked, request, record.class_name, record.variant)
+            request, warnings = await asyncio.to_thread(fit)
+        if not is_stock_class(record.class_name):
+            words = await self._catalog.learned_words(prompts_of(request), request.model)
+            request = with_learned_words(request, words)
         find = self._catalog.find_adapter
         adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
         adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}
@@ -150,7 +184,46 @@ class Service:
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
         update["merges_lora"] = merges_lora(request, adapters)
         update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
-        return request.model_copy(update=update | {"priority": terms.priority}), terms
+        return request.model_copy(update=update | {"priority": terms.priority}), terms, warnings
+
+    async def checked_clip(
+        self, request: ClipRequest | Mapping[str, Any], makes: Literal["video", "audio"]
+    ) -> ClipRequest:
+        """Return a request for a clip with its defaults and the version of its model, as `stream_clip` takes it.
+
+        Raises the ServiceErrors of `deployments.errors`.
+        """
+        request = as_record(ClipRequest, request)
+        record = await self._catalog.find_usable(request.model, "diffusion")
+        await self._check_makes(record, makes)
+        request = with_clip_defaults(request, record.defaults, record.class_name)
+        check_clip(request, self._config.ingress.limits, makes)
+        terms = self._terms(request)
+        update = {"model_version": record.fingerprint, "priority": terms.priority, "tenant": terms.tenant}
+        return request.model_copy(update=update)
+
+    async def make_clip(
+        self, request: ClipRequest, on_progress: OnProgress | None = None, *, max_timeout_s: float | None = None
+    ) -> ClipResult:
+        """Return the clip of a checked request; `on_progress` gets what it asks to get of its steps.
+
+        `max_timeout_s` is the longest time that it may have, in place of other requests'. Raises the ServiceErrors.
+        """
+        start, demand = time.perf_counter(), self._demand(request, self._terms(request), max_timeout_s)
+        result = await self._worker.receive_stream(
+            "stream_clip", request, on_piece=_on_progress(on_progress), demand=demand, resumption=ResumedImages()
+        )
+        assert isinstance(result, ClipResult)  # it is the last
+        _account(result.timings_ms, start)
+        return result
+
+    async def _check_makes(self, record: ModelRecord, makes: Endpoint) -> None:
+        """Raise InvalidRequest for a pipeline that makes something else."""
+        found = await asyncio.to_thread(endpoint_of, record) if is_stock_class(record.class_name) else "images"
+        if found != makes:
+            raise InvalidRequest(
+                f"model {record.id!r}, a {record.class_name}, makes {found or 'nothing'}, and no {makes}", "model"
+            )
 
     async def embed(self, request: EmbeddingRequest | Mapping[str, Any]) -> EmbeddingResult:
         """Embed texts. Raises the ServiceErrors of `deployments.errors`."""
@@ -165,9 +238,31 @@ class Service:
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
         rules = {"by_language_model": record.kind == "llm", "priority": terms.priority}
         request = request.model_copy(update=update | rules)
-        replicas = self._worker if record.kind == "llm" else self._encoder
+        demand, start = self._demand(request, terms), time.perf_counter()
+        result: EmbeddingResult
+        if record.kind == "llm":
+            result = await self._worker.call("embed", request, demand=demand)
+        else:
+            result = await self._encoder.call("embed", request, demand=demand, route=route_of(request.input))
+        _account(result.timings_ms, start)
+        return result
+
+    async def score(
+        self, request: ScoringRequest | Mapping[str, Any], *kinds: Literal["reranker", "classifier"]
+    ) -> EmbeddingResult:
+        """Score texts or pairs of texts by a model of one of the kinds. Raises the ServiceErrors."""
+        request = as_record(ScoringRequest, request)
+        check_scoring(request, self._config.ingress.limits)
+        record = await self._catalog.find_usable(request.model, *(kinds or ("classifier", "reranker")))
+        terms = self._terms(request)
+        update = {"model_version": record.fingerprint, "priority": terms.priority}
+        update["long_text"] = request.long_text or text_rules(record)["long_text"]
+        request = request.model_copy(update=update)
         start = time.perf_counter()
-        result: EmbeddingResult = await replicas.call("embed", request, ask=self._ask(request, terms))
+        texts = [text if isinstance(text, str) else "\0".join(text) for text in request.input]
+        result: EmbeddingResult = await self._encoder.call(
+            "score", request, demand=self._demand(request, terms), route=route_of(texts)
+        )
         _account(result.timings_ms, start)
         return result
 
@@ -179,50 +274,76 @@ class Service:
         """Return a whole continuation of a text."""
         return await self._whole(as_record(CompletionRequest, request))
 
-    async def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> AsyncGenerator[TextChunk]:
-        """Yield the answer piece by piece. A caller that stops early closes the generator."""
-        async with aclosing(self.stream_text(as_record(ChatRequest, request))) as chunks:
-            async for chunk in chunks:
-                yield chunk
+    def chat_stream(self, request: ChatRequest | Mapping[str, Any]) -> OutputChannel[TextChunk]:
+        """Return the channel of an answer's pieces, as `stream_text` does."""
+        return self.stream_text(as_record(ChatRequest, request))
 
-    async def stream_text(self, request: ChatRequest | CompletionRequest) -> AsyncGenerator[TextChunk]:
-        """Yield pieces of text; the last one has the finish reason and the timings.
+    def stream_text(self, request: ChatRequest | CompletionRequest) -> OutputChannel[TextChunk]:
+        """Return the channel of a text's pieces, which the reader closes. Reading raises as `write_text` does."""
 
-        A caller that stops early closes the generator. Raises ReplicaLost when the replica dies after the first piece.
+        async def send_chunks(chunks: OutputChannel[TextChunk]) -> None:
+            await self.write_text(request, chunks.send)
+
+        return OutputChannel(send_chunks)
+
+    async def write_text(
+        self, request: ChatRequest | CompletionRequest, on_chunk: Callable[[TextChunk], Awaitable[None]]
+    ) -> None:
+        """Give the pieces of a text to `on_chunk`; the last one has the finish reason and the timings.
+
+        Raises the ServiceErrors of `deployments.errors`; ReplicaLost when the replica dies after the first piece.
         """
         if await self._is_pipeline(request.model):
-            yield _as_chunk(await self._whole(request))
+            await on_chunk(_as_chunk(await self._whole(request)))
             return
         request = await self._checked_text(request)
-        ask = self._ask(request, self._terms(request))
+        demand = self._demand(request, self._terms(request))
         start = time.perf_counter()
-        async with aclosing(self._worker.stream_pieces("stream_text", request, ask=ask)) as chunks:
-            async for chunk in chunks:
-                if chunk.timings_ms:
-                    _account(chunk.timings_ms, start)
-                yield chunk
+
+        async def on_piece(chunk: TextChunk) -> None:
+            if chunk.timings_ms:
+                _account(chunk.timings_ms, start)
+            await on_chunk(chunk)
+
+        await self._worker.receive_stream("stream_text", request, on_piece=on_piece, demand=demand)
+
+    async def tokenize(
+        self, request: ChatRequest | CompletionRequest, *, has_special_tokens: bool = True
+    ) -> PromptTokens:
+        """Return the prompt of a request in the tokens of its model, which is loaded for that.
+
+        Without `has_special_tokens`, a text has none that the tokenizer adds by itself.
+        """
+        request = (await self._checked_text(request)).model_copy(update={"max_tokens": 1})  # no more work than that
+        demand = self._demand(request, self._terms(request))
+        found: PromptTokens = await self._worker.call("tokenize", request, has_special_tokens, demand=demand)
+        return found
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
         """Apply a linear layer that is served on its own: (n, in) features -> (n, out)."""
         check_head(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "head")
         versioned = replace(request, model_version=record.fingerprint)
-        ask = self._ask(versioned, self._terms(versioned))
-        result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, ask=ask)
+        demand = self._demand(versioned, self._terms(versioned))
+        result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, demand=demand)
         return result
 
-    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
-        """Run a multi-model pipeline once it has its place. Its stages have its terms, and no bound refuses them."""
+    async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
+        """Run a multi-model pipeline once it has its place; `on_stage` hears of its stages.
+
+        They have its terms, and no bound refuses them.
+        """
         terms = self._terms(request)
         timeout_s, config = self._timeout_s(terms), self.queue.config
-        ask = ask_of_pipeline(request.pipeline, terms.checked(config), timeout_s, config.max_running_pipelines)
+        demand = demand_of_pipeline(request.pipeline, terms.checked(config), timeout_s, config.max_running_pipelines)
         deadline = Deadline(timeout_s)
-        with admitted(self.queue, ask) as slot:
+        with admitted(self.queue, demand) as slot:
             async with deadline.bounding():
-                await slot.place()
+                await slot.replica()
                 left_s = deadline.left_s()
                 current_terms.set(replace(terms, timeout_s=left_s, is_inner=True, waited_s=0.0))
-                result = await self.pipelines.run_pipeline(replace(request, timeout_s=left_s, priority=terms.priority))
+                placed = replace(request, timeout_s=left_s, priority=terms.priority)
+                result = await self.pipelines.run_pipeline(placed, on_stage)
             slot.is_answered = True
         return result
 
@@ -235,42 +356,60 @@ class Service:
             long_texts={record.id: text_rules(record)["long_text"] for record in records},
         )
 
-        def ask() -> Any:
-            return self._encoder.begin_call("run_segment", versioned, *(reply.response for reply in upstream))
+        texts = [text for batch in call.inputs.values() if isinstance(batch, list) for text in batch]
+        route = route_of(texts) if texts else ""
+
+        def begin() -> Any:
+            results = [reply.response for reply in upstream]
+            return self._encoder.begin_call("run_segment", versioned, *results, route=route)
 
         replies = [reply for reply in upstream if isinstance(reply, EncoderReply)]
-        return EncoderReply(self._encoder, ask, replies)
+        return EncoderReply(self._encoder, begin, replies)
 
     async def _whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         if await self._is_pipeline(request.model):
             check_text(request, self._config.ingress.limits)
+            if _has_images(request):
+                raise _blind_pipeline(request.model)
             return await self._pipeline_models.write(request)
         request = await self._checked_text(request)
-        ask = self._ask(request, self._terms(request))
+        demand = self._demand(request, self._terms(request))
         start = time.perf_counter()
-        result: TextResult = await self._worker.call("write_text", request, ask=ask)
+        result: TextResult = await self._worker.call("write_text", request, demand=demand)
         _account(result.timings_ms, start)
         return result
 
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
         check_text(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, "llm")
+        if _has_images(request):
+            await self._catalog.check_sees(record)
         find = self._catalog.find_adapter
         versions = {use.name: (await find(use.name, request.model, "adapter")).fingerprint for use in request.lora}
         update = {"model_version": record.fingerprint, "adapter_versions": versions}
         request = request.model_copy(update=update)
         return with_text_defaults(request, record.defaults)
 
+    async def check_sees(self, model: str) -> None:
+        """Raise InvalidRequest for a model or pipeline that takes no images in chats, or as other requests do."""
+        if await self._is_pipeline(model):
+            raise _blind_pipeline(model)
+        await self._catalog.check_sees(await self._catalog.find_usable(model, "llm"))
+
     def _terms(self, request: Request | PipelineRequest) -> Terms:
-        """Return the terms of a request as far as it or its headers say. Raises InvalidRequest."""
-        terms = with_fields(current_terms.get(), request)
+        """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
+        terms = with_fields(current_terms.get(), request).within_rights(self.queue.config)
         terms.checked(self.queue.config)
         return terms
 
-    def _ask(self, request: Request, terms: Terms) -> Ask:
-        return ask_of(request, terms.checked(self.queue.config), self._timeout_s(terms), self._config)
+    def _demand(self, request: Request, terms: Terms, max_timeout_s: float | None = None) -> Demand:
+        timeout_s, record = self._timeout_s(terms, max_timeout_s), self._snapshot.find_model(request.model)
+        is_stock = record is not None and record.kind == "diffusion" and is_stock_class(record.class_name)
+        return demand_of(request, terms.checked(self.queue.config), timeout_s, self._config, is_stock=is_stock)
 
-    def _timeout_s(self, terms: Terms) -> float:
+    def _timeout_s(self, terms: Terms, max_timeout_s: float | None = None) -> float:
+        if max_timeout_s is not None:
+            return min(max_timeout_s, terms.timeout_s or max_timeout_s) - terms.waited_s
         most_s = self._config.http.request_timeout_s
         timeout_s = min(most_s, terms.timeout_s or self.queue.config.default_timeout_s or most_s)
         return timeout_s - terms.waited_s
@@ -279,14 +418,15 @@ class Service:
         """Return every model, adapter and pipeline: the configured ones in the order of the config, then those
         registered since, then the pipelines.
         """
-        cards = [card_of(record) for record in await self._catalog.all_records()]
+        records = await self._catalog.all_records()
+        cards = await asyncio.to_thread(lambda: [card_of(record) for record in records])
         return cards + [self._pipeline_card(name) for name in self.pipelines.names()]
 
     async def model(self, id_: str) -> ModelCard:
         """Return one model, adapter or pipeline. Raises UnknownModel with the known names."""
         if await self._is_pipeline(id_):
             return self._pipeline_card(id_)
-        return card_of(await self._catalog.find_record(id_))
+        return await asyncio.to_thread(card_of, await self._catalog.find_record(id_))
 
     async def batching(self) -> BatchingConfig:
         """Return how the text encoders batch requests now."""
@@ -300,7 +440,7 @@ class Service:
             entering = {record.id for record in self._snapshot if record.state == "registering"}
             cards = [self._pipeline_card(name) for name in self.pipelines.names()]
             models = [(one.kind, one.state) for one in (*self._snapshot, *cards)]
-            self._health = revision, Health.of(models, is_starting=not entering.isdisjoint(self._configured))
+            self._health = revision, Health.of(models, is_entering=not entering.isdisjoint(self._configured))
         return self._health[1]
 
     def _pipeline_card(self, name: str) -> ModelCard:
@@ -311,6 +451,7 @@ class Service:
             state="unavailable" if problem else "ready",
             description=self.pipelines.description(name),
             error=problem or "",
+            endpoint=None if problem else self._pipeline_models.endpoint_of(name),
         )
 
     async def _is_pipeline(self, model: str) -> bool:
@@ -318,6 +459,24 @@ class Service:
         if model in self.pipelines:
             await self._snapshot.ready()
         return model in self.pipelines
+
+
+def _has_images(request: ChatRequest | CompletionRequest) -> bool:
+    return isinstance(request, ChatRequest) and any(message.images for message in request.messages)
+
+
+def _blind_pipeline(name: str) -> InvalidRequest:
+    return InvalidRequest(f"model {name!r} is a pipeline, whose chats have no images", "messages")
+
+
+def _on_progress(on_progress: OnProgress | None) -> OnPiece:
+    """Return what gives the progress among pieces on."""
+
+    async def on_piece(piece: Any) -> None:
+        if on_progress is not None and isinstance(piece, ImageProgress):
+            await on_progress(piece)
+
+    return on_piece
 
 
 def _as_chunk(result: TextResult) -> TextChunk:

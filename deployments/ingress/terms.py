@@ -5,14 +5,18 @@ They accompany the request in a context variable: what it asks of other models o
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from cluster.admission.read_limiter import release_read_slot
 from configs.admission import DEFAULT_TENANT, AdmissionConfig
-from deployments.errors import InvalidRequest
+from deployments.errors import DeadlineExceeded, InvalidRequest
+from deployments.ingress.access.callers import current_max_priority
 
 TIMEOUT: Final = "x-request-timeout-seconds"
 PRIORITY: Final = "x-priority"
@@ -34,6 +38,11 @@ class Terms:
     is_inner: bool = False
     is_trusted: bool = False
     waited_s: float = 0.0
+
+    def within_rights(self, config: AdmissionConfig) -> Terms:
+        """Return the terms with the most urgent priority that the caller's key may ask for, if they are more urgent."""
+        most = min(current_max_priority.get() or config.default_priority, config.priority_levels)
+        return self if (self.priority or config.default_priority) >= most else replace(self, priority=most)
 
     def checked(self, config: AdmissionConfig) -> Terms:
         """Return the terms with a priority and a tenant that `config` knows. Raises InvalidRequest."""
@@ -85,6 +94,23 @@ def with_fields(terms: Terms, request: Any) -> Terms:
         tenant=terms.tenant or getattr(request, "tenant", ""),
         timeout_s=min(timeouts, default=None),
     )
+
+
+@asynccontextmanager
+async def within_request_time(what: str) -> AsyncIterator[None]:
+    """Bound a wait that a request's read slot is not needed for: it counts as a part of the request's time.
+
+    The slot is released first: others are read meanwhile. Raises DeadlineExceeded: the time ended before `what`.
+    """
+    release_read_slot()
+    loop, terms = asyncio.get_running_loop(), current_terms.get()
+    start = loop.time()
+    try:
+        async with asyncio.timeout(None if terms.timeout_s is None else terms.timeout_s - terms.waited_s):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the request timed out before {what}", "timeout") from None
+    current_terms.set(replace(terms, waited_s=terms.waited_s + loop.time() - start))
 
 
 def _shown(text: str) -> str:

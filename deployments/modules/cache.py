@@ -12,39 +12,99 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from deployments.errors import ModelUnavailable
-from deployments.modules.built_modules import (
-    Built,
-    Part,
-    PartName,
-    Slot,
-    Wanted,
-    WorkingMemory,
-    device_footprint,
-    no_working_memory,
-    object_footprint,
-)
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import SlotFiller, switch_report
-from deployments.modules.lease import Lease
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
-from deployments.modules.merging import Merging, merged_parts
-from deployments.modules.resident_modules import Occupancy, ResidentModules, Taken
-from deployments.modules.streaming import Streaming
+from deployments.modules.parts import (
+    Merging,
+    Part,
+    PartName,
+    PartsPlanner,
+    RequestParts,
+    Streaming,
+    Wants,
+    WorkingMemory,
+    no_working_memory,
+)
+from deployments.modules.resident_modules import Built, ModuleSlot, Occupancy, ResidentModules, SlotLease
+from deployments.modules.stock_parts import with_stock_parts
 from deployments.modules.switches import SwitchLog
-from deployments.tasks import shared_task
+from deployments.records import SwitchReport
+from deployments.tasks import in_thread, shared_task
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest
 
-Wants = Callable[[Component], bool]
 MAX_WAIT_FOR_ROOM_S = 60.0
 
 logger = logging.getLogger("atelier.replica")
+
+
+class Lease:
+    """The built components of a model and the adapters asked for, held until the `async with` ends."""
+
+    def __init__(
+        self,
+        modules: ResidentModules,
+        manifest: Manifest,
+        skeleton: Path,
+        slots: Mapping[PartName, ModuleSlot],
+        report: SwitchReport,
+    ) -> None:
+        self.manifest = manifest
+        self.skeleton = skeleton
+        self.report = report
+        self._resident = modules
+        self._slots = {part.name: slot for part, slot in slots.items() if not part.is_adapter}
+        self._adapters = {part.name: slot for part, slot in slots.items() if part.is_adapter}
+
+    @property
+    def modules(self) -> dict[str, Any]:
+        return {name: slot.thing for name, slot in self._slots.items()}
+
+    @property
+    def adapters(self) -> dict[str, Any]:
+        return {name: slot.thing for name, slot in self._adapters.items()}
+
+    @property
+    def adapter_keys(self) -> dict[str, str]:
+        """Return the identities of the adapters by name, as `Component.module_key`."""
+        return {name: slot.key for name, slot in self._adapters.items()}
+
+    def bound(self, make: Callable[[], Any], settings: str = "") -> Any:
+        """Return the pipeline over exactly these modules (not the adapters): made once, kept while all of them stay.
+
+        `settings` is the identity of what `make` depends on beside them: models may share all modules and no solver.
+        """
+        return self._resident.bound(settings, tuple(slot.serial for slot in self._slots.values()), make)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleBudget:
+    """The bytes that weights may take on a device. `name` is what refusals call the budget."""
+
+    nbytes: int
+    device: str = "cpu"
+    name: str = "this replica's budget"
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentFactory:
+    """The builder of components, and what the cache has to know of what it builds.
+
+    `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
+    thread. What `can_stream` and is larger than the budget comes to its device block by block.
+    """
+
+    build: Builder
+    retire: Callable[[Any], None] = lambda thing: None
+    working_memory: WorkingMemory = no_working_memory
+    can_stream: Callable[[Component], bool] = lambda component: False
 
 
 class ModuleCache:
@@ -55,39 +115,49 @@ class ModuleCache:
         fetch_manifest: FetchManifest,
         provider: LeasedExtents,
         models: Path,
-        budget_bytes: int,
-        build: Builder,
-        report: Callable[[str, str | None], None] = lambda model, error: None,
+        budget: ModuleBudget,
+        factory: ComponentFactory,
         *,
-        device: str = "cpu",
+        report: Callable[[str, str | None], None] = lambda model, error: None,
         kept: KeptExtents | None = None,
-        working_memory: WorkingMemory = no_working_memory,
-        retire: Callable[[Any], None] = lambda thing: None,
-        can_stream: Callable[[Component], bool] = lambda component: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` hears (model, error) when weights cannot be attached, and (model, None) when they can again;
-        `retire`, what was built and is needed no more; it may come from another thread. What `can_stream` and is larger
-        than the budget comes to its device block by block. With `kept`, which is
-        `provider`, weights stay in the node's shared memory until the node calls them back by `give_up`, and the
-        budget only bounds Python's objects and `working_memory`; else also the device's weights. Raises
-        WeightsError for a device that is not there.
+        """`report` gets (model, error) when weights cannot be attached, and (model, None) when they can again.
+
+        With `kept`, which is `provider`, weights stay in the node's shared memory until the node calls them back by
+        `release_recalled`, and the budget only bounds Python's objects and working memory; else the device's weights
+        as well.
+        Raises WeightsError for a device that is not there.
         """
-        self.manifests = ManifestVersions(fetch_manifest, models)
+
+        async def fetch(model: str, version: str | None) -> Manifest:
+            return await in_thread(with_stock_parts, await fetch_manifest(model, version))  # may read a class's source
+
+        self.manifests = ManifestVersions(fetch, models)
         self._provider = provider
         self._models = models
-        self._retire = retire
+        self._retire = factory.retire
         self._clock = clock
-        self._device = device
-        self._budget_bytes = budget_bytes
-        self._tier: DeviceTier = open_tier(device, provider, budget_bytes)
-        self._streaming = None if device == "cpu" else Streaming(can_stream, self._tier.size_of)
+        self._device = budget.device
         self._kept = kept
-        self._working_memory = working_memory
+        self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
+        streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
+        self.planner = PartsPlanner(
+            budget.nbytes,
+            self._tier.size_of,
+            factory.working_memory,
+            self.skeleton,
+            streaming,
+            is_on_node=kept is not None,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
-        self._modules = ResidentModules(budget_bytes, self._start_filling, self._let_go, clock, is_called_back)
-        self._filler = SlotFiller(self._modules, self.manifests, self._tier, build, self.skeleton, report, clock)
+        self._modules = ResidentModules(
+            budget.nbytes, self._start_filling, self._let_go, clock, is_called_back, budget.name
+        )
+        self._filler = SlotFiller(
+            self._modules, self.manifests, self._tier, factory.build, self.skeleton, report, clock
+        )
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
@@ -124,8 +194,8 @@ class ModuleCache:
         self._follow_pin(manifest)
         versions = adapter_versions or {}
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
-        parts = self._parts_with(manifest, wanted, others, streams=streams, merging=merging)
-        taken, built = await self._take_built(Wanted(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
+        parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging)
+        taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
         slots = taken.slots
         try:
             report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
@@ -133,7 +203,7 @@ class ModuleCache:
                 nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
                 self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
             yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
-            if damaged := [name.name for name, slot in slots.items() if slot.is_condemned]:
+            if damaged := [name.name for name, slot in slots.items() if slot.is_damaged]:
                 raise ModelUnavailable(
                     f"the weights of {model!r} ({', '.join(damaged)}) were damaged in memory while this request ran: "
                     "its answer is withheld; try again",
@@ -149,7 +219,7 @@ class ModuleCache:
         if await self.has_room_for(manifest, wanted) and not self._modules.num_waiting:
             async with self.lease(model, wanted, version=manifest.fingerprint):
                 return
-        for part in self.parts(manifest, wanted).values():
+        for part in self.planner.plan(manifest, wanted).values():
             if part.streamed is not None:
                 await asyncio.to_thread(self._provider.prefetch, part.extents)
             elif part.component.module_key not in self._modules.slots:
@@ -175,27 +245,27 @@ class ModuleCache:
     def set_budget(self, budget_bytes: int) -> None:
         """Change the budget. Raises BudgetExceeded when more is leased or pinned; then the budget stays."""
         self._modules.set_budget(budget_bytes, self._tier.resize)
-        self._budget_bytes = budget_bytes
+        self.planner.budget_bytes = budget_bytes
 
-    def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
+    def release_recalled(self, extents: Collection[str], is_overdue: bool) -> None:
         """Let go of what is over these extents and only kept for later: the node needs them. Thread-safe.
 
         What is in use goes when its requests have ended; `is_overdue`: no new request joins them.
         """
-        self._modules.give_up(extents, is_overdue)
+        self._modules.release_recalled(extents, is_overdue)
         if self._loop and self._modules.num_waiting:
             self._loop.call_soon_threadsafe(self._modules.serve)
 
-    def condemn(self, extents: Collection[str]) -> None:
+    def invalidate(self, extents: Collection[str]) -> None:
         """Build anew what was made of these extents, whose copies were written to: it serves no new request."""
-        hashes = self._tier.condemn(extents)
-        for slot in self._modules.condemn(extents, hashes):
+        hashes = self._tier.invalidate(extents)
+        for slot in self._modules.invalidate(extents, hashes):
             logger.error("%s of %s is built anew: its weights were damaged", slot.component.name, sorted(slot.models))
 
     async def has_room_for(self, manifest: Manifest, wanted: Wants) -> bool:
         """Return whether the wanted components fit beside all that is resident, here and on the node."""
-        parts = self.parts(manifest, wanted)
-        if not self._modules.fits_beside(Wanted(manifest.model, parts)):
+        parts = self.planner.plan(manifest, wanted)
+        if not self._modules.fits_beside(RequestParts(manifest.model, parts)):
             return False
         extents = {extent.id: extent for part in parts.values() for extent in part.extents}
         return self._kept is None or await asyncio.to_thread(self._kept.has_room_for, list(extents.values()))
@@ -207,9 +277,9 @@ class ModuleCache:
 
         Who else is here does not matter, since an image changes by rounding with the form of its LoRA.
         """
-        parts = self._parts_with(manifest, wanted, adapters, merging=merging)
+        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
         is_merged = any(part.is_variant and name.is_adapter for name, part in parts.items())
-        return merging if is_merged and self._modules.can_hold(Wanted(manifest.model, parts)) else None
+        return merging if is_merged and self._modules.can_hold(RequestParts(manifest.model, parts)) else None
 
     def can_hold(
         self, manifest: Manifest, wanted: Wants, adapters: Mapping[str, Manifest], merging: Merging | None = None
@@ -217,8 +287,8 @@ class ModuleCache:
         """Return whether the budget has room for these together, beside what is pinned."""
         if self._kept:  # the weights are the node's
             return True
-        parts = self._parts_with(manifest, wanted, adapters, merging=merging)
-        return self._modules.can_hold(Wanted(manifest.model, parts))
+        parts = self.planner.plan(manifest, wanted, adapters, merging=merging)
+        return self._modules.can_hold(RequestParts(manifest.model, parts))
 
     def holds(self, model: str) -> bool:
         """Return whether anything of `model` is resident."""
@@ -245,7 +315,7 @@ class ModuleCache:
     # pins
 
     def _pin(self, manifest: Manifest, wanted: Wants) -> None:
-        model, parts = manifest.model, list(self.parts(manifest, wanted).values())
+        model, parts = manifest.model, list(self.planner.plan(manifest, wanted).values())
         before = self._modules.pin(model, parts)
         self._pinned[model] = (manifest.fingerprint, wanted)
         self._let_unpinned_go(before)
@@ -272,7 +342,7 @@ class ModuleCache:
 
     # leases
 
-    async def _take_built(self, wanted: Wanted, max_wait_s: float) -> tuple[Taken, dict[PartName, Built]]:
+    async def _take_built(self, wanted: RequestParts, max_wait_s: float) -> tuple[SlotLease, dict[PartName, Built]]:
         """Lease all parts, wait until they are built, and start.
 
         What is found damaged while it is being built, or has been given up while another part was waited for, is taken
@@ -299,7 +369,7 @@ class ModuleCache:
                 return taken, built
             self._modules.give_back(taken)
 
-    def fetch_ahead(self, wanted: Wanted) -> None:
+    def fetch_ahead(self, wanted: RequestParts) -> None:
         """Bring what a request lacks into the node's memory while it waits for room on the device."""
         here = {hash_ for slot in self._modules.slots.values() for hash_ in slot.tensors}
         lacking: dict[str, ExtentRef] = {}
@@ -309,13 +379,13 @@ class ModuleCache:
         if lacking:
             self._run(asyncio.to_thread(self._provider.prefetch, list(lacking.values())))
 
-    def _note_uses(self, taken: Taken) -> None:
+    def _note_uses(self, taken: SlotLease) -> None:
         """Tell the node of uses that it did not see: those of modules that were here."""
         if self._kept and len(taken.fresh) < len(taken.slots):
             here = [slot for name, slot in taken.slots.items() if name not in taken.fresh]
             self._kept.note_uses([extent for slot in here for extent in slot.extents])
 
-    def _let_go(self, slots: Sequence[Slot]) -> None:
+    def _let_go(self, slots: Sequence[ModuleSlot]) -> None:
         for slot in slots:
             if slot.result:
                 self._retire(slot.result.thing)
@@ -331,49 +401,14 @@ class ModuleCache:
 
     # building
 
-    def _start_filling(self, wanted: Wanted, slots: Mapping[PartName, Slot], fresh: Collection[PartName]) -> None:
+    def _start_filling(
+        self, wanted: RequestParts, slots: Mapping[PartName, ModuleSlot], fresh: Collection[PartName]
+    ) -> None:
         filling = [(slots[name], part) for name, part in wanted.parts.items() if name in fresh]
         # With leases that may be called back, whoever waits for a part must not hold the others firmly: all that a
         # request needs is asked for at once.
         beside = [slot.extents for name, slot in slots.items() if name not in fresh] if self._kept else []
         self._run(self._filler.fill_slots(filling, beside))
-
-    def parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
-        """Return the wanted parts of a model, with what each takes of the budget."""
-        return self._fitted(self._whole_parts(manifest, wanted))
-
-    def _whole_parts(self, manifest: Manifest, wanted: Wants) -> dict[PartName, Part]:
-        components = filter(wanted, manifest.components.values())
-        return {PartName(one.name): self._part(manifest, one) for one in components}
-
-    def _parts_with(
-        self,
-        manifest: Manifest,
-        wanted: Wants,
-        adapters: Mapping[str, Manifest],
-        *,
-        streams: bool = False,
-        merging: Merging | None = None,
-    ) -> dict[PartName, Part]:
-        parts = self._whole_parts(manifest, wanted)
-        for name, adapter in adapters.items():
-            found = self._whole_parts(adapter, wanted).values()
-            parts |= {PartName(name, is_adapter=True): part for part in found}
-        if merging is not None:
-            parts = merged_parts(parts, merging, self._tier.size_of) or parts
-        return self._fitted(parts, is_last_resort=streams)
-
-    def _part(self, manifest: Manifest, component: Component) -> Part:
-        working_bytes = self._working_memory(component, self.skeleton(manifest))
-        if self._kept:
-            return Part(manifest, component, object_footprint(component, working_bytes, self._budget_bytes))
-        footprint = device_footprint(component, self._tier.size_of, working_bytes)
-        return Part(manifest, component, footprint, working_bytes)
-
-    def _fitted(self, parts: dict[PartName, Part], is_last_resort: bool = False) -> dict[PartName, Part]:
-        if self._streaming is None:
-            return parts
-        return self._streaming.fit_parts(parts, self._budget_bytes, is_last_resort=is_last_resort)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

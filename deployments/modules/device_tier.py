@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 import torch
 
+from deployments.modules.resident_modules import ModuleSlot
 from weights.loading.external_memory import bytes_tensors
 from weights.loading.views import Tensors, Views, view_of
 from weights.manifest import Component, ExtentRef, TensorRef
@@ -30,7 +31,7 @@ LINGER_POLL_S: Final = 0.005
 
 
 class LeasedExtents(ExtentProvider, Protocol):
-    """A provider that wants to hear when extents are no longer needed, or will be."""
+    """A provider that is notified when extents are no longer needed, or will be."""
 
     def release(self, extents: Sequence[ExtentRef]) -> None: ...
 
@@ -56,7 +57,7 @@ class KeptExtents(LeasedExtents, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedTensors:
     """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
     call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there. With a `stream`, the
     tensors of its blocks are only the places where they will be."""
@@ -77,93 +78,11 @@ class Fetched:
     storage_bytes: int
 
 
-class Placement(Protocol):
-    """A placement: a component, the extents that hold it, and the name of its lease."""
+class SharedTier:
+    """The views are the device's tensors; the store has equal tensors once, so extents are what is shared. Thread-safe.
 
-    @property
-    def component(self) -> Component: ...
-
-    @property
-    def extents(self) -> Sequence[ExtentRef]: ...
-
-    @property
-    def holder(self) -> str: ...
-
-
-class DeviceTier(Protocol):
-    """Thread-safe. `extents` are those that hold `component`; `holder` names the lease."""
-
-    def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> Fetched | None:
-        """Ask once for all that several components need; each must be placed with it. None: placing asks itself.
-
-        What is `beside` is asked for in the same call, and not leased when it returns.
-        """
-        ...
-
-    def place_component(
-        self,
-        component: Component,
-        extents: Sequence[ExtentRef],
-        holder: str,
-        fetched: Fetched | None = None,
-        working_bytes: int = 0,
-        streamed: BlockPlan | None = None,
-    ) -> Placed:
-        """Leased until `release`. Raises what the provider raises, and BudgetExceeded; then nothing is leased.
-
-        A device of its own has room for `working_bytes` more then, and counts them. What `fetched` had to load is not
-        in the answer. Blocks that are `streamed` come from extents that stay leased; who made `Placed.stream` work
-        closes it before the release.
-        """
-        ...
-
-    def hold(self, placements: Sequence[Placement]) -> None:
-        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs."""
-        ...
-
-    def end_hold(self, placements: Sequence[Placement]) -> None:
-        """End what `hold` began: they are placed, or will not be."""
-        ...
-
-    def release(self, placements: Sequence[Placement]) -> None:
-        """All at once, since each call to the keeper takes a millisecond."""
-        ...
-
-    def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
-        """Bring it as near as there is room that costs nothing leased, pinned or more valuable."""
-        ...
-
-    def pin(self, component: Component) -> None:
-        """Never evict its tensors, nor when they come only later."""
-        ...
-
-    def unpin(self, component: Component) -> None: ...
-
-    def condemn(self, extents: Collection[str]) -> list[str]:
-        """Hashes of tensors that are on the device, or on their way, as damaged copies of these extents had them.
-
-        The next `place_component` gets fresh ones; what is placed keeps what it has.
-        """
-        ...
-
-    def resize(self, budget_bytes: int) -> None: ...
-
-    def size_of(self, nbytes: int) -> int:
-        """Return the bytes that a tensor of `nbytes` bytes counts against the budget."""
-        ...
-
-    def stats(self) -> ArenaStats | None: ...
-
-
-def open_tier(device: str, provider: LeasedExtents, budget_bytes: int) -> DeviceTier:
-    """`device`: cpu, cpu-private, cuda, cuda:<n>. Raises WeightsError for one that is not there."""
-    if device == "cpu":
-        return _SharedTier(provider)
-    return _ArenaTier(provider, DeviceArena(device, budget_bytes))
-
-
-class _SharedTier:
-    """The views are the device's tensors; the store has equal tensors once, so extents are what is shared."""
+    Its methods are those of `ArenaTier`, where they are described.
+    """
 
     def __init__(self, provider: LeasedExtents) -> None:
         self._provider = provider
@@ -171,6 +90,10 @@ class _SharedTier:
         self._leases: Counter[str] = Counter()
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> Fetched:
+        """Ask once for all that several components need; each must be placed with it.
+
+        What is `beside` is asked for in the same call, and not leased when it returns.
+        """
         others = [extent for extents in beside for extent in extents]
         buffers = self._provider.fetch([*(extent for extents in wants for extent in extents), *others])
         if others:
@@ -186,7 +109,7 @@ class _SharedTier:
         fetched: Fetched | None = None,
         working_bytes: int = 0,
         streamed: BlockPlan | None = None,
-    ) -> Placed:
+    ) -> PlacedTensors:
         own = fetched or self.fetch([extents])
         with self._lock:
             fresh = {extent.id for extent in extents if not self._leases[extent.id]}
@@ -194,7 +117,7 @@ class _SharedTier:
         reused: dict[str, int] = {}
         if len(fresh) < len(extents):
             reused = {ref.sha256: ref.nbytes for ref in component.tensors.values() if ref.extent not in fresh}
-        return Placed(
+        return PlacedTensors(
             tensors=Views(component, {extent.id: own.buffers[extent.id] for extent in extents}),
             storage_bytes=0 if fetched else own.storage_bytes,
             host_bytes=sum(extent.nbytes for extent in extents if extent.id in fresh),
@@ -202,13 +125,13 @@ class _SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
-    def hold(self, placements: Sequence[Placement]) -> None:
+    def hold(self, slots: Sequence[ModuleSlot]) -> None:
         """Nothing is evicted for it here."""
 
-    def end_hold(self, placements: Sequence[Placement]) -> None: ...
+    def end_hold(self, slots: Sequence[ModuleSlot]) -> None: ...
 
-    def release(self, placements: Sequence[Placement]) -> None:
-        extents = [extent for placement in placements for extent in placement.extents]
+    def release(self, slots: Sequence[ModuleSlot]) -> None:
+        extents = [extent for slot in slots for extent in slot.extents]
         with self._lock:
             self._leases -= Counter(extent.id for extent in extents)
         self._provider.release(extents)
@@ -221,7 +144,7 @@ class _SharedTier:
 
     def unpin(self, component: Component) -> None: ...
 
-    def condemn(self, extents: Collection[str]) -> list[str]:
+    def invalidate(self, extents: Collection[str]) -> list[str]:
         """Name no tensors: what is placed says which extents it lies in, and the provider gives fresh ones."""
         return []
 
@@ -234,13 +157,16 @@ class _SharedTier:
         return None
 
 
-class _ArenaTier:
-    """Copies by hash. A component that is released stays until its room is needed, tensor by tensor."""
+class ArenaTier:
+    """Copies by hash. A component that is released stays until its room is needed, tensor by tensor. Thread-safe.
+
+    `extents` are those that hold the component; `holder` names the lease.
+    """
 
     def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
         self._provider = provider
         self._arena = arena
-        self._lent: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
+        self._streaming: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
         """Fetch nothing: what is on the device already needs no host memory, and `place_component` finds out."""
@@ -253,7 +179,13 @@ class _ArenaTier:
         fetched: Fetched | None = None,
         working_bytes: int = 0,
         streamed: BlockPlan | None = None,
-    ) -> Placed:
+    ) -> PlacedTensors:
+        """Lease the component until `release`. Raises what the provider raises, and BudgetExceeded: nothing is leased.
+
+        There is room for `working_bytes` more then, which count. What `fetched` had to load is not in the answer.
+        Blocks that are `streamed` come from extents that stay leased; who made `PlacedTensors.stream` work closes it
+        before the release.
+        """
         uploads = _Uploads(self._provider, component, extents)
         if streamed is not None:
             return self._place_streamed(component, uploads, holder, streamed)
@@ -261,48 +193,54 @@ class _ArenaTier:
             tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes)
         finally:
             uploads.release()
-        return Placed(tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes)
+        return PlacedTensors(
+            tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes
+        )
 
-    def _place_streamed(self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan) -> Placed:
+    def _place_streamed(self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan) -> PlacedTensors:
         staying = {name: ref for name, ref in component.tensors.items() if name not in plan.streamed}
         try:
             tensors, report = self._acquire(staying, uploads, holder, 2 * self._arena.size_of(plan.buffer_bytes))
         finally:
             uploads.release()
-        lent = uploads.again()
+        streamed_uploads = uploads.again()
         try:
-            hosts = lent.views([name for name in component.tensors if name not in staying])
+            hosts = streamed_uploads.views([name for name in component.tensors if name not in staying])
             stream = self._arena.open_stream(plan, hosts)
         except BaseException:
-            lent.release()
+            streamed_uploads.release()
             self._arena.release([ref.sha256 for ref in staying.values()], holder)
             raise
-        self._lent[holder] = lent
-        return Placed(
+        self._streaming[holder] = streamed_uploads
+        return PlacedTensors(
             tensors | stream.first_tensors(),
-            uploads.storage_bytes + lent.storage_bytes,
-            uploads.host_bytes + lent.host_bytes,
+            uploads.storage_bytes + streamed_uploads.storage_bytes,
+            uploads.host_bytes + streamed_uploads.host_bytes,
             report.moved_bytes,
             report.reused_bytes,
             stream,
         )
 
-    def hold(self, placements: Sequence[Placement]) -> None:
-        for placement in placements:
-            hashes = [ref.sha256 for ref in placement.component.tensors.values()]
-            self._arena.hold(hashes, f"{placement.holder}, soon")
+    def hold(self, slots: Sequence[ModuleSlot]) -> None:
+        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs."""
+        for slot in slots:
+            hashes = [ref.sha256 for ref in slot.component.tensors.values()]
+            self._arena.hold(hashes, f"{slot.holder}, soon")
 
-    def end_hold(self, placements: Sequence[Placement]) -> None:
-        for placement in placements:
-            self._arena.end_holder(f"{placement.holder}, soon")
+    def end_hold(self, slots: Sequence[ModuleSlot]) -> None:
+        """End what `hold` began: they are placed, or will not be."""
+        for slot in slots:
+            self._arena.end_holder(f"{slot.holder}, soon")
 
-    def release(self, placements: Sequence[Placement]) -> None:
-        for placement in placements:
-            self._arena.release([ref.sha256 for ref in placement.component.tensors.values()], placement.holder)
-            if (lent := self._lent.pop(placement.holder, None)) is not None:
-                lent.release()
+    def release(self, slots: Sequence[ModuleSlot]) -> None:
+        """End the leases of all at once, since each call to the keeper takes a millisecond."""
+        for slot in slots:
+            self._arena.release([ref.sha256 for ref in slot.component.tensors.values()], slot.holder)
+            if (streamed_uploads := self._streaming.pop(slot.holder, None)) is not None:
+                streamed_uploads.release()
 
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
+        """Bring it as near as there is room that costs nothing leased, pinned or more valuable."""
         uploads = _Uploads(self._provider, component, extents)
         try:
             self._arena.prefetch(component.tensors, uploads.views)
@@ -321,22 +259,35 @@ class _ArenaTier:
                 time.sleep(LINGER_POLL_S)
 
     def pin(self, component: Component) -> None:
+        """Never evict its tensors, nor when they come only later."""
         self._arena.pin(ref.sha256 for ref in component.tensors.values())
 
     def unpin(self, component: Component) -> None:
         self._arena.unpin(ref.sha256 for ref in component.tensors.values())
 
-    def condemn(self, extents: Collection[str]) -> list[str]:
-        return self._arena.condemn(lambda key: getattr(key, "extent", None) in extents)
+    def invalidate(self, extents: Collection[str]) -> list[str]:
+        """Return the hashes of tensors that are on the device, or on their way, as damaged copies of these extents had
+        them. The next `place_component` gets fresh ones; what is placed keeps what it has.
+        """
+        return self._arena.invalidate(lambda key: getattr(key, "extent", None) in extents)
 
     def resize(self, budget_bytes: int) -> None:
         self._arena.resize(budget_bytes)
 
     def size_of(self, nbytes: int) -> int:
+        """Return the bytes that a tensor of `nbytes` bytes counts against the budget."""
         return self._arena.size_of(nbytes)
 
     def stats(self) -> ArenaStats | None:
         return self._arena.stats()
+
+
+DeviceTier = SharedTier | ArenaTier
+
+
+def open_tier(device: str, provider: LeasedExtents, budget_bytes: int) -> DeviceTier:
+    """Return the tier of a device: cpu, cpu-private, cuda, cuda:<n>. Raises WeightsError for one that is not there."""
+    return SharedTier(provider) if device == "cpu" else ArenaTier(provider, DeviceArena(device, budget_bytes))
 
 
 class _Uploads:

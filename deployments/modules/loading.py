@@ -14,12 +14,14 @@ from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.modules.built_modules import beside_adapters
+from deployments.modules.parts import beside_adapters
+from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
@@ -42,7 +44,7 @@ class ComponentBuilder:
 
     def __init__(self, settings: WorkerConfig) -> None:
         self._settings = settings
-        self.skeletons = SkeletonPool()
+        self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
 
@@ -52,29 +54,37 @@ class ComponentBuilder:
         folder = skeleton / component.folder
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
-        if component.library == "diffusers":
-            key = component.structure_key
-            return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
-        with IMPORT_LOCK:
-            return LLMEngine(
+        if component.library == "diffusers" or is_stock_part(component):
+            return self.skeletons.build_module(
+                component.structure_key,
+                component.library,
+                component.class_name,
                 folder,
                 tensors,
-                device=self._settings.torch_device,
-                max_num_seqs=self._settings.max_num_seqs,
-                max_num_batched_tokens=self._settings.max_step_tokens,
-                max_prefill_beside_decode=self._settings.max_prefill_beside_decode,
-                max_decode_delay=self._settings.max_decode_delay,
-                is_deterministic=self._settings.deterministic,
-                kv_cache_bytes=self._kv_cache_bytes(component),
-                kv_dtype=self._settings.kv_dtype,
-                arithmetic=self._settings.packed_arithmetic,
-                decode_threads=self._settings.decode_threads,
-                prefill_threads=self._settings.prefill_threads,
+                kinds=component.block_types,
             )
+        with IMPORT_LOCK:
+            return LLMEngine(folder, tensors, self._llm_engine_config(component))
+
+    def _llm_engine_config(self, component: Component) -> LLMEngineConfig:
+        settings = self._settings
+        return LLMEngineConfig(
+            device=settings.torch_device,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=settings.max_step_tokens,
+            max_prefill_beside_decode=settings.max_prefill_beside_decode,
+            max_decode_delay=settings.max_decode_delay,
+            is_deterministic=settings.deterministic,
+            kv_cache_bytes=self._kv_cache_bytes(component),
+            kv_dtype=settings.kv_dtype,
+            arithmetic=settings.packed_arithmetic,
+            decode_threads=settings.decode_threads,
+            prefill_threads=settings.prefill_threads,
+        )
 
     def prepare(self, component: Component, skeleton: Path) -> None:
         """Make its structure before it is needed. Raises EngineError."""
-        if component.library == "diffusers":
+        if component.library == "diffusers" or is_stock_part(component):
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
         self.working_memory(component, skeleton)  # reads a header, which may be large
 
@@ -87,7 +97,7 @@ class ComponentBuilder:
 
         What cannot be built takes none; `__call__` says why.
         """
-        if not is_denoise_component(component) or component.library in ("diffusers", "peft"):
+        if component.name != "model" or component.library in ("diffusers", "peft"):
             return 0
         if component.module_key not in self._cache_bytes:
             dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
@@ -101,6 +111,7 @@ class ComponentBuilder:
                     kv_cache_bytes=self._kv_cache_bytes(component),
                     kv_dtype=self._settings.kv_dtype,
                     max_num_seqs=self._settings.max_num_seqs,
+                    tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
                 )
             except EngineError:
                 found = 0
@@ -147,8 +158,15 @@ def batch_bounds(settings: WorkerConfig) -> BatchBounds:
 
 
 def is_denoise_component(component: Component) -> bool:
-    """Return whether the worker builds it: of a pipeline diffusers' modules, of a single model everything.
+    """Return whether the worker builds it: of a family's pipeline diffusers' modules, of a stock one all that does
+    not encode its text alone, and of a single model everything.
 
     A Stable Diffusion's safety checker is of neither library that a replica knows, and nobody builds it.
     """
-    return component.name == "model" or component.library in ("diffusers", "peft")
+    is_known = component.name == "model" or component.library in ("diffusers", "peft") or is_stock_part(component)
+    return is_known and not is_stock_text(component)
+
+
+def is_pipeline_component(component: Component) -> bool:
+    """Return whether a worker builds it that encodes the texts of its stock pipelines itself."""
+    return is_denoise_component(component) or is_stock_text(component)

@@ -3,33 +3,137 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from deployments.modules.built_modules import Built, Part, PartName, Slot, Wanted, distinct_bytes
+from deployments.engines.memory_limits import forget_frames
+from deployments.modules.parts import Part, PartName, RequestParts, distinct_bytes
 from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from weights.manifest import Component, ExtentRef
 from weights.residency.admission import Admission, Ticket
-from weights.residency.entries import Book
-from weights.residency.leases import Entry
+from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.policy import rate_class
-from weights.residency.sizes import bytes_of
+from weights.residency.room_plan import bytes_beside_pins, plan_room, plan_shrink
+from weights.residency.sizes import bytes_of, shown_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """The thing that runs; milliseconds, and bytes by tier as in `SwitchReport`."""
+
+    thing: Any
+    attach_ms: float
+    build_ms: float
+    storage_bytes: int
+    host_bytes: int
+    device_bytes: int
+    reused_bytes: int
+
+    @property
+    def reload_s(self) -> float:
+        return (self.attach_ms + self.build_ms) / 1e3
+
+
+@dataclass(eq=False)
+class ModuleSlot:
+    """One module that is there or on its way."""
+
+    entry: Entry[ModuleSlot]
+    component: Component
+    extents: tuple[ExtentRef, ...]
+    serial: int
+    num_running: int = 0  # of the leases: requests that have all they need, and compute
+    models: set[str] = field(default_factory=set)
+    built: asyncio.Future[Built | Exception] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    is_placed: bool = False
+    is_adapter: bool = False
+    is_damaged: bool = False  # over weights that were written to: what was computed with it is withheld
+
+    @property
+    def tensors(self) -> Mapping[str, int]:
+        """Return the bytes of its tensors, by hash. What nobody new may have is there beside the next of its kind."""
+        by_hash = self.component.bytes_by_hash
+        if self.entry.is_current:
+            return by_hash
+        return {f"{name}#{self.serial}": count for name, count in by_hash.items()}
+
+    @property
+    def leases(self) -> int:
+        """Requests that have a lease on it."""
+        return self.entry.held.total()
+
+    @property
+    def is_needed(self) -> bool:
+        """Leased, or on its way."""
+        return self.entry.is_leased or not self.entry.is_here
+
+    @property
+    def key(self) -> str:
+        return self.component.module_key
+
+    @property
+    def nbytes(self) -> int:
+        return self.component.nbytes
+
+    @property
+    def holder(self) -> str:
+        """Its name in the books of the device."""
+        return f"{self.component.name}#{self.serial}"
+
+    @property
+    def result(self) -> Built | None:
+        """The built thing and its figures; None while it is on its way, or when that failed."""
+        found = self.built.result() if self.built.done() and not self.built.cancelled() else None
+        return found if isinstance(found, Built) else None
+
+    @property
+    def thing(self) -> Any:
+        """The thing that was built, of a slot that is ready."""
+        assert self.result
+        return self.result.thing
+
+    def outcome(self) -> Built:
+        """Return what was built, once it is.
+
+        Raises what `fail` was told: a copy, because whoever waits adds its own frames, and they know this slot.
+        """
+        found = self.built.result()
+        if isinstance(found, Exception):
+            raise copy.copy(found)
+        return found
+
+    def fail(self, error: Exception) -> None:
+        """Tell all who wait the error, without the frames that it came through."""
+        forget_frames(error)
+        self.built.set_result(error)
+
+    def describe(self) -> dict[str, Any]:
+        """Return a description as JSON-able values."""
+        return {
+            "component": self.component.name,
+            "models": sorted(self.models),
+            "bytes": self.nbytes,
+            "leases": self.leases,
+            "ready": self.result is not None,
+            "damaged": self.is_damaged,
+        }
 
 
 @dataclass(eq=False, slots=True)
-class Taken:
+class SlotLease:
     """All slots of a request, leased until `give_back`; none while it waits for room, or when it is refused."""
 
-    wanted: Wanted
-    settled: asyncio.Future[tuple[dict[PartName, Slot], float]]
-    ticket: Ticket[Slot]
+    wanted: RequestParts
+    settled: asyncio.Future[tuple[dict[PartName, ModuleSlot], float]]
+    ticket: Ticket[ModuleSlot]
 
     @property
-    def slots(self) -> Mapping[PartName, Slot]:
+    def slots(self) -> Mapping[PartName, ModuleSlot]:
         return self.settled.result()[0]
 
     @property
@@ -78,26 +182,28 @@ def _locked(
 class ResidentModules:
     """The modules that are here, under a byte budget that counts what they share once, and the queue for its room.
 
-    Lives on one event loop, but `give_up` comes from another thread. `fill` is told of the slots that are new for a
-    request, with all that it takes; `let_go`, of those that are dropped. `is_called_back` says whether the node waits
-    for some of these extents.
+    Lives on one event loop, but `release_recalled` comes from another thread. `fill` gets the slots that are new for a
+    request, with all that it takes; `let_go`, those that are dropped. `is_called_back` says whether the node waits for
+    some of these extents.
     """
 
     def __init__(
         self,
         budget_bytes: int,
-        fill: Callable[[Wanted, Mapping[PartName, Slot], Collection[PartName]], None],
-        let_go: Callable[[Sequence[Slot]], None],
+        fill: Callable[[RequestParts, Mapping[PartName, ModuleSlot], Collection[PartName]], None],
+        let_go: Callable[[Sequence[ModuleSlot]], None],
         clock: Callable[[], float],
         is_called_back: Callable[[Sequence[ExtentRef]], bool] = lambda extents: False,
+        budget_name: str = "this replica's budget",
     ) -> None:
+        self._budget_name = budget_name
         self._lock = threading.RLock()
         self._fill = fill
         self._let_go = let_go
         self._clock = clock
         self._is_called_back = is_called_back
-        self._book: Book[Slot] = Book(budget_bytes, clock, on_gone=self._gone)
-        self._queue = Admission(self._book, clock, "this replica")
+        self._table: EntryTable[ModuleSlot] = EntryTable(budget_bytes, clock, on_gone=self._gone)
+        self._queue = Admission(self._table, clock, budget_name)
         self._pins: dict[str, dict[str, Part]] = {}  # by model and key
         self._serials = itertools.count(1)
         self._bound: dict[tuple[str, tuple[int, ...]], Any] = {}
@@ -105,25 +211,25 @@ class ResidentModules:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for room."""
-        return len(self._queue)
+        return len(self._queue.waiting)
 
     @property
     @_locked
-    def slots(self) -> dict[str, Slot]:
+    def slots(self) -> dict[str, ModuleSlot]:
         """The modules that the next request gets, built or not yet, by key."""
-        return {key: entry.thing for key, entry in self._book.entries.items() if entry.thing}
+        return {key: entry.thing for key, entry in self._table.entries.items() if entry.thing}
 
     # requests
 
     @_locked
-    def take(self, wanted: Wanted) -> Taken:
+    def take(self, wanted: RequestParts) -> SlotLease:
         """Lease every slot or none. The ticket says whether it is refused, or has to `wait_for_room`."""
-        settled: asyncio.Future[tuple[dict[PartName, Slot], float]] = asyncio.get_running_loop().create_future()
+        settled: asyncio.Future[tuple[dict[PartName, ModuleSlot], float]] = asyncio.get_running_loop().create_future()
         holder = f"{wanted.model}#{next(self._serials)}"
         ticket = self._queue.ask(str(wanted), wanted.sizes, holder, partial(self._settle, wanted, settled))
-        return Taken(wanted, settled, ticket)
+        return SlotLease(wanted, settled, ticket)
 
-    async def wait_for_room(self, taken: Taken, max_wait_s: float) -> None:
+    async def wait_for_room(self, taken: SlotLease, max_wait_s: float) -> None:
         """Return when it has its slots; it is refused when there is no room in time."""
         try:
             await asyncio.wait([taken.settled], timeout=max_wait_s)
@@ -134,24 +240,24 @@ class ResidentModules:
             self._end(taken.ticket)
 
     @_locked
-    def start_computing(self, slots: Collection[Slot]) -> bool:
+    def start_computing(self, slots: Collection[ModuleSlot]) -> bool:
         """Count one more request that computes with them: they are not given up meanwhile.
 
-        False when one of them was condemned or given up since it was taken.
+        False when one of them was invalidated or given up since it was taken.
         """
-        if any(slot.is_condemned or slot.entry.is_gone for slot in slots):
+        if any(slot.is_damaged or slot.entry.is_gone for slot in slots):
             return False
         for slot in slots:
             slot.num_running += 1
         return True
 
     @_locked
-    def stop_computing(self, slots: Iterable[Slot]) -> None:
+    def stop_computing(self, slots: Iterable[ModuleSlot]) -> None:
         """End what `start_computing` began."""
         for slot in slots:
             slot.num_running -= 1
 
-    def give_back(self, taken: Taken) -> None:
+    def give_back(self, taken: SlotLease) -> None:
         """Give the leases back. What nobody leases any more and the node waits for goes at once."""
         self._end(taken.ticket)
 
@@ -163,17 +269,17 @@ class ResidentModules:
     # building
 
     @_locked
-    def arrive(self, slot: Slot, built: Built) -> None:
+    def arrive(self, slot: ModuleSlot, built: Built) -> None:
         """Note that it is built. It may go at once, when nobody wants it any more."""
         slot.built.set_result(built)
-        self._book.arrive(slot.entry, slot, rate_class(built.reload_s, slot.entry.nbytes))
-        self._give_up_called([slot.entry])
+        self._table.arrive(slot.entry, slot, rate_class(built.reload_s, slot.entry.nbytes))
+        self._release_requested([slot.entry])
         self._queue.serve()
 
     @_locked
-    def fail(self, slot: Slot, error: Exception) -> None:
+    def fail(self, slot: ModuleSlot, error: Exception) -> None:
         """Drop what could not be built, and tell all who wait for it."""
-        self._book.fail(slot.entry)
+        self._table.fail(slot.entry)
         self._let_go([slot])
         slot.fail(error)
         self._queue.serve()
@@ -181,29 +287,29 @@ class ResidentModules:
     # what goes
 
     @_locked
-    def give_up(self, extents: Collection[str], is_overdue: bool) -> None:
+    def release_recalled(self, extents: Collection[str], is_overdue: bool) -> None:
         """Drop what is over these extents, unless it is leased or pinned. Thread-safe.
 
         `is_overdue`: then what is leased goes too where nobody computes with it yet, and nobody new gets the rest.
         """
         for entry, slot in self._current():
-            if not entry.is_here or entry.key in self._book.pinned or not _is_over(slot, extents, ()):
+            if not entry.is_here or entry.key in self._table.pinned or not _is_over(slot, extents, ()):
                 continue
             if not entry.is_leased:
-                self._book.evict([entry])
+                self._table.evict([entry])
             elif is_overdue:
-                self._book.condemn(entry)
+                self._table.invalidate(entry)
                 if not slot.num_running:
-                    for holder in list(entry.firm):
-                        self._book.unlease(entry, holder)
+                    for holder in list(entry.held):
+                        self._table.unlease(entry, holder)
 
     @_locked
-    def condemn(self, extents: Collection[str], hashes: Collection[str]) -> list[Slot]:
+    def invalidate(self, extents: Collection[str], hashes: Collection[str]) -> list[ModuleSlot]:
         """Give nobody new what was built over these extents or tensors; return it. It goes with its last lease."""
         found = [(entry, slot) for entry, slot in self._current() if _is_over(slot, extents, hashes)]
         for entry, slot in found:
-            slot.is_condemned = True
-            self._book.condemn(entry)
+            slot.is_damaged = True
+            self._table.invalidate(entry)
         self._queue.serve()
         return [slot for _, slot in found]
 
@@ -214,16 +320,16 @@ class ResidentModules:
         Returns the components that could not go: leased, on their way, or pinned.
         """
         stays: list[str] = []
-        gone: list[Entry[Slot]] = []
+        gone: list[Entry[ModuleSlot]] = []
         for entry, slot in self._all():
             if model in slot.models:
-                if slot.is_needed or entry.key in self._book.pinned:
+                if slot.is_needed or entry.key in self._table.pinned:
                     stays.append(slot.component.name)
                 elif len(slot.models) == 1 and entry.key not in keep:
                     gone.append(entry)
                 else:
                     slot.models.discard(model)
-        self._book.evict(gone)
+        self._table.evict(gone)
         self._queue.serve()
         return stays
 
@@ -233,18 +339,13 @@ class ResidentModules:
 
         Raises BudgetExceeded when too much is leased or pinned; then the budget stays.
         """
-        before, self._book.budget_bytes = self._book.budget_bytes, budget_bytes
-        try:
-            plan = self._book.plan_shrink()
-            if plan.missing_bytes:
-                raise BudgetExceeded(
-                    f"a budget of {budget_bytes} bytes is {plan.missing_bytes} bytes less than what is leased or pinned"
-                )
-            self._book.evict(plan.evict)
-            resize(budget_bytes)
-        except BaseException:
-            self._book.budget_bytes = before
-            raise
+        plan = plan_shrink(self._table, budget_bytes)
+        if plan.missing_bytes:
+            missing = shown_bytes(plan.missing_bytes)
+            raise BudgetExceeded(f"{shown_bytes(budget_bytes)} are {missing} less than what is leased or pinned")
+        self._table.evict(plan.evict)
+        resize(budget_bytes)
+        self._table.budget_bytes = budget_bytes
         self._queue.serve()
 
     # pins
@@ -258,10 +359,10 @@ class ResidentModules:
         pins = {part.component.module_key: part for part in parts}
         others = [part for name, known in self._pins.items() if name != model for part in known.values()]
         needed_bytes = distinct_bytes(*(part.footprint for part in (*pins.values(), *others)))
-        if needed_bytes > self._book.budget_bytes:
+        if needed_bytes > self._table.budget_bytes:
             raise BudgetExceeded(
-                f"{model!r} cannot be pinned: {needed_bytes} bytes would be, under this replica's budget of "
-                f"{self._book.budget_bytes} (pinned: {', '.join(self._pins) or 'nothing'})"
+                f"{model!r} cannot be pinned: {self._budget_name} is {shown_bytes(self._table.budget_bytes)}, and "
+                f"{shown_bytes(needed_bytes)} would be pinned (now: {', '.join(self._pins) or 'nothing'})"
             )
         before = self._pins.get(model, {})
         self._pins[model] = pins
@@ -283,28 +384,28 @@ class ResidentModules:
     # what is here
 
     @_locked
-    def fits_beside(self, wanted: Wanted) -> bool:
+    def fits_beside(self, wanted: RequestParts) -> bool:
         """Return whether there is room without evicting anything."""
-        plan = self._book.plan_room(wanted.sizes)
+        plan = plan_room(self._table, wanted.sizes)
         return not plan.evict and not plan.missing_bytes
 
     @_locked
-    def can_hold(self, wanted: Wanted) -> bool:
+    def can_hold(self, wanted: RequestParts) -> bool:
         """Return whether there is room beside what is pinned, once all else is gone."""
-        return self._book.bytes_beside_pins(wanted.sizes) <= self._book.budget_bytes
+        return bytes_beside_pins(self._table, wanted.sizes) <= self._table.budget_bytes
 
     @_locked
     def occupancy(self) -> Occupancy:
         """Return what occupies the budget."""
-        sizes = {key: bytes_of(entry.size) for key, entry in self._book.entries.items()}
+        sizes = {key: bytes_of(entry.size) for key, entry in self._table.entries.items()}
         slots = dict(self.slots)
-        ready = {key for key, slot in slots.items() if slot.result is not None and not slot.is_condemned}
+        ready = {key for key, slot in slots.items() if slot.result is not None and not slot.is_damaged}
         return Occupancy(
-            max(0, self._book.budget_bytes + sum(sizes.values()) - self._book.used_bytes),
+            max(0, self._table.budget_bytes + sum(sizes.values()) - self._table.used_bytes),
             {key: nbytes for key, nbytes in sizes.items() if key in ready},
             {key: nbytes for key, nbytes in sizes.items() if key not in ready},
             frozenset(key for key, slot in slots.items() if slot.leases),
-            frozenset(self._book.pinned),
+            frozenset(self._table.pinned),
         )
 
     def bound(self, settings: str, serials: tuple[int, ...], make: Callable[[], Any]) -> Any:
@@ -319,25 +420,32 @@ class ResidentModules:
         """Return a description as JSON-able values."""
         slots = [slot for _, slot in self._all()]
         return {
-            "budget_bytes": self._book.budget_bytes,
-            "charged_bytes": self._book.used_bytes,
+            "budget_bytes": self._table.budget_bytes,
+            "charged_bytes": self._table.used_bytes,
             "resident_bytes": distinct_bytes(*(slot.tensors for slot in slots)),
             "leased_bytes": distinct_bytes(*(slot.tensors for slot in slots if slot.is_needed)),
-            "modules": [slot.describe() | {"key": slot.key, "pinned": slot.key in self._book.pinned} for slot in slots],
+            "modules": [
+                slot.describe() | {"key": slot.key, "pinned": slot.key in self._table.pinned} for slot in slots
+            ],
             "pinned_models": sorted(self._pins),
         }
 
     # inside
 
     def _settle(
-        self, wanted: Wanted, settled: asyncio.Future[tuple[dict[PartName, Slot], float]], ticket: Ticket[Slot]
+        self,
+        wanted: RequestParts,
+        settled: asyncio.Future[tuple[dict[PartName, ModuleSlot], float]],
+        ticket: Ticket[ModuleSlot],
     ) -> None:
-        """Begin to build what is new, at once: whoever asked may be cancelled before it hears of it."""
-        slots: dict[PartName, Slot] = {}
+        """Begin to build what is new, at once: whoever asked may be cancelled before it is notified."""
+        slots: dict[PartName, ModuleSlot] = {}
         for name, part in wanted.parts.items() if ticket.entries else ():
-            entry = self._book.entries[part.component.module_key]
+            entry = self._table.entries[part.component.module_key]
             if entry.thing is None:
-                entry.thing = Slot(entry, part.component, part.extents, next(self._serials), is_adapter=name.is_adapter)
+                entry.thing = ModuleSlot(
+                    entry, part.component, part.extents, next(self._serials), is_adapter=name.is_adapter
+                )
             slots[name] = entry.thing
             entry.thing.models.add(part.manifest.model)
         if ticket.fresh:
@@ -345,31 +453,31 @@ class ResidentModules:
         settled.set_result((slots, self._clock()))
 
     @_locked
-    def _end(self, ticket: Ticket[Slot]) -> None:
+    def _end(self, ticket: Ticket[ModuleSlot]) -> None:
         entries = ticket.entries or ()
-        self._book.end_holder(ticket.holder)
-        self._give_up_called(entries)
+        self._table.end_holder(ticket.holder)
+        self._release_requested(entries)
         self._queue.end_ticket(ticket)
 
-    def _give_up_called(self, entries: Iterable[Entry[Slot]]) -> None:
+    def _release_requested(self, entries: Iterable[Entry[ModuleSlot]]) -> None:
         """Drop those that nobody leases and the node waits for, before somebody leases them again."""
         for entry in entries:
-            may_go = entry.is_here and not entry.is_gone and not entry.is_leased and entry.key not in self._book.pinned
+            may_go = entry.is_here and not entry.is_gone and not entry.is_leased and entry.key not in self._table.pinned
             if may_go and entry.thing and self._is_called_back(entry.thing.extents):
-                self._book.evict([entry])
+                self._table.evict([entry])
 
     def _pins_changed(self) -> None:
         pinned = {key for pins in self._pins.values() for key in pins}
-        self._book.unpin(set(self._book.pinned) - pinned)
-        self._book.pin(pinned)
+        self._table.unpin(set(self._table.pinned) - pinned)
+        self._table.pin(pinned)
 
-    def _gone(self, entries: Sequence[Entry[Slot]]) -> None:
+    def _gone(self, entries: Sequence[Entry[ModuleSlot]]) -> None:
         slots = [entry.thing for entry in entries if entry.thing]
         for slot in slots:
             self._unbind(slot)
         self._let_go(slots)
 
-    def _unbind(self, gone: Slot) -> None:
+    def _unbind(self, gone: ModuleSlot) -> None:
         """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now."""
         in_use = {slot.serial for _, slot in self._all() if slot.is_needed}
         self._bound = {
@@ -378,14 +486,14 @@ class ResidentModules:
             if gone.serial not in serials and (not gone.is_adapter or in_use.issuperset(serials))
         }
 
-    def _current(self) -> list[tuple[Entry[Slot], Slot]]:
-        return [(entry, entry.thing) for entry in self._book.entries.values() if entry.thing]
+    def _current(self) -> list[tuple[Entry[ModuleSlot], ModuleSlot]]:
+        return [(entry, entry.thing) for entry in self._table.entries.values() if entry.thing]
 
-    def _all(self) -> list[tuple[Entry[Slot], Slot]]:
-        return [*self._current(), *((entry, entry.thing) for entry in self._book.apart if entry.thing)]
+    def _all(self) -> list[tuple[Entry[ModuleSlot], ModuleSlot]]:
+        return [*self._current(), *((entry, entry.thing) for entry in self._table.detached if entry.thing)]
 
 
-def _names_of(wanted: Wanted, entries: Iterable[Entry[Slot]]) -> Collection[PartName]:
+def _names_of(wanted: RequestParts, entries: Iterable[Entry[ModuleSlot]]) -> Collection[PartName]:
     """Return the first part of the request for each entry: equal parts are built once."""
     by_key: dict[str, PartName] = {}
     for name, part in wanted.parts.items():
@@ -393,7 +501,7 @@ def _names_of(wanted: Wanted, entries: Iterable[Entry[Slot]]) -> Collection[Part
     return {by_key[entry.key] for entry in entries}
 
 
-def _is_over(slot: Slot, extents: Collection[str], hashes: Collection[str]) -> bool:
+def _is_over(slot: ModuleSlot, extents: Collection[str], hashes: Collection[str]) -> bool:
     if any(extent.id in extents for extent in slot.extents):
         return True
     return any(hash_ in slot.component.bytes_by_hash for hash_ in hashes)

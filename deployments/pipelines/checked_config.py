@@ -6,7 +6,7 @@ from pathlib import Path
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config, located_problems
-from deployments.pipelines.planning import check_functions
+from deployments.pipelines.planning import check_pipeline
 
 
 def load_checked_config(path: str | Path) -> ClusterConfig:
@@ -18,7 +18,7 @@ def load_checked_config(path: str | Path) -> ClusterConfig:
     problems = [
         (("pipelines", index, *problem.location), problem.text)
         for index, pipeline in enumerate(config.pipelines)
-        for problem in check_functions(pipeline)
+        for problem in check_pipeline(pipeline)
     ]
     if problems:
         raise located_problems(Path(path), problems)

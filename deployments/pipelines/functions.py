@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,10 @@ __all__ = [
     "SHIPPED",
     "Classification",
     "classify",
+    "enlarge_image",
     "fill_template",
     "join_texts",
+    "missing_fields",
     "number_word",
     "single_digit",
     "softmax",
@@ -22,6 +25,9 @@ __all__ = [
 ]
 
 Vector = npt.NDArray[np.float32]
+Image = npt.NDArray[np.uint8]  # (height, width, RGB)
+_MAX_SIDE = 4096  # pixels of an enlarged image
+_SIDE_MULTIPLE = 8  # what pipelines of diffusers take
 _ONES = (
     *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
     *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
@@ -30,6 +36,7 @@ _TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eigh
 _SUM = re.compile(
     r"[^0-9]*?(?<![-.,0-9])([0-9]{1,2})\s*(?:\+|plus)\s*([0-9]{1,2})(?![.,]?[0-9])[^0-9+]*", re.IGNORECASE
 )
+_FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_-]*)\}")
 
 
 class Classification(NamedTuple):
@@ -75,18 +82,31 @@ def number_word(number: int) -> str:
 
 def fill_template(template: str, **values: str | int | float) -> str:
     """Fill in a template: "a {size} house" with size=big -> "a big house". Only names are read in the braces."""
+    if missing := missing_fields(template, values):
+        raise ValueError(f"the template wants {missing[0]!r} (given: {', '.join(values) or 'nothing'})")
+    return _FIELD.sub(lambda match: str(values[match[1]]), template)
 
-    def value(match: re.Match[str]) -> str:
-        if match[1] not in values:
-            raise ValueError(f"the template wants {match[1]!r} (given: {', '.join(values) or 'nothing'})")
-        return str(values[match[1]])
 
-    return re.sub(r"\{([A-Za-z_][A-Za-z0-9_-]*)\}", value, template)
+def missing_fields(template: str, given: Collection[str]) -> list[str]:
+    """Return the names in the braces of a template that are not given, in their order."""
+    return [name for name in dict.fromkeys(_FIELD.findall(template)) if name not in given]
 
 
 def join_texts(first: str, second: str, separator: str = " ") -> str:
     """Join two texts."""
     return f"{first}{separator}{second}"
+
+
+def enlarge_image(image: Image, factor: float = 2.0) -> Image:
+    """Enlarge an image by Lanczos' filter; its sides are rounded down to what pipelines take."""
+    from deployments.fitted_images import resize_pixels  # only who enlarges needs it
+
+    if not 1 <= factor <= 4:
+        raise ValueError(f"factor {factor:g}: expected 1 to 4")
+    height, width = (int(side * factor) // _SIDE_MULTIPLE * _SIDE_MULTIPLE for side in image.shape[:2])
+    if not 0 < min(height, width) <= max(height, width) <= _MAX_SIDE:
+        raise ValueError(f"an image of {width}x{height} pixels: expected sides of {_SIDE_MULTIPLE} to {_MAX_SIDE}")
+    return resize_pixels(image, (width, height))
 
 
 def softmax(scores: Vector) -> Vector:
@@ -109,6 +129,6 @@ SHIPPED = {
     function.__name__: function
     for function in (
         *(sum_question, whole_number, single_digit, number_word),
-        *(fill_template, join_texts, softmax, classify),
+        *(fill_template, join_texts, softmax, classify, enlarge_image),
     )
 }

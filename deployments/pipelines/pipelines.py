@@ -14,7 +14,7 @@ from deployments.pipelines.edge_types import Batch, batch_of, tensor_of
 from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusable, plan_pipeline
 from deployments.pipelines.plans import PipelinePlan
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
-from deployments.pipelines.runner import ModelCalls, PipelineRun
+from deployments.pipelines.runner import ModelCalls, OnStage, PipelineRun
 from deployments.services.deadlines import Deadline
 
 
@@ -66,13 +66,20 @@ class Pipelines:
         """
         return self.plan(name).signature
 
+    def labels(self, name: str) -> dict[str, Sequence[str]]:
+        """Return the names of the classes that each output scores, by output. Raises as `signature` does."""
+        plan, models = self.plan(name), self._models()
+        used = {stage.target for stage in plan.stages() if stage.action in ("head", "score")} & models.keys()
+        known = {id_: models[id_].features.labels for id_ in used}
+        return {output: plan.labels_of(output, known) for output in plan.outputs}
+
     def description(self, name: str) -> str:
         """Return the text that the config has about the pipeline. Raises UnknownModel."""
-        return self._config(name).description
+        return self.config(name).description
 
     def plan(self, name: str) -> PipelinePlan:
         """Return the plan, made anew when a model of it has changed. Raises UnknownModel, ModelUnavailable."""
-        config = self._config(name)
+        config = self.config(name)
         models = self._models()
         used = {stage.model or stage.tokenizer or "" for stage in config.stages} & models.keys()
         facts = {id_: models[id_] for id_ in used}
@@ -85,13 +92,17 @@ class Pipelines:
             self._plans[name] = known
         return known[1]
 
-    async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
-        """Run a pipeline. Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name."""
+    async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
+        """Run a pipeline; `on_stage` hears of its stages.
+
+        Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name.
+        """
         plan = self.plan(request.pipeline)
         inputs, num_items = self._inputs(plan, request)
         if request.timeout_s is not None and not 0 < request.timeout_s < float("inf"):
             raise InvalidRequest(f"timeout_s must be a positive number of seconds, got {request.timeout_s}", "timeout")
-        run = PipelineRun(plan, inputs, num_items, self._ask, priority=request.priority, timeout_s=request.timeout_s)
+        priority, timeout_s = request.priority, request.timeout_s
+        run = PipelineRun(plan, inputs, num_items, self._ask, priority=priority, timeout_s=timeout_s, on_stage=on_stage)
         async with Deadline(self._max_timeout_s).bounding():
             await run.run_stages()
         outputs = {
@@ -106,7 +117,8 @@ class Pipelines:
         per_action = {"generate": limits.max_images, "write": limits.max_prompts}
         return min(per_action.get(stage.action, limits.max_pipeline_items) for stage in plan.stages())
 
-    def _config(self, name: str) -> PipelineConfig:
+    def config(self, name: str) -> PipelineConfig:
+        """Return the config of a pipeline. Raises UnknownModel."""
         if name not in self._configs:
             raise UnknownModel(f"unknown pipeline {name!r}{nearest_name(name, self._configs)}", "model")
         return self._configs[name]

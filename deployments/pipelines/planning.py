@@ -1,7 +1,7 @@
 """Plans of pipelines from their configs, or every mistake in them. Pure but for the import of functions.
 
-Checked twice, because the kinds of models are known only once they are in the store: `check_functions` when the config
-is loaded, `plan_pipeline` when the models are known. Both report what `configs.pipeline` could not know.
+Checked twice, because the kinds of models are known for sure once they are in the store: by `check_pipeline` when the
+config is loaded, by `plan_pipeline` when the models are known. Both report what `configs.pipeline` could not know.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from configs.pipeline import (
     plain_type,
 )
 from deployments.pipelines.edge_types import EdgeType, edge_type
+from deployments.pipelines.functions import fill_template, missing_fields
 from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.ports import MODEL_KINDS, TOKENIZER, Parameter, Ports, ports_of
 from deployments.pipelines.records import Signature
@@ -39,9 +40,14 @@ class PipelineUnusable(ValueError):
         self.problems = tuple(problems)
 
 
-def check_functions(config: PipelineConfig) -> list[PipelineProblem]:
-    """Return what is wrong with the pipeline whatever its models turn out to be."""
-    return _check_pipeline(config, None).problems
+def check_pipeline(
+    config: PipelineConfig, models: Mapping[str, ModelRecord | None] | None = None
+) -> list[PipelineProblem]:
+    """Return what is wrong with the pipeline, whatever the models turn out to be of which nothing is known.
+
+    `models` has them by id, None for such a one; without it, nothing is known of any.
+    """
+    return _check_pipeline(config, models).problems
 
 
 def plan_pipeline(
@@ -89,7 +95,14 @@ def _stage_plan(checked: _CheckedPipeline, stage: StageConfig) -> StagePlan:
     return StagePlan(stage.name, checked.actions[stage.name], target, edges, stage.literals, dict(ports.outputs))
 
 
-_ACTIONS: Mapping[str, Action] = {"diffusion": "generate", "llm": "write", "embedding": "embed", "head": "head"}
+_ACTIONS: Mapping[str, Action] = {
+    "diffusion": "generate",
+    "llm": "write",
+    "embedding": "embed",
+    "reranker": "score",
+    "classifier": "score",
+    "head": "head",
+}
 
 
 @dataclass(slots=True)
@@ -117,7 +130,9 @@ class _CheckedPipeline:
         return ports.outputs[edge.name]
 
 
-def _check_pipeline(config: PipelineConfig, models: Mapping[str, ModelRecord] | None) -> _CheckedPipeline:
+def _check_pipeline(
+    config: PipelineConfig, models: Mapping[str, ModelRecord | None] | Mapping[str, ModelRecord] | None
+) -> _CheckedPipeline:
     """Check all stages and edges, and collect every problem. `models` None: not known yet, nothing is said of them."""
     inputs = {name: edge_type(plain_type(text)) for name, text in config.inputs.items()}
     optional = frozenset(name for name, text in config.inputs.items() if is_optional(text))
@@ -148,7 +163,7 @@ class _Unknown(Exception):
         self.key = key
 
 
-def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord] | None) -> tuple[Ports | None, Action]:
+def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord | None] | None) -> tuple[Ports | None, Action]:
     if stage.function is not None:
         try:
             return find_function(stage.function).ports, "function"
@@ -156,16 +171,19 @@ def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord] | None
             raise _Unknown("function", str(error)) from None
     key = "tokenizer" if stage.tokenizer is not None else "model"
     id_ = stage.tokenizer or stage.model or ""
-    if models is None:
-        return (TOKENIZER, "tokenize") if stage.tokenizer else (None, "generate")
-    if id_ not in models:
+    if models is not None and id_ not in models:
         raise _Unknown(key, f"unknown model {id_!r}{nearest_name(id_, models)}")
-    model = models[id_]
+    model = models[id_] if models else None
+    if model is None:
+        return (TOKENIZER, "tokenize") if stage.tokenizer else (None, "generate")
     if model.kind is None:
         raise _Unknown(key, f"model {id_!r} is {model.state}{model.error and ': '}{model.error}")
     if stage.tokenizer is not None:
         if model.kind != "embedding":
-            raise _Unknown(key, f"model {id_!r} ({model.kind}) is no embedding model; only those lend their tokenizer")
+            raise _Unknown(
+                key,
+                f"model {id_!r} ({model.kind}) is no embedding model; only their tokenizers can be used",
+            )
         return TOKENIZER, "tokenize"
     ports = ports_of(model)
     if ports is None:
@@ -186,6 +204,10 @@ def _parameter_problems(checked: _CheckedPipeline, stage: StageConfig, ports: Po
                 yield PipelineProblem(("inputs", name), f"expected {parameter}, got {stage.literals[name]!r:.80}")
         else:
             yield from _edge_problems(checked, name, parameter, stage.references[name])
+    if stage.function == fill_template.__name__ and isinstance(template := stage.literals.get("template"), str):
+        values = stage.inputs.keys() - {"template"}
+        for name in missing_fields(template, values):
+            yield PipelineProblem(("inputs",), f"the template wants {name!r}{nearest_name(name, sorted(values))}")
     for name, parameter in ports.parameters.items():
         if parameter.required and name not in stage.inputs:
             yield PipelineProblem(("inputs",), f"{target} needs {name!r} ({parameter})")

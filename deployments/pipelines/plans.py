@@ -7,9 +7,13 @@ that is free for as long as it lives. All share one arena.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from configs.model import LongText
@@ -17,8 +21,9 @@ from configs.pipeline import Argument
 from deployments.pipelines.edge_types import TEXT, TOKENS, Batch, EdgeType
 from deployments.pipelines.records import NUMPY_DTYPES, Signature
 
-Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "head", "function"]
-IN_ENCODER: Final = frozenset({"tokenize", "embed", "head"})  # actions of the text-encoder service
+Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "function"]
+WITH_TENSORS: Final = frozenset({"embed", "score", "head"})  # actions that give float32 tensors
+IN_ENCODER: Final = WITH_TENSORS | {"tokenize"}  # actions of the text-encoder service
 PIPELINE_INPUT: Final = ""
 ALIGNMENT_BYTES: Final = 256  # what CUDA's allocator gives too, so kernels may load vectors
 
@@ -109,6 +114,25 @@ class PipelinePlan:
         for unit in self.units:
             yield from unit.stages if isinstance(unit, SegmentPlan) else (unit,)
 
+    def labels_of(self, output: str, model_labels: Mapping[str, Sequence[str]]) -> Sequence[str]:
+        """Return the names of the classes that an output scores; none where it scores none that have names.
+
+        Those are the labels that its stage is given, or that a head or classifier has, also behind a softmax.
+        """
+        stages = {stage.name: stage for stage in self.stages()}
+        edge = self.outputs[output]
+        while (stage := stages.get(edge.stage)) is not None:
+            if stage.action in ("head", "score"):
+                return model_labels.get(stage.target, ())
+            if stage.action != "function":
+                break
+            if isinstance(labels := stage.literals.get("labels"), list | tuple):
+                return [str(label) for label in labels]
+            if stage.target != "softmax" or "scores" not in stage.edges:
+                break
+            edge = stage.edges["scores"]
+        return ()
+
     def segments(self) -> list[SegmentPlan]:
         """Return the segments."""
         return [unit for unit in self.units if isinstance(unit, SegmentPlan)]
@@ -139,76 +163,78 @@ class SegmentResult:
     warnings: tuple[str, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Stages of one unit. Sets of stages are bits by their position: `inside`, and `awaited` by any of them."""
+
+    stages: list[StagePlan] = field(default_factory=list)
+    inside: int = 0
+    awaited: int = 0
+
+
 def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edge], max_batch_size: int) -> list[Unit]:
     """Return the units of a pipeline. `stages` are in an order in which they can run, and so are the units.
 
     A stage joins the segment that it takes something from when that makes the segment wait for nothing more: what
     can run side by side still does, and no cycle of segments can come to be.
     """
-    groups: list[list[StagePlan]] = []
-    group_of: dict[str, list[StagePlan]] = {}
-    waits_for = _ancestors(stages)
+    groups: list[_Group] = []
+    group_of: dict[str, _Group] = {}
+    bits = {stage.name: 1 << number for number, stage in enumerate(stages)}
+    awaited: dict[str, int] = {}  # by stage, all before it
     encoded: set[str] = set()
     for stage in stages:
         # A function that takes what an encoder made runs there too: labels are smaller than vectors.
         if stage.action in IN_ENCODER or (stage.action == "function" and stage.needs & encoded):
             encoded.add(stage.name)
-        group = _joined(stage, group_of, waits_for, encoded)
+        needs = _union(bits[name] for name in stage.needs)
+        awaited[stage.name] = needs | _union(awaited[name] for name in stage.needs)
+        sources = sorted(stage.needs & encoded) if stage.name in encoded else ()
+        joinable = (group_of[name] for name in sources)
+        group = next((one for one in joinable if not needs & ~(one.inside | one.awaited)), None)
         if group is None:
-            group = []
-            groups.append(group)
-        group.append(stage)
+            groups.append(group := _Group())
+        group.stages.append(stage)
+        group.inside |= bits[stage.name]
+        group.awaited |= awaited[stage.name]
         group_of[stage.name] = group
-    return [_unit(pipeline, group, stages, outputs, max_batch_size, encoded) for group in groups]
+    results = _results(stages, outputs, group_of)
+    return [
+        _segment(pipeline, group.stages, results[group.stages[0].name], max_batch_size)
+        if group.stages[0].name in encoded
+        else group.stages[0]
+        for group in groups
+    ]
 
 
-def _joined(
-    stage: StagePlan,
-    group_of: Mapping[str, list[StagePlan]],
-    waits_for: Mapping[str, frozenset[str]],
-    encoded: set[str],
-) -> list[StagePlan] | None:
-    if stage.name not in encoded:
-        return None
-    for source in sorted(stage.needs & encoded):
-        group = group_of[source]
-        inside = {member.name for member in group}
-        awaited = frozenset[str]().union(*(waits_for[name] for name in inside)) - inside
-        if stage.needs - inside <= awaited:
-            return group
-    return None
+def _union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
 
 
-def _ancestors(stages: Sequence[StagePlan]) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
+def _results(
+    stages: Sequence[StagePlan], outputs: Sequence[Edge], group_of: Mapping[str, _Group]
+) -> dict[str, tuple[Edge, ...]]:
+    """Return what leaves each group, by the name of its first stage."""
+    leaving: dict[str, set[Edge]] = {group.stages[0].name: set() for group in group_of.values()}
+    for edge in outputs:
+        leaving[group_of[edge.stage].stages[0].name].add(edge)
     for stage in stages:
-        found[stage.name] = stage.needs.union(*(found[name] for name in stage.needs))
-    return found
+        for edge in stage.edges.values():
+            if edge.stage != PIPELINE_INPUT and group_of[edge.stage] is not group_of[stage.name]:
+                leaving[group_of[edge.stage].stages[0].name].add(edge)
+    return {name: tuple(sorted(edges)) for name, edges in leaving.items()}
 
 
-def _unit(
-    pipeline: str,
-    group: Sequence[StagePlan],
-    stages: Sequence[StagePlan],
-    outputs: Sequence[Edge],
-    max_batch_size: int,
-    encoded: set[str],
-) -> Unit:
-    if group[0].name not in encoded:
-        return group[0]
-    inside = {stage.name for stage in group}
-    wanted = {edge for stage in stages if stage.name not in inside for edge in stage.edges.values()} | set(outputs)
-    results = tuple(sorted(edge for edge in wanted if edge.stage in inside))
+def _segment(pipeline: str, group: Sequence[StagePlan], results: tuple[Edge, ...], max_batch_size: int) -> SegmentPlan:
     buffers = _buffers(group, max_batch_size)
-    memory = _plan_memory(_needs(group, buffers))
-    return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, memory)
+    return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, _plan_memory(_needs(group, buffers)))
 
 
 def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
     """Return the shapes of what models give. Texts and token ids are Python's, what functions give is numpy's."""
     shapes = {}
     for stage in group:
-        if stage.action not in ("embed", "head"):
+        if stage.action not in WITH_TENSORS:
             continue
         for name, type_ in stage.outputs.items():
             if type_ not in (TEXT, TOKENS) and -1 not in type_.shape[1:]:
@@ -218,12 +244,13 @@ def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tupl
 
 def _needs(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[_BufferNeed]:
     types = {Edge(stage.name, name): type_ for stage in group for name, type_ in stage.outputs.items()}
+    positions = {stage.name: at for at, stage in enumerate(group)}
+    last_reads = {edge: at for at, stage in enumerate(group) for edge in stage.edges.values()}
     needs = []
     for edge, shape in buffers.items():
-        first = next(at for at, stage in enumerate(group) if stage.name == edge.stage)
-        last = max((at for at, stage in enumerate(group) if edge in stage.edges.values()), default=first)
+        first = positions[edge.stage]
         nbytes = math.prod(shape) * NUMPY_DTYPES[types[edge].datatype].itemsize
-        needs.append(_BufferNeed(edge, nbytes, first, last))
+        needs.append(_BufferNeed(edge, nbytes, first, last_reads.get(edge, first)))
     return needs
 
 
@@ -236,24 +263,26 @@ class _BufferNeed:
     first: int
     last: int
 
-    def meets(self, other: _BufferNeed) -> bool:
-        """Return whether both are alive during some stage. The inputs of a stage live while it writes."""
-        return self.first <= other.last and other.first <= self.last
+    @property
+    def alive(self) -> range:
+        """Positions at which it is alive. The inputs of a stage live while it writes."""
+        return range(self.first, self.last + 1)
 
 
 def _plan_memory(needs: Sequence[_BufferNeed]) -> MemoryPlan:
-    """Return places for all tensors; those that meet do not overlap."""
+    """Return places for all tensors; those that are alive at one position do not overlap."""
     offsets: dict[Edge, int] = {}
-    placed: list[_BufferNeed] = []
+    placed: dict[int, list[_BufferNeed]] = {}  # by position
     for need in sorted(needs, key=lambda need: (-need.nbytes, need.first)):
-        neighbours = sorted((offsets[other.key], other.nbytes) for other in placed if other.meets(need))
+        neighbours = {other.key: other for at in need.alive for other in placed.get(at, ())}
         offset = 0
-        for start, nbytes in neighbours:
+        for start, nbytes in sorted((offsets[key], other.nbytes) for key, other in neighbours.items()):
             if offset + need.nbytes <= start:
                 break
             offset = max(offset, _aligned(start + nbytes))
         offsets[need.key] = offset
-        placed.append(need)
+        for at in need.alive:
+            placed.setdefault(at, []).append(need)
     end = max((offsets[need.key] + need.nbytes for need in needs), default=0)
     return MemoryPlan(offsets, end, _most_alive(needs))
 
@@ -263,4 +292,8 @@ def _aligned(offset: int) -> int:
 
 
 def _most_alive(needs: Sequence[_BufferNeed]) -> int:
-    return max((sum(n.nbytes for n in needs if n.first <= at <= n.last) for at in {n.first for n in needs}), default=0)
+    changes: Counter[int] = Counter()
+    for need in needs:
+        changes[need.first] += need.nbytes
+        changes[need.last + 1] -= need.nbytes
+    return max(accumulate(nbytes for _, nbytes in sorted(changes.items())), default=0)

@@ -10,7 +10,7 @@ from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
 
-MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "head")
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ _DIFFUSION: Final = Ports(
         "width": _optional(INT),
         "height": _optional(INT),
         "max_sequence_length": _optional(INT),
+        "clip_skip": _optional(INT),
+        "scheduler": _optional(TEXT),
         "init_image": _optional(IMAGE),
         "mask_image": _optional(EdgeType("UINT8", (-1, -1, -1))),
         "strength": _optional(FLOAT, INT),
@@ -96,6 +98,9 @@ _LLM: Final = Ports(
 )
 
 
+_RERANKER: Final = Ports({"query": Parameter((TEXT,)), "text": Parameter((TEXT,))}, {"score": FLOAT})
+
+
 def ports_of(model: ModelRecord) -> Ports | None:
     """Return the ports of a model; None for a kind that a pipeline has no use for. Unknown sizes are -1."""
     sizes = model.features
@@ -105,7 +110,9 @@ def ports_of(model: ModelRecord) -> Ports | None:
             {"embedding": EdgeType("FP32", (-1, sizes.out_features or -1))},
             one_of=(frozenset({"text", "tokens"}),),
         )
+    if model.kind == "classifier":
+        return Ports({"text": Parameter((TEXT,))}, {"scores": EdgeType("FP32", (-1, sizes.out_features or -1))})
     if model.kind == "head":
         features = EdgeType("FP32", (-1, sizes.in_features or -1))
         return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, sizes.out_features or -1))})
-    return {"diffusion": _DIFFUSION, "llm": _LLM}.get(model.kind or "")
+    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER}.get(model.kind or "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from deployments.errors import DeadlineExceeded, InvalidRequest
 from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
@@ -71,11 +71,22 @@ class ModelCalls(Protocol):
 ResultT = TypeVar("ResultT")
 
 
+class StageProgress(NamedTuple):
+    """A stage that begins, or with `took_ms` has ended."""
+
+    stage: str
+    took_ms: float | None = None
+
+
+OnStage = Callable[[StageProgress], None]
+
+
 class PipelineRun:
     """One run. `values` holds the inputs that were given, and after `run_stages` the outputs too.
 
     Results of segments that only other segments need never come here: their replies are handed on. If such a segment
-    fails, that shows when the next one is asked.
+    fails, that shows when the next one is asked. `on_stage` hears of a stage that begins and ends; the end of one in
+    such a segment shows with the next one that comes here.
     """
 
     def __init__(
@@ -88,6 +99,7 @@ class PipelineRun:
         priority: int = 0,
         timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        on_stage: OnStage = lambda _: None,
     ) -> None:
         self.values: dict[Edge, Batch] = {Edge(PIPELINE_INPUT, name): batch for name, batch in inputs.items()}
         self.timings_ms: dict[str, float] = {}
@@ -98,6 +110,7 @@ class PipelineRun:
         self._priority = priority
         self._timeout_s = timeout_s
         self._clock = clock
+        self._on_stage = on_stage
         self._start = clock()
         self._segment_of = {stage.name: segment for segment in plan.segments() for stage in segment.stages}
         self._ready = {unit.name: asyncio.Event() for unit in plan.units}  # values of its stages are here
@@ -152,12 +165,16 @@ class PipelineRun:
             priority=self._priority,
             timeout_s=self._remaining_s(),
         )
+        for stage in segment.stages:
+            self._on_stage(StageProgress(stage.name))
         reply = self._ask.run_segment(call, tuple(self._replies[name] for name in sorted(upstream)))
         self._replies[segment.name] = self._open[segment.name] = reply
         self._asked[segment.name].set()
         if self._is_wanted_here(segment):
             result = await reply
             self.values.update(result.outputs)
+            for name in result.timings_ms.keys() - self.timings_ms.keys():
+                self._on_stage(StageProgress(name, result.timings_ms[name]))
             self.timings_ms.update(result.timings_ms)
             self._warnings += result.warnings
             self._open.pop(segment.name)
@@ -175,6 +192,7 @@ class PipelineRun:
             unit = self._segment_of.get(name)
             await self._ready[unit.name if unit else name].wait()
         start = self._clock()
+        self._on_stage(StageProgress(stage.name))
         batches = {name: self.values[edge] for name, edge in stage.edges.items() if edge in self.values}
         if stage.action == "function":
             outputs = await asyncio.to_thread(find_function(stage.target), batches, stage.literals, self._num_items)
@@ -182,6 +200,7 @@ class PipelineRun:
             outputs = await self._ask_model(stage, batches)
         self.values.update({Edge(stage.name, name): batch for name, batch in outputs.items()})
         self.timings_ms[stage.name] = (self._clock() - start) * 1e3
+        self._on_stage(StageProgress(stage.name, self.timings_ms[stage.name]))
         self._ready[stage.name].set()
 
     async def _ask_model(self, stage: StagePlan, batches: Mapping[str, Batch]) -> dict[str, Batch]:

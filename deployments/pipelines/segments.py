@@ -21,7 +21,7 @@ import torch
 from deployments.errors import GenerationFailed
 from deployments.pipelines.edge_types import Batch, EdgeType
 from deployments.pipelines.failures import named_failures, stage_warnings
-from deployments.pipelines.plans import Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
+from deployments.pipelines.plans import WITH_TENSORS, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.stage_functions import find_function
 
 
@@ -81,6 +81,11 @@ class SegmentOps(Protocol):
         self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
     ) -> Sequence[torch.Tensor]:
         """Return one embedding (D,) per text or token ids, on any device."""
+
+    async def score(
+        self, model: str, texts: Sequence[str] | Sequence[tuple[str, str]], first: int
+    ) -> Sequence[torch.Tensor]:
+        """Return the scores (C,) of each text or pair of texts by a classifier or reranker, on any device."""
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Apply a linear layer: (n, in) -> (n, out), both on the device; written to `out` if it is given."""
@@ -193,12 +198,18 @@ class _Chunk:
             if not isinstance(features, torch.Tensor):
                 features = torch.from_numpy(np.array(features)).to(self._arena.device)
             return _checked(type_, await self._ops.head(stage.target, features, place))
-        texts = sources.get("tokens", sources.get("text"))
-        if texts is None:
-            texts = [str(stage.literals["text"])] * self._num_items
+        texts = sources.get("tokens") or self._texts(stage, "text", sources)
+        if stage.action == "score":
+            pairs = list(zip(self._texts(stage, "query", sources), texts, strict=True)) if _ranks(stage) else texts
+            scores = await self._ops.score(stage.target, pairs, self._first)
+            return self._stacked(type_, [row[0] for row in scores] if _ranks(stage) else scores, place)
         if stage.action == "tokenize":
             return await self._ops.tokenize(stage.target, texts, self._first)
         return self._stacked(type_, await self._ops.encode(stage.target, texts, self._first), place)
+
+    def _texts(self, stage: StagePlan, name: str, sources: Mapping[str, Any]) -> list[str]:
+        """Return the texts of a parameter; one that the config has is that of every item."""
+        return sources[name] if name in sources else [str(stage.literals[name])] * self._num_items
 
     def _place(self, edge: Edge) -> torch.Tensor | None:
         """Return the tensor's place of the plan; None when its size is not known before it is there."""
@@ -219,6 +230,11 @@ class _Chunk:
         return place
 
 
+def _ranks(stage: StagePlan) -> bool:
+    """Return whether a stage scores texts beside a query, each by one number."""
+    return "query" in stage.edges or "query" in stage.literals
+
+
 def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
     fits = tensor.ndim == len(type_.shape) and all(
         wanted in (-1, size) for size, wanted in zip(tensor.shape, type_.shape, strict=True)
@@ -230,9 +246,7 @@ def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
 
 def _model_edges(plan: SegmentPlan) -> list[Edge]:
     """Tensors that models of the segment give."""
-    return [
-        Edge(stage.name, name) for stage in plan.stages if stage.action in ("embed", "head") for name in stage.outputs
-    ]
+    return [Edge(stage.name, name) for stage in plan.stages if stage.action in WITH_TENSORS for name in stage.outputs]
 
 
 def _on_host(value: _Value, *, copy: bool = False) -> Batch:

@@ -5,14 +5,17 @@ are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
 """
 
 from deployments.engines.llm.chat import Message
-from deployments.records.embeddings import EmbeddingRequest, EmbeddingResult, HeadRequest
+from deployments.records.clips import ClipOptions, ClipRequest, ClipResult, VideoFormat, VideoOptions
+from deployments.records.embeddings import EmbeddingRequest, EmbeddingResult, HeadRequest, ScoringRequest
 from deployments.records.images import (
+    MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
     ControlNetUse,
     ImageOptions,
     ImageProgress,
     ImageRequest,
     ImageResult,
+    merge_progress,
 )
 from deployments.records.reports import CacheUse, SwitchReport, TimingsMs, warnings_by_item
 from deployments.records.requests import (
@@ -20,6 +23,7 @@ from deployments.records.requests import (
     MAX_SEED,
     SEED_RULE,
     Count,
+    Loras,
     LoraUse,
     Name,
     RequestModel,
@@ -27,23 +31,31 @@ from deployments.records.requests import (
     as_record,
 )
 from deployments.records.texts import (
+    MAX_STOPS,
     ChatRequest,
     CompletionRequest,
+    PromptTokens,
     TextChoice,
     TextChunk,
     TextOptions,
     TextRequestRecord,
     TextResult,
     TokenText,
+    merge_text_chunks,
 )
 
 __all__ = [
     "MAX_INT32",
+    "MAX_NAMED_IMAGES",
     "MAX_PARTIAL_IMAGES",
     "MAX_SEED",
+    "MAX_STOPS",
     "SEED_RULE",
     "CacheUse",
     "ChatRequest",
+    "ClipOptions",
+    "ClipRequest",
+    "ClipResult",
     "CompletionRequest",
     "ControlNetUse",
     "Count",
@@ -55,9 +67,12 @@ __all__ = [
     "ImageRequest",
     "ImageResult",
     "LoraUse",
+    "Loras",
     "Message",
     "Name",
+    "PromptTokens",
     "RequestModel",
+    "ScoringRequest",
     "SwitchReport",
     "TextChoice",
     "TextChunk",
@@ -67,6 +82,10 @@ __all__ = [
     "TimingsMs",
     "TokenText",
     "UserName",
+    "VideoFormat",
+    "VideoOptions",
     "as_record",
+    "merge_progress",
+    "merge_text_chunks",
     "warnings_by_item",
 ]

@@ -1,4 +1,4 @@
-"""Embeddings of texts, and scores of features: requests and results."""
+"""Embeddings and scores of texts, and scores of features: requests and results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from configs.model import LongText
-from deployments.engines.protocol import Pooling
+from deployments.engines.protocol import InputType, Pooling
 from deployments.records.reports import CacheUse, TimingsMs
 from deployments.records.requests import Count, Name, ServedRequest
 
@@ -20,15 +20,32 @@ class EmbeddingRequest(ServedRequest):
 
     `dimensions` None is the model's size; fewer are for models that were trained for it. `pooling` is for language
     models only, and says which hidden states are meant: the mean of all tokens', or the last one's; None is what the
-    model's files say, or the last one's. The ingress sets `long_text`, which is the model's, and whether the model is a
-    language model.
+    model's files say, or the last one's. `prompt_name` and `input_type` choose which of the model's prompts stands
+    before texts; without them it is the usual one, if the model has one. The ingress sets `long_text`, which is the
+    model's, and whether the model is a language model.
     """
 
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
     dimensions: Count | None = None
     pooling: Pooling | None = None
+    prompt_name: Name | None = None
+    input_type: InputType | None = None
     by_language_model: bool = False
     long_text: LongText = "truncate"
+
+
+class ScoringRequest(ServedRequest):
+    """A request for a reranker's or classifier's scores of texts, or of pairs of texts: a query and a document, say.
+
+    `raw` asks for logits, without the activation that makes scores of them. `max_second_tokens` is how much is read of
+    the second text of each pair, a document; None for all that the model can. `long_text` None is the model's rule,
+    which the ingress fills in.
+    """
+
+    input: tuple[str, ...] | tuple[tuple[str, str], ...] = Field(min_length=1)
+    raw: bool = False
+    max_second_tokens: Count | None = None
+    long_text: LongText | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +62,10 @@ class HeadRequest:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingResult:
-    """The answer to an EmbeddingRequest: one float32 array (dimensions,) per input."""
+    """The answer to an EmbeddingRequest: one float32 array (dimensions,) per input.
+
+    Of a ScoringRequest, an array has a score for each of the `labels`.
+    """
 
     model: str
     embeddings: list[npt.NDArray[np.float32]]
@@ -53,3 +73,4 @@ class EmbeddingResult:
     timings_ms: TimingsMs
     cache: CacheUse
     warnings: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PlainValidator
 
-from configs.model import LongText, TextPadding
+from configs.model import LongText, PromptSyntax, TextPadding
 from deployments.engines.diffusion.input_images import why_no_pixels
 from deployments.records.reports import CacheUse, SwitchReport, TimingsMs
 from deployments.records.requests import (
@@ -18,13 +18,14 @@ from deployments.records.requests import (
     SEED_RULE,
     Count,
     Finite,
-    LoraUse,
+    Loras,
     Name,
     RequestModel,
     ServedRequest,
 )
 
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
+MAX_NAMED_IMAGES = 8
 
 
 def _as_pixels(value: Any, num_axes: int) -> npt.NDArray[np.uint8]:
@@ -67,14 +68,30 @@ class ImageOptions(RequestModel):
     height: Count | None = Field(None, description="pixels")
     num_inference_steps: Count | None = None
     guidance_scale: float | None = Field(None, ge=0, le=100, allow_inf_nan=False)
-    true_cfg_scale: float = Field(1.0, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt")
+    true_cfg_scale: float | None = Field(
+        None, ge=0, le=100, allow_inf_nan=False, description="Flux with a negative prompt; 1, which is off, by default"
+    )
     max_sequence_length: Count | None = Field(None, description="tokens of the T5 prompt (Flux)")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
-    lora: tuple[LoraUse, ...] = ()
+    lora: Loras = ()
     scheduler: Name | None = Field(None, description="a class of diffusers, in place of the model's own")
+    scheduler_options: dict[Name, bool | int | Annotated[float, Finite] | Name] = Field(
+        {}, max_length=16, description='options of its config, such as {"use_karras_sigmas": true}'
+    )
     sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
     timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
-    deterministic: bool = Field(False, description="the same bits in any company, on devices of one kind")
+    prompt_syntax: PromptSyntax | None = Field(
+        None, description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; else plain"
+    )
+    clip_skip: int | None = Field(
+        None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"
+    )
+    deterministic: bool | None = Field(None, description="the same bits in any batch, on devices of one kind")
+    extra: dict[Name, Any] = Field(
+        {},
+        max_length=64,
+        description="further parameters of the pipeline's class, by name, where diffusers' code runs it",
+    )
 
 
 class ImageRequest(ServedRequest, ImageOptions):
@@ -93,14 +110,18 @@ class ImageRequest(ServedRequest, ImageOptions):
     has none of them. After its worker's death a request goes on from its last checkpoint; those that are not asked for
     are not told, and come every `checkpoint_interval_s` seconds (0: never).
 
-    The ingress sets the last five fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
-    `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`).
+    `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`).
+
+    The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
+    `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
+    `scaled_from` is the width and height of a file that was larger than an image may be.
     """
 
     init_image: Pixels | None = None
     mask_image: Mask | None = None
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     control: tuple[ControlNetUse, ...] = ()
+    images: dict[Name, Pixels] = Field({}, max_length=MAX_NAMED_IMAGES)
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
     reports_steps: bool = False
     checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)
@@ -109,13 +130,15 @@ class ImageRequest(ServedRequest, ImageOptions):
     text_padding: TextPadding = "stock"
     long_text: LongText = "truncate"
     merges_lora: bool = False
+    scaled_from: tuple[Count, Count] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ImageResult:
     """The answer to an ImageRequest: n arrays (height, width, 3) uint8, and the seed that was used.
 
-    A multi-model pipeline does not know what its models did: its `seed`, `switch` and `num_inference_steps` are None.
+    A multi-model pipeline does not know what its models did: its `seed`, `switch`, `num_inference_steps` and
+    `guidance_scale` are None.
     """
 
     model: str
@@ -126,6 +149,7 @@ class ImageResult:
     switch: SwitchReport | None
     cache: CacheUse
     warnings: tuple[str, ...] = ()
+    guidance_scale: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,3 +166,15 @@ class ImageProgress:
     preview_index: int | None = None
     checkpoint: bytes | None = None
     is_moved: bool = False
+
+
+def merge_progress(older: Any, newer: Any) -> ImageProgress | None:
+    """Return one progress in the place of two: the newest step, previews and checkpoint.
+
+    None where the newer one is the end of its stream: it comes as it is.
+    """
+    if not (isinstance(older, ImageProgress) and isinstance(newer, ImageProgress)) or newer.is_moved:
+        return None
+    shown = newer if newer.previews else older
+    checkpoint = newer.checkpoint or older.checkpoint
+    return replace(newer, previews=shown.previews, preview_index=shown.preview_index, checkpoint=checkpoint)

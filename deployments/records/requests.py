@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from functools import partial
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, PydanticKnownError
 
 from configs.batching import MAX_PRIORITY_LEVELS
+from configs.cluster import MAX_LORAS
 from deployments.errors import InvalidRequest
 
 MAX_SEED = 2**63 - 1  # accepted; drawn seeds are below 2**32
@@ -21,12 +25,52 @@ UserName = Annotated[str, Field(max_length=1024)]  # OpenAI's `user`, which nobo
 Count = Annotated[int, Field(ge=1, le=MAX_INT32)]
 TenantName = Annotated[str, Field(max_length=128)]  # "" for none; the config knows them
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY_LEVELS)]
+_MAX_ERRORS: Final = 100  # that are looked at, of those that a request has
+_SEQUENCES: Final = frozenset({"list", "tuple", "set", "frozenset"})
+
+
+def failing_fast(schema: CoreSchema) -> CoreSchema:
+    """Return a schema whose sequences end at their first error, and whose collections are counted before all else."""
+    found: CoreSchema = _failing_fast(schema)
+    return found
+
+
+def _failing_fast(part: Any) -> Any:
+    if isinstance(part, list):
+        return [_failing_fast(inner) for inner in part]
+    if not isinstance(part, dict):
+        return part
+    found = {name: _failing_fast(inner) for name, inner in part.items()}
+    kind, most = found.get("type"), found.get("max_length")
+    is_sequence = isinstance(kind, str) and kind in _SEQUENCES
+    if is_sequence:
+        found["fail_fast"] = True
+    if (is_sequence or kind == "dict") and isinstance(most, int):
+        name = "Dictionary" if kind == "dict" else str(kind).capitalize()
+        count = {"type": "no-info", "function": partial(_checked_length, name, most)}
+        return {"type": "function-before", "function": count, "schema": found}
+    return found
+
+
+def _checked_length(name: str, most: int, value: Any) -> Any:
+    """Return a collection that is not too long. Raises PydanticKnownError for one that is."""
+    if isinstance(value, Mapping | list | tuple) and len(value) > most:
+        raise PydanticKnownError("too_long", {"field_type": name, "max_length": most, "actual_length": len(value)})
+    return value
 
 
 class RequestModel(BaseModel):
-    """The base of requests: unknown fields are refused, and nothing changes a request once it is made."""
+    """The base of requests: unknown fields are refused, and nothing changes a request once it is made.
+
+    A list is validated up to its first wrong item, and a list or mapping that is too long not at all: a megabyte of
+    wrong items would make millions of errors, of which one is shown, and right ones as many objects for nothing.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return failing_fast(handler(source))
 
 
 def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> RequestT:
@@ -36,32 +80,39 @@ def as_record(class_: type[RequestT], request: RequestT | Mapping[str, Any]) -> 
     try:
         return class_.model_validate(request)
     except ValidationError as error:
-        worst = most_telling(error.errors())
-        where = field_path(request, worst["loc"], missing=worst["type"] == "missing")
-        if worst["type"] == "extra_forbidden":
-            text = f"unknown field (fields: {', '.join(class_.model_fields)})"
-        else:
-            text = worst["msg"].removeprefix("Value error, ")
-        raise InvalidRequest(f"{where or class_.__name__}: {text}", where or None) from None
+        raise _refusal(class_, request, error) from None
+
+
+def _refusal(class_: type[RequestModel], fields: Any, error: ValidationError) -> InvalidRequest:
+    worst = most_telling(error.errors(include_url=False))
+    where = field_path(fields, worst["loc"], missing=worst["type"] == "missing")
+    if worst["type"] == "extra_forbidden":
+        text = f"unknown field (fields: {', '.join(class_.model_fields)})"
+    else:
+        text = worst["msg"].removeprefix("Value error, ")
+    return InvalidRequest(f"{where or class_.__name__}: {text}", where or None)
 
 
 def most_telling(errors: Sequence[Any], start: int = 0) -> Any:
     """Return the one of pydantic's errors that helps most. Field names are at place `start` of its locations.
 
     A misspelt field shows as unknown, and often as a missing one too: the first says more. A value that may have
-    several forms is wrong in each: what says more is the error in the form that fits it best.
+    several forms is wrong in each: what says more is the error in the form that fits it best, and the longest. No more
+    than `_MAX_ERRORS` are looked at.
     """
+    errors = errors[:_MAX_ERRORS]
     for error in errors:
         if error["type"] == "extra_forbidden":
             return error
 
     field = errors[0]["loc"][: start + 1]
     same = [error for error in errors if error["loc"][: start + 1] == field]
+    num_around = Counter(error["loc"][:-1] for error in same)
 
-    def misfit(error: Any) -> tuple[bool, int, int]:
+    def misfit(error: Any) -> tuple[bool, int, list[int], int]:
         is_other_form = str(error["type"]).endswith(("_type", "_parsing", "missing"))
-        depth, around = len(error["loc"]), error["loc"][:-1]
-        return is_other_form, -depth, sum(other["loc"][:-1] == around for other in same)
+        items = [-part for part in error["loc"] if isinstance(part, int)]  # those before fit
+        return is_other_form, -len(error["loc"]), items, num_around[error["loc"][:-1]]
 
     return min(same, key=misfit)
 
@@ -88,6 +139,13 @@ class ServedRequest(RequestModel):
     is current then, so that every replica on the way uses the same one.
     """
 
+    def __init__(self, /, **fields: Any) -> None:
+        """Check the fields. Raises InvalidRequest naming one, where pydantic would list all in its own words."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise _refusal(type(self), fields, error) from None
+
     model: Name
     priority: Priority = 0
     tenant: TenantName = ""
@@ -100,3 +158,6 @@ class LoraUse(RequestModel):
 
     name: Name
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+
+
+Loras = Annotated[tuple[LoraUse, ...], Field(max_length=MAX_LORAS)]

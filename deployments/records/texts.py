@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, Tool, ToolChoice
 from deployments.records.reports import SwitchReport, TimingsMs
 from deployments.records.requests import (
@@ -15,7 +16,7 @@ from deployments.records.requests import (
     SEED_RULE,
     Count,
     Finite,
-    LoraUse,
+    Loras,
     RequestModel,
     ServedRequest,
 )
@@ -23,6 +24,7 @@ from deployments.records.requests import (
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_STOPS = 64  # OpenAI has 4, other servers no limit
 TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
@@ -30,8 +32,10 @@ Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[Toke
 class TextOptions(RequestModel):
     """The options of generated text. Those that are None come from the model's defaults.
 
-    The config's defaults of the model go before those of its generation_config.json, and `temperature` is 1 when
-    neither says anything; 0 is greedy. `logprobs` asks for the log probability of each token, and of so many best ones.
+    The config's defaults of the model go before its own (generation_config.json, or general.sampling.* of a GGUF file),
+    and what neither says is bounded as most servers of open models do: `temperature` 0.8, `top_p` 0.95, `top_k` 40,
+    `min_p` 0.05. Temperature 0 is greedy, and 1 of `top_p` and 0 of the other two switch them off. `logprobs` asks for
+    the log probability of each token, and of so many best ones.
     """
 
     n: Count = 1
@@ -42,15 +46,15 @@ class TextOptions(RequestModel):
     min_p: Annotated[float | None, Finite] = Field(None, ge=0, le=1)
     typical_p: Annotated[float | None, Finite] = Field(None, gt=0, le=1)
     repetition_penalty: Annotated[float | None, Finite] = Field(None, gt=0, le=100)
-    frequency_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
-    presence_penalty: Annotated[float, Finite] = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Annotated[float | None, Finite] = Field(None, ge=-2, le=2)
+    presence_penalty: Annotated[float | None, Finite] = Field(None, ge=-2, le=2)
     logit_bias: dict[TokenId, Bias] = Field({}, max_length=1024)
     logprobs: int | None = Field(None, ge=0, le=20)
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
-    stop: tuple[Stop, ...] = Field((), max_length=4)
+    stop: tuple[Stop, ...] = Field((), max_length=MAX_STOPS)
     stop_token_ids: tuple[TokenId, ...] = Field((), max_length=64)
     ignore_eos: bool = False
-    lora: tuple[LoraUse, ...] = ()
+    lora: Loras = ()
 
 
 class _TextRequest(ServedRequest, TextOptions):
@@ -62,7 +66,7 @@ class _TextRequest(ServedRequest, TextOptions):
 class ChatRequest(_TextRequest):
     """A request for the next message of a chat."""
 
-    messages: tuple[Message, ...] = Field(min_length=1)
+    messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
     response_format: ResponseFormat | None = None
     tools: tuple[Tool, ...] = Field((), max_length=128)
     tool_choice: ToolChoice = "auto"
@@ -71,11 +75,19 @@ class ChatRequest(_TextRequest):
 class CompletionRequest(_TextRequest):
     """A request for the continuations of a text, or of several: texts, or token ids already.
 
-    With `echo`, each continuation begins with its prompt, whose tokens come with theirs where `logprobs` asks for them.
+    With `echo`, each continuation begins with its prompt, whose tokens come with theirs where `logprobs` asks for them;
+    with a `max_tokens` of 0 too, it is the prompt alone.
     """
 
+    max_tokens: int | None = Field(None, ge=0, le=MAX_INT32)
     prompt: Annotated[str, Field(min_length=1)] | TokenIds | Prompts
     echo: bool = False
+
+    @model_validator(mode="after")
+    def _writes_or_echoes(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("a max_tokens of 0 needs echo, or nothing would be answered")
+        return self
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
@@ -122,6 +134,22 @@ class TextChunk:
     tool_calls: tuple[CalledTool, ...] = ()
 
 
+def merge_text_chunks(older: TextChunk, newer: TextChunk) -> TextChunk | None:
+    """Return two pieces of one completion as one, with the counts of the older: pieces of others lie between.
+
+    None where they are of two completions, or the newer one ends the answer.
+    """
+    if older.index != newer.index or newer.timings_ms:
+        return None
+    return replace(
+        older,
+        finish_reason=newer.finish_reason,
+        text=older.text + newer.text,
+        logprobs=(*older.logprobs, *newer.logprobs),
+        tool_calls=(*older.tool_calls, *newer.tool_calls),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TextChoice:
     """One of the texts of an answer."""
@@ -153,3 +181,16 @@ class TextResult:
     def choices(self) -> tuple[TextChoice, ...]:
         """Return all texts in the order of their indices."""
         return (TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls), *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The prompt of a request in the tokens of its model, as text too: whole, and token by token.
+
+    The model takes `max_model_len` tokens, prompt and answer together.
+    """
+
+    token_ids: tuple[int, ...]
+    text: str
+    pieces: tuple[str, ...]
+    max_model_len: int

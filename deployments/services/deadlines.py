@@ -22,7 +22,7 @@ class Deadline:
 
     def exceeded(self) -> DeadlineExceeded:
         """Return the error that is raised when the time is over."""
-        return DeadlineExceeded(f"the request's timeout of {self.timeout_s:g} s is over", "timeout")
+        return DeadlineExceeded(f"the request exceeded its timeout of {self.timeout_s:g} s", "timeout")
 
     @asynccontextmanager
     async def bounding(self) -> AsyncIterator[None]:

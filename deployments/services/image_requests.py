@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import TypeVar
 
 from deployments.engines.diffusion.families import family_of
@@ -10,6 +11,7 @@ from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.text.requests import Conditioning, ConditioningRequest
 
+OnProgress = Callable[[ImageProgress], None]
 _NumberT = TypeVar("_NumberT", int, float)
 
 
@@ -23,15 +25,16 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         guidance_scale=_filled(request.guidance_scale),
         seed=_filled(request.seed),
         num_images=request.n,
-        true_cfg_scale=request.true_cfg_scale,
+        true_cfg_scale=1.0 if request.true_cfg_scale is None else request.true_cfg_scale,
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
         init_image=request.init_image,
         mask_image=request.mask_image,
         scheduler=request.scheduler,
+        scheduler_options=request.scheduler_options,
         sigmas=request.sigmas,
         timesteps=request.timesteps,
         strength=1.0 if request.strength is None else request.strength,
-        deterministic=request.deterministic,
+        deterministic=bool(request.deterministic),
         control=tuple(ControlUse(use.name, use.image, use.scale, use.start, use.end) for use in request.control),
     )
 
@@ -54,10 +57,12 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         model_version=request.model_version,
         text_padding=request.text_padding,
         long_text=request.long_text,
+        prompt_syntax=request.prompt_syntax or "plain",
+        clip_skip=request.clip_skip or 0,
         priority=request.priority,
         timeout_s=request.timeout_s,
         adapters={use.name: use.scale for use in request.lora},
-        encodes_alone=request.deterministic,
+        encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
     )
 
@@ -97,12 +102,15 @@ def result_of(
         switch=report,
         cache=conditioning.cache,
         warnings=warnings,
+        guidance_scale=denoise.guidance_scale,
     )
 
 
 def ignored_inputs(request: ImageRequest, use_negative: bool, class_name: str) -> tuple[str, ...]:
     """Return warnings about what was asked for and had no effect."""
+    family, found = family_of(class_name), []
     if request.negative_prompt and not use_negative:
-        rule = family_of(class_name).guidance_rule
-        return (f"negative_prompt had no effect: guidance is off ({class_name} needs {rule})",)
-    return ()
+        found.append(f"negative_prompt had no effect: guidance is off ({class_name} needs {family.guidance_rule})")
+    if request.clip_skip and not family.takes_clip_skip:
+        found.append(f"clip_skip had no effect: {class_name} reads its prompts by other layers")
+    return tuple(found)

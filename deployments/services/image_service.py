@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import platform
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,14 +22,22 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
+from deployments.engines.stock.known import is_stock_class
 from deployments.errors import as_service_errors
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.modules.merging import Merging
-from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
-from deployments.services.apart_phases import ApartPhases
+from deployments.modules.parts import Merging
+from deployments.records import (
+    CacheUse,
+    ClipRequest,
+    ClipResult,
+    ImageProgress,
+    ImageRequest,
+    ImageResult,
+    SwitchReport,
+)
 from deployments.services.image_requests import (
+    OnProgress,
     conditioning_request,
     denoise_request,
     ignored_inputs,
@@ -37,7 +45,9 @@ from deployments.services.image_requests import (
     result_of,
 )
 from deployments.services.remembered_costs import RememberedCosts
+from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.services.stock_service import StockService, TextSource
 from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 from weights.manifest import Manifest
@@ -45,7 +55,6 @@ from weights.manifest import Manifest
 EncodeText = Callable[[ConditioningRequest], Awaitable[Conditioning]]
 _WithText = Callable[[], Awaitable[ConditionedRequest]]
 _LeaseParts = Callable[..., AbstractAsyncContextManager[Lease]]  # `ModuleCache.lease` of one model
-OnStep = Callable[[int, int], None]  # steps done, steps in all
 ImagePiece = ImageProgress | ImageResult
 MAX_SETTINGS: Final = 1024
 _NO_PREVIEWS: Final = "partial_images: none were made, the device has no room for denoiser and VAE together"
@@ -61,9 +70,13 @@ class _PipelineEngine(NamedTuple):
     subject: str
 
 
+def _ignore(_: ImageProgress) -> None:
+    """Nobody wants progress."""
+
+
 @dataclass(slots=True)
 class _Moving:
-    """A request that may be handed over, its engine once it is there, and whether that is wanted."""
+    """A request that may be migrated, its engine once it is there, and whether that is wanted."""
 
     model: str
     engine: _PipelineEngine | None = None
@@ -84,68 +97,83 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._apart = ApartPhases(settings, device)
+        self._sequential = SequentialPhases(settings, device)
+        self._stock = StockService(module_cache, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
         self._clock = clock
         self._kept_s = clock()
         self._keeping: asyncio.Task[None] | None = None
         self._moving: dict[str, _Moving] = {}  # by request
-        self._hand_overs: set[asyncio.Task[None]] = set()
-        self.num_running = 0  # requests between their noise and their images
+        self._migrations: set[asyncio.Task[None]] = set()
+        self._num_denoising = 0
 
-    def hand_over(self, models: Collection[str]) -> None:
+    @property
+    def num_running(self) -> int:
+        """The number of requests between their noise and their images."""
+        return self._num_denoising + self._stock.num_running
+
+    def migrate_out(self, models: Collection[str]) -> None:
         """Let another replica go on with the requests of these models that are under way, each after its next step."""
         for request_id, moving in self._moving.items():
             if moving.model in models and not moving.is_wanted:
                 moving.is_wanted = True
                 if moving.engine is not None:
-                    self._begin_hand_over(request_id, moving.engine)
+                    self._begin_migration(request_id, moving.engine)
 
-    def _begin_hand_over(self, request_id: str, engine: _PipelineEngine) -> None:
-        self._hand_overs.add(task := shared_task(engine.loop.end_early(request_id, engine.engine.hand_over)))
-        task.add_done_callback(self._hand_overs.discard)
+    def _begin_migration(self, request_id: str, engine: _PipelineEngine) -> None:
+        self._migrations.add(task := shared_task(engine.loop.end_early(request_id, engine.engine.migrate_out)))
+        task.add_done_callback(self._migrations.discard)
 
     async def generate(
         self,
         request: ImageRequest,
         encode_text: EncodeText,
-        *,
-        encode_first: bool = False,
-        on_step: OnStep | None = None,
-    ) -> ImageResult:
-        """Return the images of a request, as `stream_images` does; nothing but `on_step` tells of the way there."""
-        reports = {"reports_steps": on_step is not None, "partial_images": 0, "checkpoint_steps": 0}
-        pieces = self.stream_images(request.model_copy(update=reports), encode_text, encode_first=encode_first)
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                if isinstance(piece, ImageResult):
-                    return piece
-                if on_step is not None:
-                    on_step(piece.step, piece.num_steps)
-        raise AssertionError("a stream of images ends with its result")
-
-    async def stream_images(
-        self,
-        request: ImageRequest,
-        encode_text: EncodeText,
+        on_progress: OnProgress = _ignore,
         *,
         checkpoint: bytes | None = None,
         encode_first: bool = False,
-    ) -> AsyncGenerator[ImagePiece, None]:
-        """Yield what the request asks to hear of its steps, and its ImageResult at the end.
+    ) -> ImagePiece:
+        """Return the images of a request. `on_progress` gets what it asks to get of its steps, on the event loop.
 
         `with_image_defaults` has filled the request in. With a `checkpoint` of the same request it goes on from there,
         and no text is encoded. Else the model is switched to while the text is being encoded; with `encode_first` after
-        it, for an encoder that takes room from the same cache. Closing the generator early ends the request. One that
-        is handed over ends with a piece that says so.
+        it, for an encoder that takes room from the same cache. A request that is migrated returns the progress that
+        says so instead. One that is cancelled ends when no step of it runs any more.
 
         Raises the ServiceErrors of `deployments.errors`, and what `encode_text` raises; nothing is leased then.
         """
+        with as_service_errors():
+            manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
+            if is_stock_class(manifest.class_name or ""):
+                source = TextSource(encode_text, is_first=encode_first)
+                return await self._stock.make_images(request, manifest, source, on_progress)
+            return await self._run_family(
+                request, manifest, encode_text, on_progress, checkpoint, encode_first=encode_first
+            )
+
+    async def make_clip(
+        self, request: ClipRequest, encode_text: EncodeText, on_progress: OnProgress, *, encode_first: bool = False
+    ) -> ClipResult:
+        """Return the video or audio of a request. As `generate`."""
+        with as_service_errors():
+            manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
+            source = TextSource(encode_text, is_first=encode_first)
+            return await self._stock.make_clip(request, manifest, source, on_progress)
+
+    async def _run_family(
+        self,
+        request: ImageRequest,
+        manifest: Manifest,
+        encode_text: EncodeText,
+        on_progress: OnProgress,
+        checkpoint: bytes | None,
+        *,
+        encode_first: bool,
+    ) -> ImagePiece:
         start = time.perf_counter()
         denoise = denoise_request(request)
-        with as_service_errors(), self._movable(denoise.request_id, request.model):
-            manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
+        with self._movable(denoise.request_id, request.model):
             text = conditioning_request(request, denoise, manifest.class_name or "")
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
@@ -165,52 +193,49 @@ class ImageService:
                     merging=merging,
                 )
                 if is_whole:
-                    outputs = self._run_whole(request, lease_parts, with_text)
+                    output, report = await self._run_colocated(request, lease_parts, with_text, on_progress)
                 else:
-                    outputs = self._run_apart(request, manifest, lease_parts, with_text)
-                async with contextlib.aclosing(outputs) as told:
-                    async for output, report in told:  # noqa: B007  # the last report is told
-                        if not output.is_last:
-                            yield progress_of(output)
+                    output, report = await self._run_sequentially(
+                        request, manifest, lease_parts, with_text, on_progress
+                    )
                 conditioning = await encoding
             finally:
                 encoding.cancel()
         if output.is_moved:
-            yield progress_of(output)
-            return
+            return progress_of(output)
         warnings: tuple[str, ...] = () if is_whole or not request.partial_images else (_NO_PREVIEWS,)
         warnings += conditioning.warnings + ignored_inputs(request, text.use_negative, manifest.class_name or "")
-        yield result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
+        return result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
 
     async def _adapters_of(self, request: ImageRequest) -> dict[str, Manifest]:
         """Return the manifests of the LoRAs and ControlNets of a request, by name."""
         find, versions = self._module_cache.manifests.find_version, request.adapter_versions
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
-    async def _run_whole(
-        self, request: ImageRequest, lease_parts: _LeaseParts, with_text: _WithText
-    ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
-        """Yield what the engine tells of a request whose whole model is leased, and the switch to that."""
+    async def _run_colocated(
+        self, request: ImageRequest, lease_parts: _LeaseParts, with_text: _WithText, on_progress: OnProgress
+    ) -> tuple[DiffusionOutput, SwitchReport]:
+        """Return the last output of a request whose whole model is leased, and the switch to that."""
         async with lease_parts(is_denoise_component, _adapter_names(request)) as lease:
             ready = replace(await with_text(), adapters=lease.adapters)
-            async with contextlib.aclosing(self._denoise(lease, ready)) as outputs:
-                async for output in outputs:
-                    yield output, lease.report
+            return await self._denoise(lease, ready, on_progress), lease.report
 
-    async def _run_apart(
-        self, request: ImageRequest, manifest: Manifest, lease_parts: _LeaseParts, with_text: _WithText
-    ) -> AsyncGenerator[tuple[DiffusionOutput, SwitchReport], None]:
-        """Yield what the engine tells of a request that has a phase of its model at a time, and the switches so far."""
-        phases = self._apart.stream_phases(
+    async def _run_sequentially(
+        self,
+        request: ImageRequest,
+        manifest: Manifest,
+        lease_parts: _LeaseParts,
+        with_text: _WithText,
+        on_progress: OnProgress,
+    ) -> tuple[DiffusionOutput, SwitchReport]:
+        """Return the last output of a request that has a phase of its model at a time, and all switches."""
+        return await self._sequential.run_phases(
             request,
             replace(await with_text(), num_previews=0),
             manifest,
             lambda wants, names, max_wait_s: lease_parts(wants, names, max_wait_s=max_wait_s, streams=True),
-            partial(self._denoise, is_whole=False),
+            partial(self._denoise, on_progress=on_progress, is_whole=False),
         )
-        async with contextlib.aclosing(phases) as told:
-            async for output_and_report in told:
-                yield output_and_report
 
     def _merging(self, request: ImageRequest, manifest: Manifest, adapters: Mapping[str, Manifest]) -> Merging | None:
         """Return which LoRA of the request is merged."""
@@ -228,34 +253,36 @@ class ImageService:
             del self._moving[request_id]
 
     async def _denoise(
-        self, lease: Lease, request: ConditionedRequest, *, is_whole: bool = True
-    ) -> AsyncGenerator[DiffusionOutput, None]:
-        """Run one request in the engine of the leased modules, which all requests for them share.
+        self, lease: Lease, request: ConditionedRequest, on_progress: OnProgress, *, is_whole: bool = True
+    ) -> DiffusionOutput:
+        """Run one request in the engine of the leased modules, which all requests for them share; return its end.
 
         `is_whole`: the VAE is among them, and the last output has images.
         """
         settings = await self._settings_of(lease)
-        pipeline = None if is_whole else await self._apart.denoise_pipeline(lease)
+        pipeline = None if is_whole else await self._sequential.denoise_pipeline(lease)
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
         if request.request.merges_adapter:  # beside the steps of others, which it would hold up
             await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
-            yield DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
-            return
+            return DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
+
+        def on_output(output: DiffusionOutput) -> None:
+            if not output.is_last:
+                on_progress(progress_of(output))
+
         moving.engine = engine
-        self.num_running += 1
+        self._num_denoising += 1
         try:
-            # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-            async with contextlib.aclosing(engine.loop.stream_outputs(request)) as outputs:
-                async for output in outputs:
-                    yield output
+            output = await engine.loop.run_request(request, on_output)
         finally:
             moving.engine = None
-            self.num_running -= 1
+            self._num_denoising -= 1
         if self._clock() - self._kept_s >= KEEP_COSTS_S:
             self._kept_s = self._clock()
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
+        return output
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them

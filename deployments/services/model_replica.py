@@ -16,19 +16,21 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
+from cluster.access_log import bound_access_log
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
-from cluster.loopback import replica_calls_on_loopback
 from cluster.ray_calls import call_actor, get
+from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
+from cluster.registry.model_files import write_files
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
-from deployments.modules.built_modules import WorkingMemory, no_working_memory
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.parts import WorkingMemory, no_working_memory
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
 from weights.memory.devices import open_device
@@ -63,6 +65,7 @@ class ModelReplica:
     """
 
     _kinds: ClassVar[Collection[ModelKind]]
+    _section: ClassVar[str]  # of the cluster config, that has its settings
 
     @staticmethod
     def _wants(component: Component) -> bool:
@@ -85,6 +88,7 @@ class ModelReplica:
         `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
+        bound_access_log()
         limit_torch_threads(num_threads, settings.num_cpus)
         open_device(settings.device, config.simulated)
         self._builder = builder
@@ -93,41 +97,43 @@ class ModelReplica:
         keeps = settings.device == "cpu"  # other devices need the node's memory only while they upload
         provider = await self._connect_keeper(holder, keeps=keeps)
 
+        self._models = WeightStore(config.store.path).models
+
         def report_attach(model: str, error: str | None) -> None:
             call_actor(self._registry, WeightRegistry.report_attach, model, error)
 
         self._module_cache = ModuleCache(
             self._fetch_manifest,
             provider,
-            WeightStore(config.store.path).models,
-            settings.weights_budget_bytes,
-            builder,
+            self._models,
+            ModuleBudget(
+                settings.weights_budget_bytes, settings.device, f"{self._section}.{settings.weights_budget_key}"
+            ),
+            ComponentFactory(builder, builder.retire, working_memory, can_stream),
             report=report_attach,
-            device=settings.device,
             kept=provider if keeps else None,
-            working_memory=working_memory,
-            retire=builder.retire,
-            can_stream=can_stream,
         )
         provider.start_beating()
         await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)
 
     async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
         """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""
-        node_id = ray.get_runtime_context().get_node_id()
+        context = ray.get_runtime_context()
+        here = context.get_node_id(), context.get_actor_name()
         # HAZARD: asking for the keeper is what starts it, on a node whose first replica this is.
-        keeper: Any = await self._call_registry(WeightRegistry.keeper, node_id)
+        keeper: Any = await self._call_registry(WeightRegistry.keeper, *here)
         loop = asyncio.get_running_loop()
 
         def on_recall(extents: Sequence[str], is_overdue: bool) -> None:
-            self._module_cache.give_up(extents, is_overdue)  # in the thread that asks: the event loop may be busy
+            # In the thread that asks: the event loop may be busy.
+            self._module_cache.release_recalled(extents, is_overdue)
 
         def on_damage(extents: Sequence[str]) -> None:
-            loop.call_soon_threadsafe(self._condemn, extents)
+            loop.call_soon_threadsafe(self._invalidate, extents)
 
         def reconnect() -> Any:
             try:
-                return get(call_actor(self._registry, WeightRegistry.keeper, node_id), KEEPER_TIMEOUT_S)
+                return get(call_actor(self._registry, WeightRegistry.keeper, *here), KEEPER_TIMEOUT_S)
             except ray.exceptions.ActorDiedError:
                 self._registry = self._connect_registry()
                 raise  # it is asked again after a moment
@@ -137,7 +143,7 @@ class ModelReplica:
     async def _call_registry(self, method: Method[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the registry, perhaps twice: wait for one that restarts, which is not the fault of the model asked for.
 
-        One that was ended because its config was superseded is started anew.
+        One that has ended with the replicas before this one is started anew.
         """
         deadline_s = time.monotonic() + REGISTRY_RETRY_S
         while True:
@@ -152,14 +158,19 @@ class ModelReplica:
             await asyncio.sleep(REGISTRY_PAUSE_S)
 
     async def _fetch_manifest(self, model: str, version: str | None) -> Manifest:
+        """Ask the registry; also for the model's configs, where this node does not have the store's folder."""
         try:
-            return await self._call_registry(WeightRegistry.manifest, model, version)
+            manifest = await self._call_registry(WeightRegistry.manifest, model, version)
+            if not await asyncio.to_thread((self._models / manifest.skeleton).is_dir):
+                files = await self._call_registry(WeightRegistry.model_files, model, manifest.fingerprint)
+                await asyncio.to_thread(write_files, self._models, manifest, files)
+            return manifest
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
 
-    def _condemn(self, extents: Sequence[str]) -> None:
+    def _invalidate(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""
-        self._module_cache.condemn(extents)
+        self._module_cache.invalidate(extents)
 
     async def prefetch(self, model: str) -> None:
         """Bring the model as near as there is room that nothing needs."""

@@ -14,10 +14,10 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cluster.control.state import LONGEST_RETRY_S
-from cluster.controller.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
-from deployments.modules.built_modules import Wanted
-from deployments.modules.cache import ModuleCache, Wants
+from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
+from cluster.placement.state import LONGEST_RETRY_S
+from deployments.modules.cache import ModuleCache
+from deployments.modules.parts import RequestParts, Wants
 from deployments.tasks import shared_task
 from weights.manifest import Manifest
 
@@ -43,7 +43,7 @@ class _Failed:
 
 
 class OrderedModels:
-    """The models of one worker. Lives on one event loop. `news` is set when something has changed by an order."""
+    """The models of one worker. Lives on one event loop. `changed` is set when something has changed by an order."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class OrderedModels:
         slots: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self._cache = cache
         self._wants = wants
         self._kinds = frozenset(kinds)
@@ -105,7 +105,7 @@ class OrderedModels:
             up_s=now_s - self._began_s,
         )
 
-    def obey(self, orders: Orders) -> None:
+    def apply(self, orders: Orders) -> None:
         """Begin what is new of the orders."""
         for order in orders.orders:
             if order.id not in self._taken:
@@ -119,7 +119,7 @@ class OrderedModels:
         if order.action == "switch":
             self._switches[order.id] = _Switch(order.model, self._clock() + order.switch_s)
         self._run(self._carry_out(order))
-        self.news.set()
+        self.changed.set()
 
     async def _carry_out(self, order: Order) -> None:
         began_s, version, problem = self._clock(), "", ""
@@ -130,7 +130,9 @@ class OrderedModels:
                 manifest = await self._cache.manifests.newest(order.model)
                 version = manifest.fingerprint
                 if order.action == "prefetch":
-                    self._cache.fetch_ahead(Wanted(manifest.model, self._cache.parts(manifest, self._wants)))
+                    self._cache.fetch_ahead(
+                        RequestParts(manifest.model, self._cache.planner.plan(manifest, self._wants))
+                    )
                 else:
                     await self._switch(manifest, order.evict)
         except Exception as error:  # whatever it is, it is this model's: the others go on
@@ -143,18 +145,18 @@ class OrderedModels:
         finally:
             self._switches.pop(order.id, None)
         self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
-        self.news.set()
+        self.changed.set()
 
     async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
         """Let models go, but for what the next one shares with them, and get that one ready."""
-        keep = {part.component.module_key for part in self._cache.parts(manifest, self._wants).values()}
+        keep = {part.component.module_key for part in self._cache.planner.plan(manifest, self._wants).values()}
         for model in evict:
             self._cache.evict(model, keep)
         async with self._cache.lease(manifest.model, self._wants, version=manifest.fingerprint):
             pass
 
     async def _describe(self, asked: Collection[tuple[str, str]]) -> None:
-        """Find out what each model would take of the budget. The answers before are forgotten: they have been heard."""
+        """Find out what each model would take of the budget. The answers before are forgotten: they have been used."""
         needs = {}
         for model, version in asked:
             try:
@@ -162,7 +164,7 @@ class OrderedModels:
             except Exception as error:
                 self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
                 continue
-            parts = self._cache.parts(manifest, self._wants).values()
+            parts = self._cache.planner.plan(manifest, self._wants).values()
             needs[model] = ModelNeed(
                 manifest.fingerprint,
                 {part.component.module_key: sum(part.footprint.values()) for part in parts},
@@ -170,7 +172,7 @@ class OrderedModels:
             )
         self._needs = needs
         self._asked = ()  # asked again, it looks again
-        self.news.set()
+        self.changed.set()
 
     def _note_failure(self, model: str, version: str, error: str) -> None:
         before = self._failed.get(model)

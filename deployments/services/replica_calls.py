@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
 from ray import serve
 from ray.exceptions import RayTaskError
-from ray.serve._private.constants import RAY_SERVE_USE_GRPC_BY_DEFAULT
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
+from cluster.ray_seam.handles import by_value
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.tasks import shared_task
@@ -30,6 +30,7 @@ PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is ask
 logger = logging.getLogger("atelier.replica")
 
 WhyNone = Callable[[], Awaitable[str | None]]
+OnPiece = Callable[[Any], Awaitable[None]]  # takes the next piece of a stream
 
 
 async def nobody_knows() -> str | None:
@@ -53,9 +54,7 @@ class ReplicaCalls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._handed_on = handle
-        # Three times cheaper than a call of an actor. A handle remembers the setting of the process that made it, where
-        # it is off; Serve's gRPC server is there in any case (Ray 2.60).
-        self._handle = handle.options(_by_reference=False) if RAY_SERVE_USE_GRPC_BY_DEFAULT else handle
+        self._handle = by_value(handle)
         self._why_none = why_none
         self._patience_s = patience_s
         self._clock = clock
@@ -64,20 +63,25 @@ class ReplicaCalls:
         self._open: dict[asyncio.Timeout, str | None] = {}  # with the reason why it was given up
         self._watching: asyncio.Task[None] | None = None
 
-    def begin_call(self, method: str, *arguments: Any) -> Any:
+    def begin_call(self, method: str, *arguments: Any, route: str = "") -> Any:
         """Return Serve's response, which other calls may take as an argument: its value does not come through here.
 
         The caller gives it to `answer` or cancels it.
         """
-        return getattr(self._handed_on, method).remote(*arguments)
+        handle = self._handed_on.options(stream=False, session_id=route) if route else self._handed_on
+        return getattr(handle, method).remote(*arguments)
 
-    async def call(self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None) -> Any:
+    async def call(
+        self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None, route: str = ""
+    ) -> Any:
         """Return what the replica answers whose name `place` gives; without a place, the one that Serve chooses.
 
+        With the `route` of its texts it goes to the replica that has them, whichever the place was.
         Raises what `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
         answer or have a place; Ray's errors when the replica dies.
         """
-        handle = self._handle_of(await self._replica_at(place, deadline))
+        name = await self._replica_at(place, deadline)
+        handle = self._handle.options(stream=False, session_id=route) if route else self._handle_of(name)
         return await self.answer(getattr(handle, method).remote(*arguments), deadline)
 
     async def answer(self, response: Any, deadline: Deadline) -> Any:
@@ -85,12 +89,17 @@ class ReplicaCalls:
         with _ended_with_its_caller(response):
             return await self._within(deadline, response)
 
-    async def stream_pieces(
-        self, method: str, *arguments: Any, deadline: Deadline, place: Awaitable[str] | None = None
-    ) -> AsyncGenerator[Any]:
-        """Yield the pieces of a generator method. Raises as `call` does.
+    async def receive_stream(
+        self,
+        method: str,
+        *arguments: Any,
+        on_piece: OnPiece,
+        deadline: Deadline,
+        place: Awaitable[str] | None = None,
+    ) -> None:
+        """Give the pieces of a generator method to `on_piece`, which is waited for. Raises as `call` does.
 
-        Whoever stops early closes this generator (`contextlib.aclosing`), and with it the replica's.
+        A caller who is cancelled ends the replica's generator; so does `on_piece` when it raises, or takes too long.
         """
         handle = self._handle_of(await self._replica_at(place, deadline), stream=True)
         response = getattr(handle, method).remote(*arguments)
@@ -100,7 +109,8 @@ class ReplicaCalls:
                     piece = await self._within(deadline, anext(response))
                 except StopAsyncIteration:
                     return
-                yield piece
+                async with deadline.bounding():
+                    await on_piece(piece)
 
     async def _replica_at(self, place: Awaitable[str] | None, deadline: Deadline) -> str:
         """Return the name of the replica that has the place, "" for any."""
@@ -164,7 +174,7 @@ def _ended_with_its_caller(response: Any) -> Iterator[None]:
         raise NoReplica(str(error)) from None
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
-    except BaseException:  # a deadline, a replica that is out of reach, a stream that is closed early
+    except BaseException:  # a deadline, a replica that is out of reach, whoever takes the pieces
         response.cancel()
         raise
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
 from typing import Any, Final
 
 WORKER: Final = f"{__name__}.Worker"
@@ -17,6 +18,17 @@ _PATHS: Final = {
     "TextEncoderService": "deployments.services.text_encoder:TextEncoderService",
 }
 
+# What all models of a library need: not in the middle of the first one's load.
+_LIBRARIES: Final = {
+    "Worker": ("diffusers.hooks", "diffusers.models.modeling_utils"),
+    "TextEncoderService": ("transformers.masking_utils", "transformers.modeling_utils"),
+}
+
+
+# Both libraries import these where they are installed, and inference uses none of them: for LoRAs, for loading from
+# disk and for sampling there is our own code.
+_UNUSED: Final = ("accelerate", "peft", "sklearn")
+
 
 def __getattr__(name: str) -> Any:
     """Import a class. Serve asks for it once, when the replica starts."""
@@ -25,6 +37,9 @@ def __getattr__(name: str) -> Any:
     # The collector would look through a million new objects, which all stay, again and again. It runs again when the
     # models are prepared (`model_replica.py`).
     gc.disable()
-    imports = importlib.import_module("deployments.engines.quick_imports")
-    (imports.import_diffusers if name == "Worker" else imports.import_transformers)()
+    if not {"diffusers", "transformers"} & sys.modules.keys():
+        for unused in _UNUSED:
+            sys.modules.setdefault(unused, None)  # type: ignore[arg-type]  # "not installed" to the import system
+    for library in _LIBRARIES[name]:
+        importlib.import_module(library)
     return getattr(importlib.import_module(_PATHS[name].partition(":")[0]), name)

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, ParamSpec, TypeVar
 
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.tasks import outcome_of
+
+_NEW: Final = 0.3  # weight of the last step in what steps take
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,10 +26,23 @@ RequestT = TypeVar("RequestT", bound=EngineRequest)
 OutputT = TypeVar("OutputT", bound=EngineOutput)
 
 
-class DeviceThread:
-    """The one thread that touches the device. Lives on one event loop."""
+@dataclass(slots=True, eq=False)
+class StepTime:
+    """The time that an engine's steps have taken of late; 0 before the first."""
 
-    def __init__(self) -> None:
+    seconds: float = 0.0
+
+    def note_step(self, seconds: float) -> None:
+        """Take in what a step took."""
+        self.seconds += (seconds - self.seconds) * (_NEW if self.seconds else 1.0)
+
+
+class DeviceThread:
+    """The one thread that touches the device. Lives on one event loop. `clock` measures the steps of engines."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.clock = clock
+        self._working: tuple[StepTime, ...] = ()  # of the engines with work; replaced, for the device thread reads it
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         # Two counts, since two threads write them: this loop the first, the device thread the second.
         self._num_begun = self._num_started = 0
@@ -34,6 +51,20 @@ class DeviceThread:
     def is_wanted(self) -> bool:
         """Return whether a call waits for the one that runs. May be asked from any thread."""
         return self._num_begun > self._num_started
+
+    @contextlib.contextmanager
+    def working(self, steps: StepTime) -> Iterator[None]:
+        """Count an engine with such steps as one that has work, for as long as the context lasts."""
+        self._working = (*self._working, steps)
+        try:
+            yield
+        finally:
+            self._working = tuple(other for other in self._working if other is not steps)
+
+    def others_step_s(self, steps: StepTime) -> float | None:
+        """Return what a step of another engine with work takes, the shortest; None where none is known."""
+        known = (other.seconds for other in self._working if other is not steps and other.seconds)
+        return min(known, default=None)
 
     def begin_work(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Return the future of what `work` returns. Calls run in the order in which they came; none is cancelled."""
@@ -55,74 +86,101 @@ class DeviceThread:
 
 @dataclass(slots=True, eq=False)
 class _Caller(Generic[OutputT]):
-    """The caller of one request, who may be patient: after the first output, all others can wait for the last."""
+    """The caller of one request. One who `coalesces` gets the outputs between the first and the last with the last."""
 
-    is_patient: bool
-    outputs: asyncio.Queue[OutputT | Exception] = field(default_factory=asyncio.Queue)
+    on_output: Callable[[OutputT], None]
+    coalesces: bool
+    last: asyncio.Future[OutputT]
     is_begun: bool = False  # there was an output
 
     def can_wait(self, outcome: OutputT | Exception) -> bool:
-        """Return whether the outcome, which is told next, may be told later."""
+        """Return whether the outcome, which is next, may be delivered later."""
         is_first, self.is_begun = not self.is_begun, True
-        return self.is_patient and not (is_first or isinstance(outcome, Exception) or outcome.is_last)
+        return self.coalesces and not (is_first or isinstance(outcome, Exception) or outcome.is_last)
+
+    def take(self, outcome: OutputT | Exception) -> None:
+        """Take the next outcome in. What comes after a failure is dropped."""
+        if self.last.done():
+            return
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            self.on_output(outcome)
+        except Exception as error:  # the caller's own as well: no other caller may have it
+            self.last.set_exception(error)
+        else:
+            if outcome.is_last:
+                self.last.set_result(outcome)
 
 
 class EngineLoop(Generic[RequestT, OutputT]):
-    """Steps one engine while it has work, and hands each request its own outputs. Lives on one event loop.
+    """Steps one engine while it has work, and delivers to each request its own outputs. Lives on one event loop.
 
-    The loops of several engines share the device thread: their steps alternate.
+    The loops of several engines share the device thread: their steps alternate. `make_way` tells the engine before each
+    step what one of another engine takes, None where no other has work.
     """
 
-    def __init__(self, device: DeviceThread, engine: Engine[RequestT, OutputT]) -> None:
+    def __init__(
+        self,
+        device: DeviceThread,
+        engine: Engine[RequestT, OutputT],
+        make_way: Callable[[float | None], None] | None = None,
+    ) -> None:
         self._device = device
         self._engine = engine
         self._callers: dict[str, _Caller[OutputT]] = {}
         self._joining: deque[RequestT] = deque()  # this loop appends, the device thread takes out
-        self._untold: list[tuple[str, OutputT | Exception]] = []  # of the device thread
+        self._undelivered: list[tuple[str, OutputT | Exception]] = []  # of the device thread
         self._task: asyncio.Task[None] | None = None
+        self._make_way = make_way
+        self._steps = StepTime()
 
     @property
     def num_running(self) -> int:
         """The number of requests under way."""
         return len(self._callers)
 
-    async def stream_outputs(self, request: RequestT, *, is_patient: bool = False) -> AsyncGenerator[OutputT, None]:
-        """Yield the outputs of one request until its last. Closing the generator early aborts the request.
+    @property
+    def is_wanted(self) -> bool:
+        """Return whether somebody waits for the end of the step that runs. May be asked from any thread."""
+        return bool(self._joining) or self._device.is_wanted
 
-        With `is_patient`, those between the first and the last come with the last: to tell of each costs this thread,
-        and so the device thread, a part of a small step.
+    async def run_request(
+        self, request: RequestT, on_output: Callable[[OutputT], None], *, coalesces: bool = False
+    ) -> OutputT:
+        """Return the last output of one request. `on_output` gets each, the last one too, on the event loop.
 
-        HAZARD: leaving an `async for` does not close it; `contextlib.aclosing` does. It ends, however it ends, only
-        when no step of the request runs any more: then its weights may go.
+        A caller who is cancelled aborts the request. With `coalesces`, the outputs between the first and the last come
+        with the last: to tell of each costs this thread, and so the device thread, a part of a small step.
+
+        This ends, however it ends, only when no step of the request runs any more: then its weights may go.
 
         Raises:
             EngineError: the engine cannot run the request.
-            ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`).
+            ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`), or
+                those of `on_output`.
         """
-        caller = _Caller[OutputT](is_patient)
+        caller = _Caller[OutputT](on_output, coalesces, asyncio.get_running_loop().create_future())
         self._callers[request.request_id] = caller
         self._joining.append(request)
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run_steps())
         is_running = True
         try:
-            while is_running:
-                output = await caller.outputs.get()
-                if isinstance(output, Exception):
-                    raise output
-                is_running = not output.is_last
-                yield output
+            last = await caller.last
+            is_running = False
         finally:
             del self._callers[request.request_id]
             if is_running:
-                self._engine.forsake(request.request_id)
+                self._engine.request_cancel(request.request_id)
                 await self._between_steps(self._engine.abort, request.request_id)
+        return last
 
     async def end_early(self, request_id: str, end: Callable[[str], OutputT | None]) -> None:
         """Call `end` for a request between two steps: it returns the request's last output, None if that goes on."""
         output = await self._between_steps(end, request_id)
         if output is not None:
-            self._hand_over([(request_id, output)])
+            self._deliver([(request_id, output)])
 
     async def _between_steps(self, work: Callable[[str], T], request_id: str) -> T:
         """Return what `work` does with a request, which has joined before that, or never will."""
@@ -135,14 +193,14 @@ class EngineLoop(Generic[RequestT, OutputT]):
         return await self._device.run_work(call)
 
     async def _run_steps(self) -> None:
-        while self._callers and (self._joining or self._engine.has_work):
-            try:
-                await self._device.begin_work(self._step_on, asyncio.get_running_loop())
-            except Exception as error:  # whatever happens here, nobody may be left waiting
-                self._untold = []
-                for caller in self._callers.values():
-                    caller.outputs.put_nowait(ComputationFailed(f"the engine failed: {error}"))
-                return
+        try:
+            with self._device.working(self._steps):
+                while self._callers and (self._joining or self._engine.has_work):
+                    await self._device.begin_work(self._step_on, asyncio.get_running_loop())
+        except Exception as error:  # whatever happens here, nobody may be left waiting
+            self._undelivered = []
+            for caller in self._callers.values():
+                caller.take(ComputationFailed(f"the engine failed: {error}"))
 
     def _step_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step as long as nobody else wants the device thread: going through the event loop costs more than some steps.
@@ -152,17 +210,26 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._take_in(loop)
         while self._engine.has_work:
             outcomes: list[tuple[str, OutputT | Exception]] = [
-                (output.request_id, output) for output in self._engine.step()
+                (output.request_id, output) for output in self._timed_step()
             ]
             outcomes += self._engine.failures.items()
-            self._untold += outcomes
+            self._undelivered += outcomes
             can_wait = [self._can_wait(request_id, outcome) for request_id, outcome in outcomes]
             if not all(can_wait):
-                loop.call_soon_threadsafe(self._hand_over, self._untold)
-                self._untold = []
+                loop.call_soon_threadsafe(self._deliver, self._undelivered)
+                self._undelivered = []
             if self._device.is_wanted:
                 return
             self._take_in(loop)
+
+    def _timed_step(self) -> Sequence[OutputT]:
+        """Step once, and learn what that takes."""
+        if self._make_way is not None:
+            self._make_way(self._device.others_step_s(self._steps))
+        begun_s = self._device.clock()
+        outputs = self._engine.step()
+        self._steps.note_step(self._device.clock() - begun_s)
+        return outputs
 
     def _take_in(self, loop: asyncio.AbstractEventLoop) -> None:
         """Add those who join to the engine, but for those who have left, and tell whom it refuses."""
@@ -172,14 +239,14 @@ class EngineLoop(Generic[RequestT, OutputT]):
                 try:
                     self._engine.add_request(request)
                 except Exception as error:
-                    loop.call_soon_threadsafe(self._hand_over, [(request.request_id, error)])
+                    loop.call_soon_threadsafe(self._deliver, [(request.request_id, error)])
 
     def _can_wait(self, request_id: str, outcome: OutputT | Exception) -> bool:
         """Return whether the caller of a request can be told later, if it has not left during the step."""
         caller = self._callers.get(request_id)
         return caller is None or caller.can_wait(outcome)
 
-    def _hand_over(self, outcomes: Sequence[tuple[str, OutputT | Exception]]) -> None:
+    def _deliver(self, outcomes: Sequence[tuple[str, OutputT | Exception]]) -> None:
         for request_id, outcome in outcomes:
-            if request_id in self._callers:  # its caller may have left during the step
-                self._callers[request_id].outputs.put_nowait(outcome)
+            if (caller := self._callers.get(request_id)) is not None:  # it may have left during the step
+                caller.take(outcome)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,10 +13,6 @@ import numpy.typing as npt
 import torch
 from ray import serve
 
-from cluster.actor_names import cluster_key
-from cluster.encodings.actor import connect_shared_encodings
-from cluster.encodings.ray_tier import RaySharedTier
-from cluster.ray_calls import call_actor
 from cluster.registry.actor import WeightRegistry
 from cluster.telemetry import RequestMetrics
 from configs.batching import BatchingConfig
@@ -26,26 +20,29 @@ from configs.cluster import ClusterConfig
 from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
+from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
+from deployments.engines.text.tokens import TextPair
 from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.segments import SegmentRunner
-from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest
+from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest, ScoringRequest
 from deployments.services.model_replica import ModelReplica
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import (
     CachedEncoders,
-    EncodeJob,
+    Text,
+    TextJob,
     cut_warnings,
     embedding_items,
     embedding_of,
     encode_batch,
     tokenize_items,
 )
-from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder
+from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder, text_modules
 from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.manifest import ModelKind
 
@@ -53,29 +50,24 @@ from weights.manifest import ModelKind
 class TextEncoderService(ModelReplica):
     """One replica. Requests come through `@serve.batch` into the batcher by the `ServeAdapter`."""
 
-    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "head")
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "reranker", "classifier", "head")
+    _section: ClassVar[str] = "text_encoder"
     _wants = staticmethod(is_text_encoder)
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         settings = config.text_encoder
-        shared = None
-        if settings.shared_cache_bytes:
-            connect = partial(connect_shared_encodings, cluster_key(config), settings.shared_cache_bytes)
-            with contextlib.suppress(Exception):  # it may be missing
-                await asyncio.to_thread(connect)  # its process starts now, so that the first text need not wait for it
-            shared = RaySharedTier(connect)
-        self._cache = EncodingCache(settings.cache_bytes, shared)
+        self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
         await self._open(config, f"encoder-{self._name}", settings, TextEncoderBuilder())
         self._padding = EncodeCounter()
-        tuned = await call_actor(self._registry, WeightRegistry.encoder_batching)
+        tuned = await self._call_registry(WeightRegistry.encoder_batching)
         self._batching: BatchingConfig = tuned or settings.batching
-        self._batcher: Batcher[EncodeJob, Encoding] = Batcher(self._encode_batch, self._batching)
+        self._batcher: Batcher[TextJob, Encoding] = Batcher(self._encode_batch, self._batching)
         self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
         if config.pipelines:
-            records = await call_actor(self._registry, WeightRegistry.list_models)
+            records = await self._call_registry(WeightRegistry.list_models)
             models = {record.id: record for record in records}
             for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
                 self._segments.prepare_segment(segment)
@@ -90,20 +82,53 @@ class TextEncoderService(ModelReplica):
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         """Return one vector per input."""
+        size = request.dimensions
+
+        def shortened(encoder: TextEncoder, vector: torch.Tensor) -> torch.Tensor:
+            return vector if size is None else encoder.shortened(vector, size)
+
+        def before(encoder: TextEncoder) -> str:
+            are_ids = not isinstance(request.input[0], str)
+            return "" if are_ids else encoder.prompts.before(request.prompt_name, request.input_type)
+
+        return await self._encoded(request, request.input, request.long_text, shortened, before=before)
+
+    async def score(self, request: ScoringRequest) -> EmbeddingResult:
+        """Return the scores of each text or pair of texts."""
+        texts = [text if isinstance(text, str) else TextPair(*text) for text in request.input]
+
+        def scored(encoder: TextEncoder, logits: torch.Tensor) -> torch.Tensor:
+            return encoder.scored(logits, raw=request.raw)
+
+        return await self._encoded(
+            request, texts, request.long_text or "truncate", scored, max_second=request.max_second_tokens
+        )
+
+    async def _encoded(
+        self,
+        request: EmbeddingRequest | ScoringRequest,
+        texts: Sequence[Text],
+        long_text: LongText,
+        finish: Callable[[TextEncoder, torch.Tensor], torch.Tensor],
+        max_second: int | None = None,
+        before: Callable[[TextEncoder], str] = lambda _: "",
+    ) -> EmbeddingResult:
+        """Return what `finish` makes of the vector of each text."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
-                (encoder,) = lease.modules.values()
+                encoder, _ = text_modules(lease.modules)
                 encoded = await self._encoders.embed(
-                    encoder,
-                    request.input,
-                    long_text=request.long_text,
+                    lease.modules,
+                    texts,
+                    long_text=long_text,
+                    max_second=max_second,
+                    before=before(encoder.encoder),
                     priority=request.priority,
                     timeout_s=request.timeout_s,
                 )
-                vectors = [embedding_of(output) for output in encoded.outputs]
-                if request.dimensions is not None:
-                    vectors = [encoder.encoder.shortened(vector, request.dimensions) for vector in vectors]
+                vectors = [finish(encoder.encoder, embedding_of(output)) for output in encoded.outputs]
+                labels = encoder.encoder.scoring.labels if encoder.encoder.scoring else ()
                 switch_ms = lease.report.switch_ms
         self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
         total_ms = (time.perf_counter() - start) * 1e3
@@ -114,6 +139,7 @@ class TextEncoderService(ModelReplica):
             timings_ms={"switch": switch_ms, "encode": total_ms - switch_ms, "total": total_ms},
             cache=encoded.cache,
             warnings=encoded.warnings,
+            labels=labels,
         )
 
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
@@ -149,20 +175,18 @@ class TextEncoderService(ModelReplica):
             "segments": asdict(self._segments.segment_stats()),
         }
 
-    def _condemn(self, extents: Sequence[str]) -> None:
+    def _invalidate(self, extents: Sequence[str]) -> None:
         """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""
-        super()._condemn(extents)
+        super()._invalidate(extents)
         self._cache.forget_all()
 
-    def _run_batch(
-        self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
-    ) -> Awaitable[list[Encoding]]:
+    def _run_batch(self, jobs: Sequence[TextJob], priority: int, timeout_s: float | None) -> Awaitable[list[Encoding]]:
         # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].keyed), [job.num_tokens for job in jobs]
         priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
         return self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    def _encode_batch(self, jobs: Sequence[EncodeJob]) -> Awaitable[Sequence[Encoding | Exception]]:
+    def _encode_batch(self, jobs: Sequence[TextJob]) -> Awaitable[Sequence[Encoding | Exception]]:
         return asyncio.to_thread(encode_batch, jobs, counter=self._padding)
 
 
@@ -181,8 +205,9 @@ class _EncoderOps:
     async def tokenize(self, model: str, texts: Sequence[str], first: int) -> list[tuple[int, ...]]:
         """Return the token ids of each text; `first` is the number of the first one in its request."""
         async with self._lease(model) as lease:
-            (keyed,) = lease.modules.values()
-            items = embedding_items(keyed, texts, self._long_text(model), first)
+            keyed, _ = text_modules(lease.modules)
+            before = keyed.encoder.prompts.before(None)
+            items = embedding_items(keyed, texts, self._long_text(model), first, before=before)
             found = await in_thread(tokenize_items, items)
         self._warnings += cut_warnings(items, found)
         return [text.token_ids for (text,) in found]
@@ -191,18 +216,32 @@ class _EncoderOps:
         self, model: str, texts: Sequence[str] | Sequence[tuple[int, ...]], first: int
     ) -> Sequence[torch.Tensor]:
         """Return one vector (D,) per text."""
+        return (await self._vectors(model, texts, first))[1]
+
+    async def _vectors(
+        self, model: str, texts: Sequence[Text], first: int
+    ) -> tuple[TextEncoder, Sequence[torch.Tensor]]:
         async with self._lease(model) as lease:
-            (keyed,) = lease.modules.values()
+            keyed, _ = text_modules(lease.modules)
             encoded = await self._encoders.embed(
-                keyed,
+                lease.modules,
                 texts,
+                before=keyed.encoder.prompts.before(None),
                 long_text=self._long_text(model),
                 first=first,
                 priority=self._call.priority,
                 timeout_s=self._call.timeout_s,
             )
         self._warnings += encoded.warnings
-        return [embedding_of(output) for output in encoded.outputs]
+        return keyed.encoder, [embedding_of(output) for output in encoded.outputs]
+
+    async def score(
+        self, model: str, texts: Sequence[str] | Sequence[tuple[str, str]], first: int
+    ) -> Sequence[torch.Tensor]:
+        """Return the scores (C,) of each text or pair."""
+        given: list[Text] = [text if isinstance(text, str) else TextPair(*text) for text in texts]
+        encoder, logits = await self._vectors(model, given, first)
+        return [encoder.scored(one) for one in logits]
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Apply a head: (n, in) -> (n, out), into `out` where it can."""

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final
 
 from deployments.engines.llm.chat import Function
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.tokenizer import chat_template
+from deployments.engines.llm.tokenizer import chat_template, token_text
 from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
+from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import EngineError, SamplingParams, TextRequest, TokenConstraint
 from deployments.errors import InvalidRequest
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, TextRequestRecord
+from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, PromptTokens, TextRequestRecord
 
-_DEFAULT_TEMPERATURE: Final = 1.0  # OpenAI's
+# Without bounds, small and quantized models draw nonsense; these are llama.cpp's.
+_DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05})
+_SAMPLING_NAMES: Final = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +44,23 @@ class ToolUse:
         return ToolCallReader(self.form, is_begun=bool(self.functions))
 
 
-def text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[TextRequest], ToolUse | None]:
-    """Return a request of the engine for each prompt, and its tools. Raises EngineError and InvalidRequest."""
+def text_requests(
+    engine: LLMEngine, request: TextRequestRecord, images: Sequence[PromptImage] = ()
+) -> tuple[list[TextRequest], ToolUse | None]:
+    """Return a request of the engine for each prompt, and its tools. `images` are those of a chat, read already.
+
+    Raises EngineError and InvalidRequest.
+    """
     constraint: TokenConstraint | None = None
     tools: ToolUse | None = None
     if isinstance(request, ChatRequest):
         tools = _tool_use(engine, request)
-        prompts = [_encode_chat(engine, request, tools)]
+        chat, placed = _encode_chat(engine, request, tools, images)
+        prompts = [chat]
         constraint = _answer_grammar(engine, request, tools)
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
+        placed = None
     found = [
         TextRequest(
             uuid.uuid4().hex,
@@ -48,24 +69,58 @@ def text_requests(engine: LLMEngine, request: TextRequestRecord) -> tuple[list[T
             request.n,
             constraint,
             scores_prompt=is_echoed(request) and request.logprobs is not None,
+            images=placed,
         )
         for prompt in prompts
     ]
     return found, tools
 
 
+def prompt_tokens(
+    engine: LLMEngine,
+    request: TextRequestRecord,
+    images: Sequence[PromptImage] = (),
+    *,
+    has_special_tokens: bool,
+) -> PromptTokens:
+    """Return the tokens of a chat or of one prompt. Raises EngineError and InvalidRequest.
+
+    `has_special_tokens`: a text gets those that the tokenizer adds. A chat has those of its template.
+    """
+    if isinstance(request, ChatRequest):
+        tokens, _ = _encode_chat(engine, request, _tool_use(engine, request), images)
+    else:
+        (prompt,) = request.prompts
+        if not isinstance(prompt, str):
+            tokens, most = prompt, len(engine.tokenizer) - 1
+            if max(tokens) > most:
+                raise InvalidRequest(f"tokens: no token {max(tokens)}, the last one is {most}", "tokens")
+        elif has_special_tokens:
+            tokens = engine.encode_text(prompt)
+        else:
+            tokens = tuple(engine.tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    text = str(engine.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+    pieces = tuple(token_text(engine.tokenizer, token)[0] for token in tokens)
+    return PromptTokens(tuple(tokens), text, pieces, engine.max_model_len)
+
+
 def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[list[TextRequest], tuple[str, ...]]:
     """Return a request of the engine for each text, and warnings of those that were cut. Raises InvalidRequest."""
+    rules = engine.embedding_rules
     try:
-        engine.embedding_rules.check_dimensions(request.dimensions)
+        rules.check_dimensions(request.dimensions)
     except EngineError as error:
         raise InvalidRequest(str(error), "dimensions") from None
-    pooling = request.pooling or engine.embedding_rules.pooling
+    try:
+        before = rules.prompts.before(request.prompt_name, request.input_type)
+    except EngineError as error:
+        raise InvalidRequest(str(error), "prompt_name") from None
+    pooling = request.pooling or rules.pooling
     most = engine.max_model_len - 1
     requests, warnings = [], []
     inputs: Sequence[str | tuple[int, ...]] = request.input
     for number, text in enumerate(inputs):
-        tokens = engine.encode_text(text) if isinstance(text, str) else text
+        tokens = engine.encode_text(before + text) if isinstance(text, str) else text
         if len(tokens) > most:
             what = f"input {number} has {len(tokens)} tokens, and the model takes {most}"
             if request.long_text != "truncate":
@@ -99,13 +154,18 @@ def _tool_use(engine: LLMEngine, request: ChatRequest) -> ToolUse | None:
     return ToolUse(form, (functions[choice.function.name],))
 
 
-def _encode_chat(engine: LLMEngine, request: ChatRequest, tools: ToolUse | None) -> tuple[int, ...]:
-    """Return the prompt of a chat; where a tool must be called, with the opening of a call. Raises EngineError."""
+def _encode_chat(
+    engine: LLMEngine, request: ChatRequest, tools: ToolUse | None, images: Sequence[PromptImage]
+) -> tuple[tuple[int, ...], PromptImages | None]:
+    """Return the prompt of a chat, and its images; where a tool must be called, with the opening of a call.
+
+    Raises EngineError.
+    """
     messages = [message.for_template() for message in request.messages]
     shown = [] if tools is None else [tool.for_template() for tool in request.tools]
     begun = tools.form.opening if tools is not None and tools.functions else ""
     try:
-        return engine.encode_chat(messages, shown, begun)
+        return engine.read_chat(messages, images, shown, begun)
     except EngineError as error:
         raise EngineError(f"model {request.model!r}: {error}") from error
 
@@ -120,7 +180,7 @@ def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: ToolUse | No
     if request.response_format is None or (schema := request.response_format.schema_of_answer) is None:
         return None
     if tools is not None:
-        raise InvalidRequest("response_format: a JSON answer beside tools needs tool_choice 'none'", "response_format")
+        raise InvalidRequest("response_format: a JSON answer with tools needs tool_choice 'none'", "response_format")
     try:
         return engine.grammars.compile_schema(schema)
     except EngineError as error:
@@ -128,14 +188,10 @@ def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: ToolUse | No
 
 
 def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: int) -> SamplingParams:
-    defaults: dict[str, Any] = {"temperature": _DEFAULT_TEMPERATURE} | engine.generation_defaults
-    defaults.setdefault("max_tokens", max(1, engine.max_model_len - num_prompt_tokens))
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
-    given = {name: value for name in names if (value := getattr(request, name)) is not None}
+    most: dict[str, Any] = {"max_tokens": max(1, engine.max_model_len - num_prompt_tokens)}
+    given = {name: value for name in _SAMPLING_NAMES if (value := getattr(request, name)) is not None}
     return SamplingParams(
-        **defaults | given,
-        frequency_penalty=request.frequency_penalty,
-        presence_penalty=request.presence_penalty,
+        **{**most, **_DEFAULTS, **engine.generation_defaults, **given},
         logit_bias=tuple(request.logit_bias.items()),
         seed=request.seed,
         stop=request.stop,
@@ -148,3 +204,8 @@ def _sampling(request: TextRequestRecord, engine: LLMEngine, num_prompt_tokens: 
 def is_echoed(request: TextRequestRecord) -> bool:
     """Return whether the answer begins with the prompt."""
     return isinstance(request, CompletionRequest) and request.echo
+
+
+def is_only_echoed(request: TextRequestRecord) -> bool:
+    """Return whether the answer is the prompt, and no token more: for its log probabilities."""
+    return request.max_tokens == 0

@@ -7,27 +7,28 @@ request run in the model's engine together.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from functools import partial
+from typing import Final, TypeVar
 
 from deployments.engines.llm.chat import whole_calls
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.tokenizer import token_text
 from deployments.engines.llm.tool_calls import ToolCallReader
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import (
+    EngineError,
     TextDelta,
     TextLora,
     TextRequest,
     TokenLogprob,
 )
 from deployments.errors import as_service_errors
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import (
     CacheUse,
@@ -35,6 +36,8 @@ from deployments.records import (
     CompletionRequest,
     EmbeddingRequest,
     EmbeddingResult,
+    PromptTokens,
+    SwitchReport,
     TextChoice,
     TextChunk,
     TextRequestRecord,
@@ -42,7 +45,14 @@ from deployments.records import (
     TokenText,
 )
 from deployments.services.step_loop import DeviceThread, EngineLoop
-from deployments.services.text_prompts import embedding_requests, is_echoed, text_requests
+from deployments.services.text_prompts import (
+    ToolUse,
+    embedding_requests,
+    is_echoed,
+    is_only_echoed,
+    prompt_tokens,
+    text_requests,
+)
 from deployments.tasks import outcome_of
 
 INLINE_CHARACTERS: Final = 2000  # of the texts of a request: tokenized on the event loop, within about a millisecond
@@ -61,11 +71,15 @@ class TextService:
         # two at once would meet. One thread for all, or none while it has nothing to do: no step waits for prompts.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._num_reading = 0  # requests that this thread has
+        self._seeing = ThreadPoolExecutor(1, thread_name_prefix="images")  # long work, for which no prompt waits
 
-    async def stream_text(
-        self, request: TextRequestRecord, *, is_patient: bool = False
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Yield text as it comes; with `is_patient`, the first piece, and all others at the end.
+    async def write(
+        self, request: TextRequestRecord, on_chunk: Callable[[TextChunk], None], *, coalesces: bool = False
+    ) -> None:
+        """Write the texts of a request. `on_chunk` gets each piece as it comes, on the event loop.
+
+        With `coalesces` the first piece comes at once, and all others at the end. A caller who is cancelled ends the
+        request; this ends, however it ends, only when no step of it runs any more.
 
         Raises the ServiceErrors of `deployments.errors`.
         """
@@ -79,51 +93,34 @@ class TextService:
                 adapter_versions=request.adapter_versions,
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
-                loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
-                requests, tools = await self._read(text_requests, engine, request)
+                scored = request.model_copy(update={"max_tokens": 1}) if is_only_echoed(request) else request
+                images = await self._images_of(engine, request)
+                read = partial(text_requests, images=images)
+                requests, tools = await self._read(read, engine, scored)
                 if request.lora:
                     loras = _loras(lease, request)
                     requests = [replace(one, loras=loras) for one in requests]
-                readers: dict[int, ToolCallReader] | None = defaultdict(tools.reader) if tools else None
-                added = time.perf_counter()
-                first: float | None = None
-                counts = _Counts()
                 for chunk in _echoes(engine, request, requests):
-                    yield chunk
-                # Closed before the lease ends: the engine may be in a step of this request when the stream is left.
-                async with contextlib.aclosing(_merged(loop, requests, is_patient)) as deltas:
-                    async for number, delta in deltas:
-                        first = first or time.perf_counter()
-                        counts.count(number, delta)
-                        chunk = counts.chunk(number * request.n, delta, _logprobs(engine, delta))
-                        if delta.prompt_logprobs:
-                            chunk = replace(chunk, text=_prompt_text(engine, request, number) + chunk.text)
-                        if readers is not None:
-                            chunk = _with_calls(chunk, readers[chunk.index])
-                        if counts.num_running(len(requests)):
-                            yield chunk
-                            continue
-                        now = time.perf_counter()
-                        timings = {
-                            "switch": lease.report.switch_ms,
-                            "prefill": (first - added) * 1e3,
-                            "generate": (now - first) * 1e3,
-                            "total": (now - start) * 1e3,
-                        }
-                        yield counts.last_chunk(chunk, timings, lease.report)
+                    on_chunk(chunk)
+                answer = _Answer(engine, request, len(requests), tools, lease.report, start)
+                await _run_all(
+                    self._loop_of(lease),
+                    requests,
+                    lambda number, delta: on_chunk(answer.chunk(number, delta)),
+                    coalesces,
+                )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
-        """Return one vector per input, of the model's hidden states. Raises as `stream` does."""
+        """Return one vector per input, of the model's hidden states. Raises as `write` does."""
         start = time.perf_counter()
         with as_service_errors():
             async with self._module_cache.lease(
                 request.model, is_denoise_component, version=request.model_version
             ) as lease:
                 engine: LLMEngine = lease.modules["model"]
-                loop: EngineLoop[TextRequest, TextDelta] = lease.bound(lambda: EngineLoop(self._device, engine))
                 requests, warnings = await self._read(embedding_requests, engine, request)
-                async with contextlib.aclosing(_merged(loop, requests)) as deltas:
-                    found = {number: delta async for number, delta in deltas}
+                found: dict[int, TextDelta] = {}
+                await _run_all(self._loop_of(lease), requests, found.__setitem__)
                 switch_ms = lease.report.switch_ms
         num_cached = sum(delta.num_cached_tokens > 0 for delta in found.values())
         total_ms = (time.perf_counter() - start) * 1e3
@@ -139,6 +136,37 @@ class TextService:
             cache=CacheUse(num_cached, len(requests) - num_cached),
             warnings=warnings,
         )
+
+    async def tokenize(self, request: TextRequestRecord, *, has_special_tokens: bool) -> PromptTokens:
+        """Return the prompt of a request in the model's tokens. Raises as `write` does."""
+        with as_service_errors():
+            async with self._module_cache.lease(
+                request.model, is_denoise_component, version=request.model_version
+            ) as lease:
+                engine: LLMEngine = lease.modules["model"]
+                images = await self._images_of(engine, request)
+                read = partial(prompt_tokens, images=images, has_special_tokens=has_special_tokens)
+                return await self._read(read, engine, request)
+
+    def _loop_of(self, lease: Lease) -> EngineLoop[TextRequest, TextDelta]:
+        engine: LLMEngine = lease.modules["model"]
+        loop: EngineLoop[TextRequest, TextDelta] = lease.bound(
+            lambda: EngineLoop(self._device, engine, engine.make_way)
+        )
+        return loop
+
+    async def _images_of(self, engine: LLMEngine, request: TextRequestRecord) -> list[PromptImage]:
+        """Return the images of a chat, as its model takes them. Raises EngineError, naming the model."""
+        messages = request.messages if isinstance(request, ChatRequest) else ()
+        pixels = [image for message in messages for image in message.images]
+        if not pixels:
+            return []
+        try:
+            return await outcome_of(
+                asyncio.get_running_loop().run_in_executor(self._seeing, engine.read_images, pixels)
+            )
+        except EngineError as error:
+            raise EngineError(f"model {request.model!r}: {error}") from error
 
     async def _read(
         self, read: Callable[[LLMEngine, _RequestT], _ReadT], engine: LLMEngine, request: _RequestT
@@ -180,84 +208,85 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
     )
 
 
-class _Counts:
-    """The token counts of a request, over its prompts and their completions."""
+class _Answer:
+    """The pieces of an answer, made of the deltas of its prompts and their completions as these come.
 
-    def __init__(self) -> None:
+    `tools` are those that it may call, None without. The request began at `start`.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        request: TextRequestRecord,
+        num_prompts: int,
+        tools: ToolUse | None,
+        report: SwitchReport,
+        start: float,
+    ) -> None:
+        self._engine = engine
+        self._request = request
+        self._num_running = num_prompts  # those with completions under way
+        self._readers: dict[int, ToolCallReader] | None = defaultdict(tools.reader) if tools else None
+        self._report = report
+        self._start, self._added, self._first = start, time.perf_counter(), 0.0
         self._prompts: dict[int, TextDelta] = {}
         self._completions: dict[tuple[int, int], int] = {}
-        self._num_ended = 0
 
-    def count(self, number: int, delta: TextDelta) -> None:
-        """Count a delta of prompt `number`."""
+    def chunk(self, number: int, delta: TextDelta) -> TextChunk:
+        """Return the next delta, which is of prompt `number`, as a piece of the answer."""
+        self._first = self._first or time.perf_counter()
+        if is_only_echoed(self._request):  # the token behind the prompt is nobody's
+            delta = replace(delta, text="", logprob=None, num_completion_tokens=0, finish_reason="length")
         self._prompts.setdefault(number, delta)
         self._completions[number, delta.index] = delta.num_completion_tokens
-        self._num_ended += delta.is_last
-
-    def num_running(self, num_prompts: int) -> int:
-        """Return how many prompts have completions under way."""
-        return num_prompts - self._num_ended
-
-    def chunk(self, first_index: int, delta: TextDelta, logprobs: tuple[TokenText, ...]) -> TextChunk:
-        """Return a delta as a piece of the answer."""
-        return TextChunk(
+        self._num_running -= delta.is_last
+        chunk = TextChunk(
             delta.text,
             sum(one.num_prompt_tokens for one in self._prompts.values()),
             sum(self._completions.values()),
             delta.finish_reason,
-            index=first_index + delta.index,
-            logprobs=logprobs,
+            index=number * self._request.n + delta.index,
+            logprobs=_logprobs(self._engine, delta),
             num_cached_tokens=sum(one.num_cached_tokens for one in self._prompts.values()),
         )
+        if delta.prompt_logprobs:
+            chunk = replace(chunk, text=_prompt_text(self._engine, self._request, number) + chunk.text)
+        if self._readers is not None:
+            chunk = _with_calls(chunk, self._readers[chunk.index])
+        if self._num_running:
+            return chunk
+        return replace(chunk, timings_ms=self._timings_ms(), switch=self._report)
 
-    def last_chunk(self, chunk: TextChunk, timings_ms: dict[str, float], switch: Any) -> TextChunk:
-        """Return the last piece, with what is known at the end."""
-        return TextChunk(
-            chunk.text,
-            chunk.num_prompt_tokens,
-            chunk.num_completion_tokens,
-            chunk.finish_reason,
-            timings_ms,
-            switch,
-            index=chunk.index,
-            logprobs=chunk.logprobs,
-            num_cached_tokens=chunk.num_cached_tokens,
-            tool_calls=chunk.tool_calls,
-        )
+    def _timings_ms(self) -> dict[str, float]:
+        now = time.perf_counter()
+        return {
+            "switch": self._report.switch_ms,
+            "prefill": (self._first - self._added) * 1e3,
+            "generate": (now - self._first) * 1e3,
+            "total": (now - self._start) * 1e3,
+        }
 
 
-async def _merged(
-    loop: EngineLoop[TextRequest, TextDelta], requests: Sequence[TextRequest], is_patient: bool = False
-) -> AsyncGenerator[tuple[int, TextDelta], None]:
-    """Yield the deltas of all requests as they come, with the number of the request. Raises what one of them raises."""
-    if len(requests) == 1:
-        async with contextlib.aclosing(loop.stream_outputs(requests[0], is_patient=is_patient)) as deltas:
-            async for delta in deltas:
-                yield 0, delta
-        return
-    queue: asyncio.Queue[tuple[int, TextDelta | Exception]] = asyncio.Queue()
+async def _run_all(
+    loop: EngineLoop[TextRequest, TextDelta],
+    requests: Sequence[TextRequest],
+    on_delta: Callable[[int, TextDelta], None],
+    coalesces: bool = False,
+) -> None:
+    """Run all requests together; `on_delta` gets their deltas as they come, with the number of the request.
 
-    async def read(number: int, request: TextRequest) -> None:
-        try:
-            async with contextlib.aclosing(loop.stream_outputs(request, is_patient=is_patient)) as deltas:
-                async for delta in deltas:
-                    queue.put_nowait((number, delta))
-        except Exception as error:
-            queue.put_nowait((number, error))
-
-    tasks = [asyncio.ensure_future(read(number, request)) for number, request in enumerate(requests)]
-    num_left = len(tasks)
+    Raises what the first one raises that fails, once none runs any more.
+    """
+    running = [
+        asyncio.ensure_future(loop.run_request(request, partial(on_delta, number), coalesces=coalesces))
+        for number, request in enumerate(requests)
+    ]
     try:
-        while num_left:
-            number, found = await queue.get()
-            if isinstance(found, Exception):
-                raise found
-            num_left -= found.is_last
-            yield number, found
+        await asyncio.gather(*running)
     finally:
-        for task in tasks:
+        for task in running:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
@@ -271,12 +300,13 @@ def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
 
 
 def _is_short(request: TextRequestRecord | EmbeddingRequest) -> bool:
-    """Return whether the event loop can read a request: nothing is compiled for it, and its texts are few and short."""
+    """Return whether the event loop can read a request: nothing is compiled for it, it has no images,
+    and its texts are few and short."""
     if isinstance(request, ChatRequest):
-        calls = [call for message in request.messages for call in message.tool_calls]
-        if calls or request.tools or request.response_format is not None:
+        long = [message for message in request.messages if message.tool_calls or message.images]
+        if long or request.tools or request.response_format is not None:
             return False
-        sizes = [len(message.content or "") for message in request.messages]
+        sizes = [len(message.text) for message in request.messages]
     else:
         sizes = [len(text) for text in (request.prompts if isinstance(request, CompletionRequest) else request.input)]
     return sum(sizes) + _TEXT_CHARACTERS * len(sizes) <= INLINE_CHARACTERS

@@ -6,7 +6,6 @@ is attached from the node's shared memory. Text encoding runs in its own service
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import AsyncGenerator
 from functools import partial
@@ -15,25 +14,33 @@ from typing import Any, ClassVar
 import ray
 from ray import serve
 
-from cluster.controller.actor import connect_controller
-from cluster.controller.link import ControllerLink
-from cluster.controller.reports import Orders
+from cluster.placement.actor import connect_controller
+from cluster.placement.link import ControllerLink
+from cluster.placement.reports import Orders
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
+    ClipRequest,
+    ClipResult,
     EmbeddingRequest,
     EmbeddingResult,
+    ImageProgress,
     ImageRequest,
     ImageResult,
+    PromptTokens,
     TextChunk,
     TextRequestRecord,
     TextResult,
+    merge_progress,
+    merge_text_chunks,
 )
+from deployments.services.image_requests import OnProgress
 from deployments.services.image_service import ImagePiece, ImageService
 from deployments.services.model_replica import ModelReplica
 from deployments.services.ordered_models import OrderedModels
+from deployments.services.output_channel import OutputChannel
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
 from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
@@ -46,6 +53,7 @@ class Worker(ModelReplica):
     """One replica. `encoder` is the handle of the text-encoder service."""
 
     _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm")
+    _section: ClassVar[str] = "worker"
     _wants = staticmethod(is_denoise_component)
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -82,55 +90,77 @@ class Worker(ModelReplica):
                 self._name,
                 connect,
                 self._ordered.report,
-                self._obey,
-                self._ordered.news,
+                self._apply,
+                self._ordered.changed,
                 config.controller.tick_s,
             )
             self._link.start()
 
-    def _obey(self, orders: Orders) -> None:
-        self._ordered.obey(orders)
-        self._images.hand_over(orders.hand_over)
+    def _apply(self, orders: Orders) -> None:
+        self._ordered.apply(orders)
+        self._images.migrate_out(orders.migrate)
 
     async def stream_images(
         self, request: ImageRequest, checkpoint: bytes | None = None
     ) -> AsyncGenerator[ImagePiece, None]:
-        """Yield what the request asks to hear of its steps, and its ImageResult at the end.
+        """Yield what the request asks to get of its steps, and its ImageResult at the end.
 
         The text is encoded elsewhere while this replica switches to the model. Without the text-encoder service this
         replica encodes the text itself, if its settings let it. With the `checkpoint` of an earlier piece, from any
         replica, the request goes on after that piece.
         """
+        channel = OutputChannel(partial(self._put_images, request, checkpoint), merge=merge_progress)
+        async with channel:
+            async for piece in channel:
+                yield piece
+
+    async def _put_images(
+        self, request: ImageRequest, checkpoint: bytes | None, pieces: OutputChannel[ImagePiece]
+    ) -> None:
+        result = await self._generate(request, checkpoint, pieces.put)
+        if isinstance(result, ImageResult) and result.switch:
+            self._metrics.count_attached(request.model, result.switch.attached_bytes)
+            self._metrics.count_request("image", request.model, result.timings_ms)
+        pieces.put(result)
+
+    async def _generate(self, request: ImageRequest, checkpoint: bytes | None, on_progress: OnProgress) -> ImagePiece:
+        """Return the images, or the progress of a request that is migrated."""
         try:
-            async with contextlib.aclosing(self._image_pieces(request, checkpoint)) as pieces:
-                async for piece in pieces:
-                    if isinstance(piece, ImageResult) and piece.switch:
-                        self._metrics.count_attached(request.model, piece.switch.attached_bytes)
-                        self._metrics.count_request("image", request.model, piece.timings_ms)
-                    yield piece
+            return await self._images.generate(request, self._encoder.condition, on_progress, checkpoint=checkpoint)
+        except EncoderDown as error:  # before the first step
+            self._check_encodes_alone(error)
+        return await self._images.generate(request, self._fallback_encoder.condition, on_progress, encode_first=True)
+
+    async def _make_clip(self, request: ClipRequest, on_progress: OnProgress) -> ClipResult:
+        try:
+            return await self._images.make_clip(request, self._encoder.condition, on_progress)
         except EncoderDown as error:
+            self._check_encodes_alone(error)
+        return await self._images.make_clip(request, self._fallback_encoder.condition, on_progress, encode_first=True)
+
+    def _check_encodes_alone(self, error: EncoderDown) -> None:
+        if not self._settings.encodes_alone:
             raise ModelUnavailable(str(error), "model") from None
 
-    async def _image_pieces(self, request: ImageRequest, checkpoint: bytes | None) -> AsyncGenerator[ImagePiece, None]:
-        """Yield the pieces of `stream_images`. Raises EncoderDown, before the first, if the text cannot be encoded."""
-        stream = self._images.stream_images
-        try:
-            async with contextlib.aclosing(stream(request, self._encoder.condition, checkpoint=checkpoint)) as pieces:
-                async for piece in pieces:
-                    yield piece
-                return
-        except EncoderDown:
-            if not self._settings.encodes_alone:
-                raise
-        alone = stream(request, self._fallback_encoder.condition, encode_first=True)
-        async with contextlib.aclosing(alone) as pieces:
-            async for piece in pieces:
+    async def stream_clip(self, request: ClipRequest) -> AsyncGenerator[ImageProgress | ClipResult, None]:
+        """Yield what the request asks to get of its steps, and its ClipResult at the end: a video or audio."""
+
+        async def put_clip(pieces: OutputChannel[ImageProgress | ClipResult]) -> None:
+            result = await self._make_clip(request, pieces.put)
+            self._metrics.count_attached(request.model, result.switch.attached_bytes)
+            self._metrics.count_request("clip", request.model, result.timings_ms)
+            pieces.put(result)
+
+        async with OutputChannel(put_clip, merge=merge_progress) as channel:
+            async for piece in channel:
                 yield piece
 
     async def write_text(self, request: TextRequestRecord) -> TextResult:
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
-        async with contextlib.aclosing(self.stream_text(request, is_patient=True)) as stream:
-            return whole_text(request.model, [chunk async for chunk in stream])
+        chunks: list[TextChunk] = []
+        await self._texts.write(request, chunks.append, coalesces=True)
+        self._count_text(request, chunks[-1])
+        return whole_text(request.model, chunks)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         """Return one vector per input, of a language model's hidden states."""
@@ -138,19 +168,26 @@ class Worker(ModelReplica):
         self._metrics.count_request("embedding", request.model, result.timings_ms)
         return result
 
-    async def stream_text(
-        self, request: TextRequestRecord, *, is_patient: bool = False
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Yield text as it comes; with `is_patient`, its first piece, and all others at the end.
+    async def tokenize(self, request: TextRequestRecord, has_special_tokens: bool) -> PromptTokens:
+        """Return the prompt of a request in the model's tokens."""
+        return await self._texts.tokenize(request, has_special_tokens=has_special_tokens)
 
-        The last chunk has the timings and the switch report.
-        """
-        async with contextlib.aclosing(self._texts.stream_text(request, is_patient=is_patient)) as stream:
-            async for chunk in stream:
+    async def stream_text(self, request: TextRequestRecord) -> AsyncGenerator[TextChunk, None]:
+        """Yield text as it comes. The last chunk has the timings and the switch report."""
+
+        async def put_chunks(chunks: OutputChannel[TextChunk]) -> None:
+            await self._texts.write(request, chunks.put)
+
+        async with OutputChannel(put_chunks, merge=merge_text_chunks) as channel:
+            async for chunk in channel:
                 if chunk.switch is not None:
-                    self._metrics.count_attached(request.model, chunk.switch.attached_bytes)
-                    self._metrics.count_request("text", request.model, chunk.timings_ms)
+                    self._count_text(request, chunk)
                 yield chunk
+
+    def _count_text(self, request: TextRequestRecord, last: TextChunk) -> None:
+        if last.switch is not None:
+            self._metrics.count_attached(request.model, last.switch.attached_bytes)
+            self._metrics.count_request("text", request.model, last.timings_ms)
 
     async def describe(self) -> dict[str, Any]:
         """Add the running work and the state of the text encoder to what every replica tells of itself."""

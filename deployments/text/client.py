@@ -9,6 +9,7 @@ from typing import Final
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
+from cluster.text_routes import route_of
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
@@ -46,12 +47,12 @@ class TextEncoderClient:
         """
         if self.is_believed_down:
             raise EncoderDown("the text encoder service did not answer a moment ago")
-        deadline = Deadline(self._timeout_s)
+        deadline, route = Deadline(self._timeout_s), route_of([request.prompt])
         num_tries = 0
         while True:
             num_tries += 1
             try:
-                answer: Conditioning = await self._calls.call("condition", request, deadline=deadline)
+                answer: Conditioning = await self._calls.call("condition", request, deadline=deadline, route=route)
                 return answer
             except NoReplica as error:
                 self._down_until_s = self._clock() + BELIEVED_DOWN_S

@@ -8,51 +8,61 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from configs.model import LongText, TextPadding
-from deployments.engines.build import read_config
+from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families.base import Family
+from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
-from deployments.engines.protocol import ClipLayer, EngineError
+from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.tokens import TokenizedText, join_chunks, level_chunks
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.engines.text.prompt_weights import has_weights, without_weights
+from deployments.engines.text.sentence_layers import apply_stages
+from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
+from deployments.modules.cache import Lease, ModuleCache
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
-from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder
+from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
+from deployments.text.stock_texts import StockTextJob, StockTexts
+from weights.formats.learned_words import words_in
 from weights.manifest import Component
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
-Text = str | tuple[int, ...]
+Text = str | TextPair | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TextItem:
-    """One text, or the token ids of one, for one encoder. Warnings and errors call it `name`.
+    """One text or pair, or the token ids of one, for one encoder. Warnings and errors call it `name`.
 
-    `max_length` None is the encoder's limit. `keep` asks the cache not to evict the encoding. One `alone` shares no
-    forward, and its encoding is another to the cache.
+    `max_length` None is the encoder's limit, and `max_second` bounds the second text of a pair. `keep` asks the cache
+    not to evict the encoding. One `alone` shares no forward, and its encoding is another to the cache.
     """
 
     keyed: KeyedEncoder
     text: Text
     name: str
     max_length: int | None = None
+    max_second: int | None = None
     padding: TextPadding = "stock"
     long_text: LongText = "truncate"
     as_embedding: bool = False
     keep: bool = False
-    layer: ClipLayer = "penultimate"
+    layer: ClipLayer = PENULTIMATE
+    form: PromptForm | None = None
+    has_weights: bool = False
     loras: tuple[EncoderLora, ...] = ()
+    words: LearnedWords | None = None
     alone: bool = False
 
 
@@ -61,7 +71,7 @@ class Encoded:
     """The outputs in the order of the items, how many came from the cache, and warnings for the caller.
 
     `num_tokens` counts the tokens of the texts, without padding. `sources` counts encodings by where they came from:
-    the cache's "local", "joined", "shared" and "computed", and "repeated" within the request.
+    the cache's "local", "joined" and "computed", and "repeated" within the request.
     """
 
     outputs: tuple[Encoding, ...]
@@ -78,6 +88,7 @@ class EncodeJob:
     keyed: KeyedEncoder
     text: TokenizedText
     loras: tuple[EncoderLora, ...] = ()
+    words: LearnedWords | None = None
     alone: bool = False
 
     @property
@@ -86,8 +97,9 @@ class EncodeJob:
         return self.text.run_length
 
 
+TextJob = EncodeJob | StockTextJob
 # One batch of jobs for one encoder, the request's priority and its timeout in seconds -> encodings in order.
-RunBatch = Callable[[Sequence[EncodeJob], int, float | None], Awaitable[Sequence[Encoding]]]
+RunBatch = Callable[[Sequence[TextJob], int, float | None], Awaitable[Sequence[Encoding]]]
 _Parts = Mapping[EncodingKey, tuple[TextItem, TokenizedText]]
 
 
@@ -98,6 +110,7 @@ class CachedEncoders:
         self._cache = cache
         self._run_batch = run_batch
         self._loras = EncoderLoras()
+        self._stock = StockTexts(cache, run_batch)
 
     async def condition(
         self, module_cache: ModuleCache, request: ConditioningRequest, wanted: Callable[[Component], bool]
@@ -106,6 +119,8 @@ class CachedEncoders:
 
         Raises as `ModuleCache.lease` and `encode` do, and EngineError for an adapter that does not fit.
         """
+        if request.arguments is not None:
+            return await self._stock.condition(module_cache, request, request.arguments)
         start = time.perf_counter()
         async with module_cache.lease(
             request.model,
@@ -122,9 +137,11 @@ class CachedEncoders:
         self, request: ConditioningRequest, lease: Lease
     ) -> tuple[dict[str, torch.Tensor], Encoded]:
         """Return what the pipeline class needs from its encoders, with the adapters that change one."""
-        family, encoders, adapters = family_of(lease.manifest.class_name or ""), lease.modules, lease.adapters
-        index = read_config(lease.skeleton / "model_index.json")
-        plan = family.plan_texts(
+        encoders, index = lease.modules, read_config(lease.skeleton / "model_index.json")
+        family = family_of(lease.manifest.class_name or "").variant(index)
+        lacking = lacking_encoders(index)
+        request, are_weighted, warnings = _with_syntax(request, family)
+        whole_plan = family.plan_texts(
             index,
             request.prompt,
             request.negative_prompt,
@@ -132,53 +149,67 @@ class CachedEncoders:
             use_negative=request.use_negative,
             text_padding=request.text_padding,
             long_text=request.long_text,
+            # Stock reads negative prompts as ever, and the WebUI as it reads prompts.
+            clip_skips={"prompt": request.clip_skip, "negative": request.clip_skip * are_weighted},
         )
-        loras: dict[str, tuple[EncoderLora, ...]] = {}
-        for name in {item.component for item in plan} if adapters else ():
-            encoder = encoders[name].encoder
-            loras[name] = await in_thread(
-                self._loras.loras_of, family, name, encoder, adapters, lease.adapter_keys, request.adapters
-            )
+        plan = [item for item in whole_plan if item.component not in lacking]
+        if absent := sorted({item.component for item in plan} - encoders.keys()):
+            raise EngineError(f"{request.model}: {absent[0]} is not there, which {family.class_name} needs")
+        loras = await self._loras_of(family, {item.component for item in plan}, lease, request)
         items = [
-            TextItem(
-                encoders[item.component],
-                item.text,
-                f"the {'negative ' * (item.role == 'negative')}prompt for {item.component}",
-                item.max_length,
-                item.padding,
-                item.long_text,
-                keep=(item.role == "negative" or not item.text) and not loras.get(item.component),
-                layer=item.layer,
-                loras=loras.get(item.component, ()),
-                alone=request.encodes_alone,
-            )
-            for item in plan
+            _prompt_item(item, lease, loras.get(item.component, ()), request, has_weights=are_weighted) for item in plan
         ]
         encoded = await self.encode(items, priority=request.priority, timeout_s=request.timeout_s)
         outputs = dict(zip(plan, encoded.outputs, strict=True))
+        if unread := [item for item in whole_plan if item.component in lacking]:
+            outputs |= _stand_ins(family, unread, lease, encoded.outputs)
+        encoded = replace(encoded, warnings=(*encoded.warnings, *warnings))
         return family.assemble_conditioning(index, outputs, use_negative=request.use_negative), encoded
+
+    async def _loras_of(
+        self, family: Family, components: Set[str], lease: Lease, request: ConditioningRequest
+    ) -> Mapping[str, tuple[EncoderLora, ...]]:
+        """Return the LoRAs of a request by the encoder that they change."""
+        loras: dict[str, tuple[EncoderLora, ...]] = {}
+        for name in components if lease.adapters else ():
+            encoder = lease.modules[name].encoder
+            loras[name] = await in_thread(
+                self._loras.loras_of, family, name, encoder, lease.adapters, lease.adapter_keys, request.adapters
+            )
+        return loras
 
     async def embed(
         self,
-        encoder: KeyedEncoder,
+        modules: Mapping[str, Any],
         texts: Sequence[Text],
         *,
         long_text: LongText = "truncate",
         first: int = 0,
+        max_second: int | None = None,
+        before: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
     ) -> Encoded:
-        """Return one "embedding" per text: a sentence encoder's, or CLIP's pooled output. See `embedding_items`."""
-        encoder.encoder.check_embeds()
-        items = embedding_items(encoder, texts, long_text, first)
-        return await self.encode(items, priority=priority, timeout_s=timeout_s)
+        """Return one "embedding" per text: a sentence encoder's, CLIP's pooled output, or a classifier's logits.
+
+        `modules` are the encoder and the layers behind its pooling. See `embedding_items`.
+        """
+        keyed, heads = text_modules(modules)
+        keyed.encoder.check_embeds()
+        items = embedding_items(keyed, texts, long_text, first, max_second, before)
+        encoded = await self.encode(items, priority=priority, timeout_s=timeout_s)
+        if not (stages := keyed.encoder.later_stages):
+            return encoded
+        pooled = [embedding_of(output) for output in encoded.outputs]
+        vectors = await in_thread(apply_stages, stages, heads, pooled)
+        return replace(encoded, outputs=tuple({"embedding": vector} for vector in vectors))
 
     async def encode(self, items: Sequence[TextItem], *, priority: int = 0, timeout_s: float | None = None) -> Encoded:
         """Return the encodings of all items; what nobody has is computed in one batch per encoder.
 
         Raises EngineError for what no encoder can take, before anything is computed, and otherwise as `run_batch` does.
         """
-        if sum(len(item.text) for item in items) > INLINE_CHARACTERS:
+        if sum(map(_num_characters, items)) > INLINE_CHARACTERS:
             chunked = await in_thread(tokenize_items, items)
         else:
             chunked = tokenize_items(items)
@@ -192,7 +223,7 @@ class CachedEncoders:
         sources["repeated"] = len(parts) - len(unique)
         rest = iter(found[key].encoding for key in keys)
         return Encoded(
-            outputs=tuple(join_chunks([next(rest) for _ in texts]) for texts in chunked),
+            outputs=tuple(join_chunks([weighted(next(rest), text) for text in texts]) for texts in chunked),
             cache=CacheUse(len(parts) - sources["computed"], sources["computed"]),
             num_tokens=sum(len(text.token_ids) for _, text in parts),
             warnings=cut_warnings(items, chunked),
@@ -204,31 +235,103 @@ class CachedEncoders:
     ) -> Awaitable[Sequence[Encoding]]:
         """Begin one batch: the cache asks for keys of one module at a time."""
         found = [parts[key] for key in keys]
-        jobs = [EncodeJob(item.keyed, text, item.loras, item.alone) for item, text in found]
+        jobs = [EncodeJob(item.keyed, text, item.loras, _words_in(item, text), item.alone) for item, text in found]
         return self._run_batch(jobs, priority, timeout_s)
 
 
-def encode_batch(jobs: Sequence[EncodeJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
+def _prompt_item(
+    item: EncodeItem,
+    lease: Lease,
+    loras: tuple[EncoderLora, ...],
+    request: ConditioningRequest,
+    *,
+    has_weights: bool,
+) -> TextItem:
+    """Return an item of a family's plan as a text for its encoder, with the adapters that change it there.
+
+    Raises EngineError for learned words of another model.
+    """
+    keyed = lease.modules[item.component]
+    return TextItem(
+        keyed,
+        item.text,
+        f"the {'negative ' * (item.role == 'negative')}prompt for {item.component}",
+        item.max_length,
+        padding=item.padding,
+        long_text=item.long_text,
+        keep=(item.role == "negative" or not item.text) and not loras,
+        layer=item.layer,
+        form=item.form,
+        has_weights=has_weights,
+        loras=loras,
+        words=words_of(item.component, keyed.encoder, lease.adapters, lease.adapter_keys),
+        alone=request.encodes_alone,
+    )
+
+
+def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[ConditioningRequest, bool, tuple[str, ...]]:
+    """Return the request with texts that its family's encoders can read, whether they have weights, and warnings.
+
+    Raises EngineError for a weight that is too large.
+    """
+    if request.prompt_syntax == "plain":
+        return request, False, ()
+    if "chunk" not in family.refused_text_rules:
+        return replace(request, long_text="chunk"), True, ()
+    texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
+    is_lost = any(has_weights(text) for text in texts)
+    negative = None if request.negative_prompt is None else without_weights(request.negative_prompt)
+    plain = replace(request, prompt=without_weights(request.prompt), negative_prompt=negative)
+    why = f"weights in the prompt had no effect: {family.class_name} reads it with encoders that take none"
+    return plain, False, (why,) if is_lost else ()
+
+
+def _stand_ins(
+    family: Family, items: Sequence[EncodeItem], lease: Lease, others: Sequence[Encoding]
+) -> dict[EncodeItem, Mapping[str, torch.Tensor]]:
+    """Return what stock takes for texts whose encoder the pipeline lacks, beside the encodings of the others."""
+    config = read_config(lease.skeleton / family.denoiser_name / "config.json")
+    like = next(tensor for encoding in others for tensor in encoding.values())
+    return {item: family.stand_in(item, config, like) for item in items}
+
+
+def encode_batch(jobs: Sequence[TextJob], counter: EncodeCounter | None = None) -> Sequence[Encoding | Exception]:
     """Encode jobs of one encoder in as few forwards as `plan_forwards` finds; an exception is its job's own. Blocks.
 
-    Texts with the same LoRAs share forwards, but for those that are to be alone. Raises EngineError when the encoder
-    was let go, which happens to requests that were cancelled before.
+    Texts with the same LoRAs share forwards, but for those that are to be alone, and those of stock pipelines. Raises
+    EngineError when the encoder was let go, which happens to requests that were cancelled before.
     """
+    plain = [job for job in jobs if isinstance(job, EncodeJob)]
+    if not plain:
+        return [_encoded_alone(job) for job in jobs if isinstance(job, StockTextJob)]
+    return _encode_together(plain, counter)
+
+
+def _encoded_alone(job: StockTextJob) -> Encoding | Exception:
+    try:
+        return job.encode()
+    except Exception as error:
+        return error
+
+
+def _encode_together(jobs: Sequence[EncodeJob], counter: EncodeCounter | None) -> Sequence[Encoding | Exception]:
     groups: dict[tuple[object, ...], list[int]] = {}
     for number, job in enumerate(jobs):
         mates = number if job.alone else None
-        groups.setdefault((mates, *(lora.identity for lora in job.loras)), []).append(number)
+        learned = job.words.identity if job.words else ""
+        groups.setdefault((mates, learned, *(lora.identity for lora in job.loras)), []).append(number)
     outcomes: dict[int, Encoding | Exception] = {}
     with jobs[0].keyed.computing() as encoder:
         for numbers in groups.values():
             uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
             texts = [jobs[number].text for number in numbers]
             with encoder.lock, applied_adapters([AdaptedSpan(uses)]):
-                outcomes |= zip(numbers, encoder.encode_each(texts, counter=counter), strict=True)
+                found = encoder.encode_each(texts, counter=counter, words=jobs[numbers[0]].words)
+                outcomes |= zip(numbers, found, strict=True)
     return [outcomes[number] for number in range(len(jobs))]
 
 
-def encode_batch_or_raise(jobs: Sequence[EncodeJob]) -> list[Encoding]:
+def encode_batch_or_raise(jobs: Sequence[TextJob]) -> list[Encoding]:
     """Encode jobs of one encoder for one caller. Raises the first job's error. Blocks."""
     outcomes = encode_batch(jobs)
     for outcome in outcomes:
@@ -238,17 +341,28 @@ def encode_batch_or_raise(jobs: Sequence[EncodeJob]) -> list[Encoding]:
 
 
 def embedding_items(
-    keyed: KeyedEncoder, texts: Sequence[Text], long_text: LongText = "truncate", first: int = 0
+    keyed: KeyedEncoder,
+    texts: Sequence[Text],
+    long_text: LongText = "truncate",
+    first: int = 0,
+    max_second: int | None = None,
+    before: str = "",
 ) -> list[TextItem]:
     """Return items that give one vector each; `first` is the number of the first one in its request.
+
+    `before` stands before every text.
 
     Raises EngineError for "chunk".
     """
     if long_text == "chunk":
         raise EngineError("long_text 'chunk' makes longer sequences, and an embedding is one vector: use truncate")
+    rules: dict[str, Any] = {"long_text": long_text, "as_embedding": True, "max_second": max_second}
+    named = (
+        (f"{'document' if isinstance(text, TextPair) else 'input'} {at}", text) for at, text in enumerate(texts, first)
+    )
     return [
-        TextItem(keyed, text, f"input {number}", long_text=long_text, as_embedding=True, keep=text == "")
-        for number, text in enumerate(texts, first)
+        TextItem(keyed, before + text if isinstance(text, str) else text, name, keep=text == "", **rules)
+        for name, text in named
     ]
 
 
@@ -266,20 +380,31 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
     alike: dict[tuple[object, ...], list[int]] = {}
     for number, item in enumerate(items):
         encoder = item.keyed.encoder
-        if not isinstance(item.text, str):
+        if not isinstance(item.text, str | TextPair):
             found[number] = (encoder.accept_ids(item.text),)
         elif item.long_text == "chunk":
-            found[number] = tuple(encoder.tokenize_chunks(item.text, item.max_length))
+            rules: dict[str, Any] = {"layer": item.layer, "has_weights": item.has_weights, "words": item.words}
+            found[number] = tuple(encoder.tokenize_chunks(str(item.text), item.max_length, **rules))
+        elif item.words and words_in(str(item.text), item.words.ids):
+            text = encoder.tokenize_words(str(item.text), item.max_length, item.words, layer=item.layer)
+            _check_whole(item, text)
+            found[number] = (text,)
         else:
-            alike.setdefault((encoder, item.max_length, item.padding, item.as_embedding, item.layer), []).append(number)
+            how = (
+                *(type(item.text), item.max_length, item.max_second, item.padding),
+                *(item.as_embedding, item.layer, item.form),
+            )
+            alike.setdefault((encoder, *how), []).append(number)
     for numbers in alike.values():
         first = items[numbers[0]]
         texts = first.keyed.encoder.tokenize(
-            [str(items[number].text) for number in numbers],
+            [items[number].text for number in numbers],  # type: ignore[misc]  # no token ids
             first.max_length,
             padding=first.padding,
             as_embedding=first.as_embedding,
             layer=first.layer,
+            form=first.form,
+            max_second=first.max_second,
         )
         for number, text in zip(numbers, texts, strict=True):
             _check_whole(items[number], text)
@@ -304,11 +429,15 @@ def _level(items: Sequence[TextItem], chunked: Sequence[tuple[TokenizedText, ...
 
     def empty(place: int) -> TokenizedText:
         item = items[in_chunks[place]]
-        return item.keyed.encoder.tokenize_chunks("", item.max_length)[0]
+        return item.keyed.encoder.tokenize_chunks("", item.max_length, layer=item.layer)[0]
 
     levelled = level_chunks([chunked[number] for number in in_chunks], empty)
     by_number = dict(zip(in_chunks, levelled, strict=True))
     return [by_number.get(number, texts) for number, texts in enumerate(chunked)]
+
+
+def _num_characters(item: TextItem) -> int:
+    return sum(map(len, item.text)) if isinstance(item.text, TextPair) else len(item.text)
 
 
 def _check_whole(item: TextItem, text: TokenizedText) -> None:
@@ -317,9 +446,17 @@ def _check_whole(item: TextItem, text: TokenizedText) -> None:
         raise EngineError(f"{item.name} has {limit + text.num_ignored} tokens, and at most {limit} can be encoded")
 
 
+def _words_in(item: TextItem, text: TokenizedText) -> LearnedWords | None:
+    """Return the learned words of an item where this text of it has any."""
+    if item.words is None:
+        return None
+    return item.words if max(text.token_ids) >= min(ids[0] for ids in item.words.ids.values()) else None
+
+
 def _key(item: TextItem, text: TokenizedText) -> EncodingKey:
     encoder = item.keyed.encoder
     dtype = str(encoder.dtype).removeprefix("torch.")
     weights = " + ".join((item.keyed.module_key, *(lora.identity for lora in item.loras)))
-    variant = encoder.variant(text) + " alone" * item.alone
+    words = _words_in(item, text)
+    variant = encoder.variant(text) + (f" with {words.identity}" if words else "") + " alone" * item.alone
     return EncodingKey(weights, dtype, variant, text.token_ids)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
@@ -22,6 +23,8 @@ from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
+from deployments.engines.text.tokens import LearnedWords
+from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from weights.adapters import LoraAdapter, parse_adapter
 from weights.formats import dense_head, encoder_files
 from weights.formats.lora import changes_text_encoders
@@ -81,6 +84,15 @@ class EncoderLora:
         return f"{self.key} * {self.scale!r}"
 
 
+def words_of(
+    component: str, encoder: TextEncoder, adapters: Mapping[str, LoraAdapter], keys: Mapping[str, str]
+) -> LearnedWords | None:
+    """Return the words that an encoder learns from adapters, by name; None where it learns none. Raises EngineError."""
+    names = sorted(name for name, adapter in adapters.items() if component in adapter.words)
+    vectors = {name: adapters[name].words[component] for name in names}
+    return encoder.learn_words(vectors, " + ".join(f"{name} of {keys[name]}" for name in names))
+
+
 class EncoderLoras:
     """The LoRAs of a replica, each fitted once to each encoder that it changes."""
 
@@ -110,9 +122,16 @@ class EncoderLoras:
         return tuple(sorted(acting, key=lambda lora: lora.identity))
 
 
+def text_modules(modules: Mapping[str, Any]) -> tuple[KeyedEncoder, Mapping[str, DenseHead]]:
+    """Return the encoder of an embedding model, and the Dense layers behind its pooling by their folders."""
+    (keyed,) = (module for module in modules.values() if isinstance(module, KeyedEncoder))
+    return keyed, {name: module for name, module in modules.items() if isinstance(module, DenseHead)}
+
+
 def is_text_encoder(component: Component) -> bool:
     """Tell what the text-encoder service builds: encoders, and the heads above them. The worker builds the rest."""
-    return component.library in ("transformers", dense_head.LIBRARY)
+    is_known = component.library in ("transformers", dense_head.LIBRARY)
+    return is_stock_text(component) or (is_known and not is_stock_part(component))
 
 
 def is_part_of_text(component: Component) -> bool:
@@ -133,9 +152,15 @@ class TextEncoderBuilder:
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> KeyedEncoder | DenseHead | LoraAdapter:
-        """Build the component over its tensors. Raises EngineError, and AdapterError for a LoRA."""
+    ) -> KeyedEncoder | DenseHead | LoraAdapter | nn.Module:
+        """Build the component over its tensors; of a stock pipeline the plain module.
+
+        Raises EngineError, and AdapterError for a LoRA.
+        """
         folder = skeleton / component.folder
+        if is_stock_text(component):
+            key = component.structure_key
+            return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
         if component.library == dense_head.LIBRARY:
@@ -159,12 +184,17 @@ class TextEncoderBuilder:
         """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
         if not is_text_encoder(component) or component.library == dense_head.LIBRARY:
             return
-        self.skeletons.prepare_skeleton(component, skeleton / component.folder, OPTIONAL_PARTS)
+        is_plain = is_stock_text(component)
+        self.skeletons.prepare_skeleton(component, skeleton / component.folder, () if is_plain else OPTIONAL_PARTS)
+        if is_plain:
+            return
         folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
-    def retire(self, thing: KeyedEncoder | DenseHead | LoraAdapter) -> None:
+    def retire(self, thing: KeyedEncoder | DenseHead | LoraAdapter | nn.Module) -> None:
         """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
+        if isinstance(thing, nn.Module):
+            self.skeletons.retire_module(thing)
         if isinstance(thing, KeyedEncoder) and thing.retire_encoder():
             self.skeletons.retire_module(thing.encoder.module)
             if thing.tokenizer_folder is not None:

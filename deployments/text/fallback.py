@@ -10,7 +10,7 @@ from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.services.step_loop import DeviceThread
 from deployments.text.cache import Encoding, EncodingCache
-from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
+from deployments.text.encode import CachedEncoders, TextJob, encode_batch_or_raise
 from deployments.text.encoders import is_part_of_text
 from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.manifest import Component
@@ -41,9 +41,7 @@ class FallbackEncoder:
         conditioning = await self._encoders.condition(self._module_cache, request, _is_part_of_text)
         return replace(conditioning, warnings=conditioning.warnings + self._warnings)
 
-    def _run_batch(
-        self, jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None
-    ) -> Awaitable[list[Encoding]]:
+    def _run_batch(self, jobs: Sequence[TextJob], priority: int, timeout_s: float | None) -> Awaitable[list[Encoding]]:
         return self._device.run_work(encode_batch_or_raise, jobs)
 
 

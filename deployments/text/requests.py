@@ -1,14 +1,20 @@
-"""A request for conditioning, its answer, and tensors as they travel between processes."""
+"""A request for conditioning, its answer, and tensors as they travel between processes.
+
+Ray moves numpy arrays out of band and maps them without a copy; torch tensors it would pickle, at seconds per GiB,
+and numpy itself has no bfloat16.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from cluster.encodings.packed import PackedTensor
-from configs.model import LongText, TextPadding
+from configs.model import LongText, PromptSyntax, TextPadding
 from deployments.records import CacheUse
 
 
@@ -17,9 +23,11 @@ class ConditioningRequest:
     """The text half of an image request.
 
     `use_negative` says that guidance will be run. `text_padding` and `long_text` are the model's (see
-    `Family.plan_texts`). `priority` 0 is the encoder's default; `timeout_s` bounds the time in its admission
-    queue. `adapters` are LoRAs by name and their strength; those that change no text encoder are passed over.
-    `encodes_alone`: no text shares its forward, so that company changes no bit.
+    `Family.plan_texts`), `prompt_syntax` and `clip_skip` the request's. `priority` 0 is the encoder's default;
+    `timeout_s` bounds the time in its admission queue. `adapters` are LoRAs by name and their strength; those that
+    change no text encoder are passed over. `encodes_alone`: no text shares its forward, so that batch-mates change no
+    bit. `arguments` are those of a stock pipeline's `encode_prompt` (`TextCall.arguments`): then the prompt only says
+    who encodes it.
     """
 
     model: str
@@ -35,6 +43,18 @@ class ConditioningRequest:
     adapters: Mapping[str, float] = field(default_factory=dict)
     adapter_versions: Mapping[str, str] = field(default_factory=dict)
     encodes_alone: bool = False
+    prompt_syntax: PromptSyntax = "plain"
+    clip_skip: int = 0
+    arguments: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A tensor as bytes: `data` in C order; `dtype` by its torch name, "bfloat16" say."""
+
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

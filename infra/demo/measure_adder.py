@@ -40,6 +40,7 @@ from adder_data import (
     user_turn,
 )
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.loading.mapped_checkpoint import mapped_tensors
 from weights.quantization.checkpoints import FORMS, Form, quantize_checkpoint
@@ -99,7 +100,7 @@ class PackedReader:
         model = work / (f"{form}.gguf" if form.startswith("gguf") else form)
         quantize_checkpoint(directory, model, form)
         folder, tensors, _ = mapped_tensors(model)
-        self.engine = LLMEngine(folder, tensors, kv_cache_bytes=256 * 2**20)
+        self.engine = LLMEngine(folder, tensors, LLMEngineConfig(kv_cache_bytes=256 * 2**20))
 
     def accuracy(self, cases: list[Case]) -> float:
         expected: dict[str, str] = {}

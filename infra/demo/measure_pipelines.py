@@ -11,7 +11,6 @@ import argparse
 import base64
 import io
 import json
-import socket
 import subprocess
 import sys
 import tempfile
@@ -113,6 +112,7 @@ def demo_cluster() -> Iterator[str]:
     from configs.cluster import ClusterConfig
     from configs.loading import load_cluster_config
     from deployments.cli.running import cluster_up
+    from infra.ports import free_port
 
     with tempfile.TemporaryDirectory() as store:
         fields = load_cluster_config(CONFIG).model_dump(mode="json")
@@ -120,12 +120,6 @@ def demo_cluster() -> Iterator[str]:
         config = ClusterConfig.model_validate(fields | ports | {"name": "measured", "store": {"path": store}})
         with cluster_up(config, str(CONFIG)) as url:
             yield url
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def show(console: Console, results: dict[str, dict[str, float]], num_sums: int) -> None:

@@ -21,8 +21,10 @@ from typing import Any
 import httpx
 import numpy as np
 from PIL import Image
+from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
@@ -40,6 +42,7 @@ SEED = 7
 UNLOAD_S = 10.0
 EDIT_STRENGTH = 0.8
 MIN_READABLE = 8  # of ten digits, a classifier must read so many; single seeds may be scrawls
+NUMBERS_WIDTH = 24  # of the table's columns with numbers, and of what is between all columns
 console = Console()
 
 
@@ -235,12 +238,24 @@ def contact_sheet(images: Sequence[Image.Image], scale: int = 4) -> Image.Image:
     return sheet
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    table = Table("what", "answer", "phases in ms", "encodings cached", title="demo")
+def print_rows(rows: Sequence[Row], to: Console = console) -> None:
+    """Print in one sentence whether it worked, then a line for each row, cut where the terminal ends."""
+    wrong = [row.what for row in rows if not row.right]
+    verdict = f"{len(wrong)} of {len(rows)} answers were wrong: {'; '.join(wrong)}." if wrong else ""
+    to.print(verdict or f"It worked: all {len(rows)} answers were right.", style="red" if wrong else "green")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    asked = (to.width - NUMBERS_WIDTH) * 5 // 11
+    for name, width in (("asked", asked), ("answer", to.width - NUMBERS_WIDTH - asked)):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=width)
+    for name in ("ms", "cached"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        phases = "  ".join(f"{phase} {row.timings_ms[phase]:.1f}" for phase in PHASES if phase in row.timings_ms)
-        table.add_row(row.what, row.answer if row.right else f"[red]WRONG[/red] {row.answer}", phases, row.cache)
-    console.print(table)
+        text = Text(row.answer) if row.right else Text.assemble(("WRONG ", "red"), row.answer)
+        took_ms = row.timings_ms.get("total", row.timings_ms.get("switch"))
+        table.add_row(
+            Text(row.what), text, "" if took_ms is None else f"{took_ms:,.0f}", row.cache.replace(" of ", "/")
+        )
+    to.print(table)
 
 
 def on_device(config: ClusterConfig, device: str) -> ClusterConfig:
@@ -268,7 +283,7 @@ def main() -> int:
         cluster_up(config, str(CONFIG), stop, display.show) as url,
     ):
         display.close()
-        console.print(f"the cluster is up at {url} after {display.elapsed_s:.1f} s")
+        console.print(f"the cluster is up at {url} after {display.elapsed_s:.1f} s; open {url}/ in a browser")
         demo = Demo(Client(url))
         with console.status("asking it for everything once"):
             right = demo.run()
@@ -281,7 +296,8 @@ def main() -> int:
 
 
 HOW_TO_TALK = """
-The cluster stays up until Ctrl-C. In another terminal:
+The cluster stays up until Ctrl-C. In a browser: {url}/ to create images, {url}/cluster to see it work.
+In another terminal:
   . .venv/bin/activate
   atelier generate "a handwritten five" --lora bold -o out/five.png
   atelier generate "a handwritten digit" --control outline:infra/demo/sheets/outline-five.png -o out/outlined.png

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import WorkerConfig
-from deployments.modules.built_modules import no_working_memory
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
+from deployments.modules.parts import no_working_memory
 from weights.externalize import externalize
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.provider import LocalExtents
@@ -62,12 +61,13 @@ class Host(ModuleCache):
             self._manifest_of,
             self.provider,
             store.models,
-            budget_bytes,
-            self.builder,
-            device=device,
-            retire=self.builder.retire,
-            working_memory=getattr(self.builder, "working_memory", no_working_memory),
-            can_stream=getattr(self.builder, "can_stream", lambda component: False),
+            ModuleBudget(budget_bytes, device),
+            ComponentFactory(
+                self.builder,
+                self.builder.retire,
+                getattr(self.builder, "working_memory", no_working_memory),
+                getattr(self.builder, "can_stream", lambda component: False),
+            ),
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:

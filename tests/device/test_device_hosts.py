@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import gc
 import os
 import random
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.waiting import until
 
 pytest.importorskip("diffusers")
 
@@ -60,13 +61,16 @@ def tensors_of(store: WeightStore, model: str) -> dict[str, int]:
     }
 
 
-async def wait_for(condition: Any) -> bool:
+async def settles(condition: Any) -> bool:
     """Threads and frames that are just ending may hold something for a moment."""
-    for _ in range(400):
-        if condition():
-            return True
-        gc.collect(0)
-        await asyncio.sleep(0.005)
+
+    def holds() -> Any:
+        if not (found := condition()):
+            gc.collect(0)
+        return found
+
+    with contextlib.suppress(TimeoutError):
+        return bool(await until(holds, timeout_s=2.0))
     gc.collect()
     return bool(condition())
 
@@ -94,7 +98,7 @@ async def test_the_book_is_the_devices_count_through_switches_and_failures(
         try:
             if kind < 0.75:
                 async with host.lease(model, is_denoise_component):
-                    assert agrees() or await wait_for(agrees)
+                    assert agrees() or await settles(agrees)
             elif kind < 0.9:
                 await host.prefetch(model, is_denoise_component)
             else:
@@ -102,7 +106,7 @@ async def test_the_book_is_the_devices_count_through_switches_and_failures(
         except (WeightsError, ServiceError):
             num_failed += 1
         host.provider.failure = None
-        assert agrees() or await wait_for(agrees), (module.memory_allocated(device) - before, host.arena)
+        assert agrees() or await settles(agrees), (module.memory_allocated(device) - before, host.arena)
         assert host.arena["resident_bytes"] <= host.arena["budget_bytes"]
         if link:
             assert link.uploaded_bytes - uploaded == host.arena["moved_bytes"] + ROTARY_BYTES * builder.num_engines
@@ -111,7 +115,7 @@ async def test_the_book_is_the_devices_count_through_switches_and_failures(
     for name in NAMES:
         host.evict(name)
     host.set_budget(0)
-    assert await wait_for(lambda: module.memory_allocated(device) == before)
+    assert await settles(lambda: module.memory_allocated(device) == before)
 
 
 async def test_a_sibling_moves_exactly_the_bytes_that_differ(
@@ -134,7 +138,7 @@ async def test_components_of_one_request_do_not_evict_each_others_tensors(
     host = Host(store, str(device), max(sum(map(rounded, one.values())) for one in (first, second)))
     await host.use("digits-flux")
     for new, old, name in ((second, first, "digits-flux-inverted"), (first, second, "digits-flux")) * 2:
-        host._modules._book.evict([entry for entry in host._modules._book.entries.values() if entry.is_here])
+        host._modules._table.evict([entry for entry in host._modules._table.entries.values() if entry.is_here])
         different_bytes = sum(nbytes for hash_, nbytes in new.items() if hash_ not in old)
         assert (await host.use(name)).report.device_bytes == different_bytes
 
@@ -167,7 +171,7 @@ async def test_a_language_models_cache_counts_and_comes_back(
         await tight.use("adder")
     host.evict("adder")
     host.set_budget(0)
-    assert await wait_for(lambda: module.memory_allocated(device) == before)
+    assert await settles(lambda: module.memory_allocated(device) == before)
 
 
 async def test_two_devices_in_one_process_keep_books_of_their_own(
@@ -186,4 +190,4 @@ async def test_two_devices_in_one_process_keep_books_of_their_own(
         host.set_budget(0)
     del lease
     # Also what the encoders' modules had computed themselves: position ids are in no book, and go with the weights.
-    assert await wait_for(lambda: module.memory_allocated(second_device) == before)
+    assert await settles(lambda: module.memory_allocated(second_device) == before)

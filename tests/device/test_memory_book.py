@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kit.seeding import seeded_random
 
 from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.device_arena import DeviceArena
@@ -48,7 +49,7 @@ def _key(tensor: torch.Tensor) -> Key:
 
 
 def test_allocated_memory_is_what_the_book_says(device: torch.device, module: Any) -> None:
-    draw = random.Random()
+    draw = seeded_random()
     models = random_models(draw)
     transfer = _DeviceCopy(device, chunk_bytes=1024, num_threads=1, num_buffers=2)
     if device.type == "cuda":  # the first kernels of a process load their libraries, which take memory
@@ -78,7 +79,7 @@ def test_allocated_memory_is_what_the_book_says(device: torch.device, module: An
                 arena.release([key.sha256 for key in keys.values()], f"bad{event}")
             elif kind < 0.60:
                 damaged = draw.choice(list(keys.values())).sha256
-                arena.condemn(lambda key, damaged=damaged: key.sha256 == damaged)
+                arena.invalidate(lambda key, damaged=damaged: key.sha256 == damaged)
             elif kind < 0.63:
                 arena.pin([key.sha256 for key in keys.values()])
                 arena.unpin([key.sha256 for _, others in models for key in others.values()])

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 
 from deployments.engines.nn.packed_linear import ARITHMETICS, Arithmetic, PackedLinear, product_path
-from deployments.engines.nn.packed_weights import _unpack_blocks, packed_weight
+from deployments.engines.nn.packed_weights import packed_weight
 from weights.dtypes import BLOCK_SIZES
+from weights.formats.ggml_values import unpack_blocks
 
-RANDOM = np.random.default_rng()
 LARGEST_ERROR = {"exact": 1e-5, "fast": 0.012, "deterministic": 0.012}
 
 
@@ -18,12 +19,14 @@ LARGEST_ERROR = {"exact": 1e-5, "fast": 0.012, "deterministic": 0.012}
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
 def test_products_on_a_device_equal_the_hosts(device: torch.device, kind: str, arithmetic: Arithmetic) -> None:
     elements, block_bytes = BLOCK_SIZES[kind]
-    blocks = RANDOM.integers(0, 256, (96, 512 // elements, block_bytes), dtype=np.uint8)
+    blocks = seeded_rng().integers(0, 256, (96, 512 // elements, block_bytes), dtype=np.uint8)
     for at in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
-        blocks[..., at : at + 2] = RANDOM.uniform(0.001, 0.01, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
+        blocks[..., at : at + 2] = (
+            seeded_rng().uniform(0.001, 0.01, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
+        )
     packed = torch.from_numpy(blocks.reshape(96, -1))
     x = torch.randn(20, 512)
-    expected = x.double() @ _unpack_blocks(kind, packed).double().T
+    expected = x.double() @ unpack_blocks(kind, packed).double().T
     weight = packed_weight("w", kind, packed.to(device))
     linear = PackedLinear(weight, None, arithmetic)
     got = linear(x.to(device)).cpu()

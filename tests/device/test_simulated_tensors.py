@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.seeding import seeded_random
 from torch.nn import functional as F
 
 from weights.memory.simulated import simulate
@@ -209,7 +210,7 @@ def test_threads_count_together(device: torch.device, module: Any) -> None:
     held: list[list[torch.Tensor]] = [[] for _ in range(4)]
 
     def churn(own: list[torch.Tensor]) -> None:
-        draw = random.Random()
+        draw = seeded_random()
         for _ in range(300):
             if own and draw.random() < 0.5:
                 own.pop(draw.randrange(len(own)))

@@ -13,6 +13,7 @@ import torch
 pytest.importorskip("diffusers")
 
 from device.hosting import DEMO, Host, demo_store
+from unit.deployments.engine_loops import stream_images
 
 from deployments.engines.diffusion.families import family_of
 from deployments.errors import ServiceError
@@ -148,7 +149,7 @@ async def test_denoiser_and_vae_in_turn_make_the_same_image(store: WeightStore, 
     thread = DeviceThread()
     images, encoder = ImageService(host, host.settings, thread), FallbackEncoder(host, thread)
     told = REQUEST.model_copy(update={"partial_images": 2, "reports_steps": True})
-    *steps, last = [piece async for piece in images.stream_images(told, encoder.condition, encode_first=True)]
+    *steps, last = [piece async for piece in stream_images(images, told, encoder.condition, encode_first=True)]
     assert [(piece.step, piece.previews) for piece in steps if isinstance(piece, ImageProgress)] == [
         (1, ()),
         (2, ()),

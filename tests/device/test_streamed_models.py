@@ -27,7 +27,7 @@ from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
 from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.externalize import externalize
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.quantization.fp8_pipeline import export_fp8
 from weights.store import WeightStore
 
@@ -47,11 +47,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
         patch.setattr(os, "fsync", lambda descriptor: None)
         folder = tmp_path_factory.mktemp("streamed")
         found = demo_store(folder / "store", FLUX, SDXL)
-        bring_in(found, "bold", DEMO / "bold", dtype="float32")
+        import_model(found, "bold", DEMO / "bold", dtype="float32")
         family = family_of("FluxPipeline")
         export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
         externalize(found, "fp8", folder / "fp8", dtype="float32")
-        bring_in(found, "outline", make_controlnet(folder / "outline"), dtype="float32")
+        import_model(found, "outline", make_controlnet(folder / "outline"), dtype="float32")
         return found
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 
 from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena
@@ -27,7 +28,7 @@ def transfer(device: torch.device) -> _DeviceCopy:
 
 
 def random_pairs(device: torch.device) -> list[Pair]:
-    generator = np.random.default_rng()
+    generator = seeded_rng()
     pairs: list[Pair] = []
     for size in SIZES:
         source = generator.integers(0, 256, size, np.uint8)

@@ -21,15 +21,17 @@ from typing import Any
 
 import httpx
 import psutil
-from e2e.shared_queue_scenario import processes
-from integration.harness import ROOT, free_port, replica_processes, wait_for
+from e2e.several_ingresses_scenario import processes
+from integration.harness import ROOT, replica_processes
+from kit.waiting import wait_until
 from ray import serve
 
 from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
 from configs.loading import load_cluster_config
 from deployments.app import AppArgs, build_app
-from deployments.cli.running import APP_NAME, cluster_up
+from deployments.cli.running import cluster_up
+from infra.ports import free_port
 
 NUM_REQUESTS = 200
 RATE = 8.0  # per second
@@ -42,7 +44,7 @@ def main(folder: Path) -> None:
     observed: dict[str, Any] = {}
     for name, settings in (("off", {"enabled": False}), ("on", {"enabled": True})):
         with cluster_up(config_of(folder / "store", settings), "none") as url:
-            wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
+            wait_until(lambda: len(replica_processes("worker")) == 2, "two workers")
             observed[name] = poisson(url)
             if name == "on":
                 observed |= faults(url)
@@ -118,7 +120,7 @@ def faults(url: str) -> dict[str, Any]:
     observed: dict[str, Any] = {"decisions": decisions(url)}
     observed["drain"] = under_load(url, lambda: drained(url))
     observed["controller killed"] = under_load(url, kill_controller)
-    wait_for(lambda: len(decisions(url)["workers"]) == 2, "a controller that knows both workers")
+    wait_until(lambda: len(decisions(url)["workers"]) == 2, "a controller that knows both workers")
     observed["worker killed"] = under_load(url, lambda: kill_while_it_switches(url))
     return observed
 
@@ -137,7 +139,7 @@ def under_load(url: str, disturb: Callable[[], Any]) -> dict[str, Any]:
 
     def more() -> None:
         goal = answers.total() + 30
-        wait_for(lambda: answers.total() >= goal, "answers", 90)
+        wait_until(lambda: answers.total() >= goal, "answers", 90)
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         clients = [pool.submit(client, number) for number in range(NUM_CLIENTS)]
@@ -159,9 +161,9 @@ def drained(url: str) -> None:
     name = decisions(url)["workers"][0]["name"]
     httpx.post(f"{url}/admin/workers/{name}/drain", timeout=60).raise_for_status()
 
-    wait_for(lambda: not running_on(url, name), "a worker without work")
+    wait_until(lambda: not running_on(url, name), "a worker without work")
     httpx.delete(f"{url}/admin/workers/{name}/drain", timeout=60).raise_for_status()
-    wait_for(lambda: running_on(url, name), "work for it")
+    wait_until(lambda: running_on(url, name), "work for it")
 
 
 def running_on(url: str, name: str) -> int:
@@ -172,7 +174,7 @@ def running_on(url: str, name: str) -> int:
 def kill_controller() -> None:
     (victim,) = processes("ray::Controller")
     victim.kill()
-    wait_for(lambda: victim not in processes("ray::Controller") and processes("ray::Controller"), "another one", 60)
+    wait_until(lambda: victim not in processes("ray::Controller") and processes("ray::Controller"), "another one", 60)
 
 
 def kill_while_it_switches(url: str) -> str:
@@ -185,7 +187,7 @@ def kill_while_it_switches(url: str) -> str:
         if name in switching:
             (pid,) = [one["process"] for one in workers(url) if one.get("name") == name]
             psutil.Process(pid).kill()
-            wait_for(partial(is_replaced, url, name), "another worker in its place", 90)
+            wait_until(partial(is_replaced, url, name), "another worker in its place", 90)
             return switching[name]
     raise AssertionError("no worker was seen while it switched")
 
@@ -195,9 +197,9 @@ def change_config(url: str, store: Path) -> str:
     before = {process.pid for process in replica_processes("worker")}
     controller = {"enabled": True, "policy": "throughput-first"}
     config = config_of(store, controller).model_copy(update={"http": HttpConfig(port=httpx.URL(url).port)})
-    serve.run(build_app(AppArgs(config=config.model_dump(mode="json"))), name=APP_NAME, route_prefix="/")
-    wait_for(lambda: before.isdisjoint(process.pid for process in replica_processes("worker")), "other workers", 90)
-    wait_for(lambda: len(decisions(url)["workers"]) == 2, "a controller that knows both")
+    serve.run(build_app(AppArgs(config=config.model_dump(mode="json"))), name=config.name, route_prefix="/")
+    wait_until(lambda: before.isdisjoint(process.pid for process in replica_processes("worker")), "other workers", 90)
+    wait_until(lambda: len(decisions(url)["workers"]) == 2, "a controller that knows both")
     return str(decisions(url)["policy"])
 
 

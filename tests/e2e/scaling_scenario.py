@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 from e2e.controller_scenario import ask, config_of, decisions
 from e2e.templates_scenario import is_template
-from integration.harness import replica_processes, wait_for
+from integration.harness import replica_processes
+from kit.waiting import wait_until
 
 from deployments.cli.running import cluster_up
 
@@ -37,15 +38,15 @@ def observed(url: str) -> dict[str, Any]:
     with httpx.Client(base_url=url, timeout=120) as http, ThreadPoolExecutor(NUM_CALLERS) as pool:
         callers = [pool.submit(ask_until, enough, http, number) for number in range(NUM_CALLERS)]
         try:
-            wait_for(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
+            wait_until(lambda: decisions(url)["scaling"]["target"] == 2, "two workers to be wanted")
             wanted_s = time.monotonic() - began_s
-            wait_for(lambda: len(replica_processes("worker")) == 2, "two workers")
+            wait_until(lambda: len(replica_processes("worker")) == 2, "two workers")
             copies = sum(is_template(parent) for one in replica_processes("worker") if (parent := one.parent()))
-            wait_for(lambda: num_running(url) == 2, "work on both")
+            wait_until(lambda: num_running(url) == 2, "work on both")
         finally:
             enough.set()
         answers = sum((caller.result() for caller in callers), Counter[str]())
-        wait_for(lambda: not replica_processes("worker"), "no worker", 90)
+        wait_until(lambda: not replica_processes("worker"), "no worker", 90)
         asked_s = time.monotonic()
         answers[ask(http, "digits-flux", 1)] += 1
         back_s = time.monotonic() - asked_s

@@ -1,4 +1,6 @@
-"""Templates that are killed while a cluster answers, a cluster without standby processes, and what is left of both.
+"""Templates that are killed while a cluster answers, clusters without standby processes and without templates.
+
+What is left of all three is told as well.
 
 Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the stores.
 """
@@ -17,10 +19,12 @@ from typing import Any
 
 import httpx
 import psutil
-from integration.harness import DEMO_MODELS, free_port, replica_processes, wait_for
+from integration.harness import DEMO_MODELS, replica_processes
+from kit.waiting import wait_until
 
 from configs.cluster import ClusterConfig
 from deployments.cli.running import cluster_up
+from infra.ports import free_port
 
 NUM_CALLERS = 4
 DEPLOYMENTS = ("worker", "text_encoder", "ingress")
@@ -29,8 +33,12 @@ DEPLOYMENTS = ("worker", "text_encoder", "ingress")
 def main(folder: Path) -> None:
     found: dict[str, Any] = {}
     family: list[psutil.Process] = []
-    for standby, observe in ((True, observed), (False, observed_without_standby)):
-        with cluster_up(config_of(folder, standby=standby), "none") as url:
+    for options, observe in (
+        ({}, observed),
+        ({"worker": {"standby": False}}, observed_without_standby),
+        ({"ray": {"templates": False}}, observed_without_templates),
+    ):
+        with cluster_up(config_of(folder, options), "none") as url:
             family += psutil.Process().children(recursive=True)
             found |= observe(url)
             family += psutil.Process().children(recursive=True)
@@ -38,14 +46,14 @@ def main(folder: Path) -> None:
     print(json.dumps(found | {"left": [str(process) for process in left]}))
 
 
-def config_of(folder: Path, *, standby: bool) -> ClusterConfig:
+def config_of(folder: Path, options: dict[str, dict[str, Any]]) -> ClusterConfig:
     return ClusterConfig.model_validate(
         {
             "name": "templates",
             "http": {"port": free_port()},
-            "ray": {"num_cpus": 4, "object_store_bytes": "256 MiB"},
+            "ray": {"num_cpus": 4, "object_store_bytes": "256 MiB"} | options.get("ray", {}),
             "store": {"path": str(folder / "store")},
-            "worker": {"standby": standby},
+            "worker": options.get("worker", {}),
             "models": [{"id": "adder", "path": str(DEMO_MODELS / "adder"), "dtype": "float32"}],
         }
     )
@@ -59,7 +67,7 @@ def observed(url: str) -> dict[str, Any]:
         template = replica.parent()
         template.kill()
         before = sum(answers.values())
-        wait_for(lambda: sum(answers.values()) >= before + 20, "answers after a template was killed")
+        wait_until(lambda: sum(answers.values()) >= before + 20, "answers after a template was killed")
         adopted_by = kind_of_parent("worker")
     again = successor(replica, url)
     started_again_by = kind_of_parent("worker")
@@ -81,12 +89,18 @@ def observed(url: str) -> dict[str, Any]:
 
 
 def observed_without_standby(url: str) -> dict[str, Any]:
-    wait_for(lambda: ask(url) == "19.", "an answer", 60)
+    wait_until(lambda: ask(url) == "19.", "an answer", 60)
     (replica,) = replica_processes("worker")
     started_by = [kind_of_parent(name) for name in DEPLOYMENTS]
     successor(replica, url)
     found = {"started_by": started_by, "again": kind_of_parent("worker"), "shown": templates_shown(url)}
     return {"no_standby": found}
+
+
+def observed_without_templates(url: str) -> dict[str, Any]:
+    wait_until(lambda: ask(url) == "19.", "an answer", 60)
+    shown = httpx.get(f"{url}/admin/cluster", timeout=60).json().get("templates")
+    return {"off": {"started_by": [kind_of_parent(name) for name in DEPLOYMENTS], "shown": shown}}
 
 
 def templates_shown(url: str) -> dict[str, Any]:
@@ -126,8 +140,8 @@ def ask(url: str) -> str:
 def successor(old: psutil.Process, url: str) -> psutil.Process:
     """Kill a worker, which is nobody's child when its template was killed. Return the next one once it answers."""
     old.kill()
-    wait_for(lambda: [one for one in replica_processes("worker") if one.pid != old.pid], "another worker", 60)
-    wait_for(lambda: ask(url) == "19.", "its answer", 60)
+    wait_until(lambda: [one for one in replica_processes("worker") if one.pid != old.pid], "another worker", 60)
+    wait_until(lambda: ask(url) == "19.", "its answer", 60)
     (new,) = replica_processes("worker")
     return new
 
@@ -144,7 +158,7 @@ def templates() -> list[psutil.Process]:
 
 def is_template(process: psutil.Process) -> bool:
     try:
-        return "cluster.templates.template" in " ".join(process.cmdline())
+        return "cluster.ray_seam.templates.template" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:
         return False
 

@@ -1,4 +1,4 @@
-"""The controller on Ray, with workers that fit one model each. Without Ray: unit/cluster/controller."""
+"""The controller on Ray, with workers that fit one model each. Without Ray: unit/cluster/placement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that come and go, on Ray. Without Ray: unit/cluster/controller/test_scaling.py."""
+"""Workers that come and go, on Ray. Without Ray: unit/cluster/placement/test_scaling.py."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from integration.harness import ROOT, free_port, pixels
+from integration.harness import ROOT, pixels
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
@@ -17,6 +17,7 @@ from deployments.cli.client import Client as AtelierClient
 from deployments.cli.running import cluster_up
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
+from infra.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 

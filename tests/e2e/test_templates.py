@@ -1,4 +1,4 @@
-"""Templates of processes in a real cluster. Without Ray: unit/cluster/templates."""
+"""Templates of processes in a real cluster. Without Ray: unit/cluster/ray_seam/templates."""
 
 from __future__ import annotations
 
@@ -30,4 +30,5 @@ def test_killed_templates_cost_no_answer_and_workers_start_without_them(tmp_path
     assert observed["no_standby"]["again"] == "template"
     assert observed["no_standby"]["shown"]["ready"] == ["ray", "serve"]
     assert observed["no_standby"]["shown"]["problems"] == []
+    assert observed["off"] == {"started_by": ["raylet"] * 3, "shown": None}
     assert observed["left"] == []

@@ -12,6 +12,7 @@ target with that file in the place of the folder to see it again. Put what was f
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import sys
 import tempfile
@@ -55,6 +56,7 @@ def mutate(data: bytes, max_size: int, seed: int) -> bytes:
 
 
 def main() -> None:
+    logging.getLogger("deployments").setLevel(logging.CRITICAL)  # what is odd in a million files
     corpus = Path(sys.argv[2])
     if not corpus.is_file() and not (corpus.is_dir() and any(corpus.iterdir())):
         write_seeds(corpus)

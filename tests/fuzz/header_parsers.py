@@ -76,7 +76,8 @@ def parse_modules(folder: Path, data: bytes) -> None:
         written(skeleton / name, data)
         part = Component(name="model", library="transformers", class_name="BertModel", folder=".", tensors={})
         fields = valid_manifest().model_dump() | {"kind": "embedding", "components": {"model": part}, "extents": {}}
-        size = feature_sizes(Manifest.model_validate(fields), skeleton).out_features
+        manifest = Manifest.model_validate(fields)
+        size = feature_sizes(manifest.kind, manifest.components.values(), skeleton).out_features
         assert size is None or type(size) is int
 
 
@@ -149,7 +150,12 @@ def valid_inputs(folder: Path) -> dict[str, bytes]:
         "shard_index": json.dumps({"weight_map": dict.fromkeys("abc", "model-1.safetensors")}).encode(),
         "config": json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 4}).encode(),
         "model_index": json.dumps(
-            {"_class_name": "P", "vae": ["diffusers", "Vae"], "tokenizer": ["transformers", "T"], "x": [None, None]}
+            {
+                "_class_name": "P",
+                "vae": ["diffusers", "Vae"],
+                "tokenizer": ["transformers", "Tokenizer"],
+                "x": [None, None],
+            }
         ).encode(),
         "manifest": valid_manifest().model_dump_json().encode(),
         "lora": json.dumps(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.formats.kuiper import KuiperHeader
 from weights.loading.mapped_checkpoint import mapped_tensors
@@ -26,7 +26,6 @@ from weights.loading.mapped_checkpoint import mapped_tensors
 _TEXTS = ("", "a  b\n12 + é", "<s>x</s> \x00 …½")
 _MAX_BYTES = 2**20
 _numbers = itertools.count()  # headers are cached by name and time of the last change
-logging.getLogger("deployments").setLevel(logging.CRITICAL)
 
 
 def open_gguf(folder: Path, data: bytes) -> None:
@@ -59,7 +58,7 @@ MODELS: dict[str, Callable[[Path, bytes], None]] = {
 def use_model(path: Path) -> None:
     """Open a model and ask it for a few tokens. What comes but WeightsError or EngineError is a finding."""
     described, tensors, _ = mapped_tensors(path)
-    engine = LLMEngine(described, tensors, kv_cache_bytes=_MAX_BYTES, max_num_seqs=2)
+    engine = LLMEngine(described, tensors, LLMEngineConfig(kv_cache_bytes=_MAX_BYTES, max_num_seqs=2))
     for number, text in enumerate(_TEXTS):
         ids = engine.encode_text(text)[: engine.max_model_len // 2] or (0,)
         engine.add_request(TextRequest(str(number), ids, SamplingParams(max_tokens=3, temperature=float(number))))
@@ -113,8 +112,13 @@ def spm_metadata() -> dict[str, Any]:
     }
 
 
-def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any], rope_scaling: str | None = None) -> bytes:
-    """Write a model of one layer and random values with gguf-py, in as many types as fit."""
+def valid_gguf_model(
+    file: Path, family: str, vocabulary: Mapping[str, Any], rope: Mapping[str, Any] | None = None
+) -> bytes:
+    """Write a model of one layer and random values with gguf-py, in as many types as fit.
+
+    `rope` has keys of its scaling.
+    """
     draw = np.random.default_rng(0)
     writer = gguf.GGUFWriter(file, family)
     writer.add_context_length(32)
@@ -126,10 +130,9 @@ def valid_gguf_model(file: Path, family: str, vocabulary: Mapping[str, Any], rop
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_chat_template(TEMPLATE)
-    if rope_scaling is not None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
-        writer.add_rope_scaling_factor(4.0)
-        writer.add_rope_scaling_orig_ctx_len(8)
+    for name, value in (rope or {}).items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{family}.rope.{name}", value)
     for name, value in vocabulary.items():
         if isinstance(value, list):
             writer.add_array(f"tokenizer.ggml.{name}", value)

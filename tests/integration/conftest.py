@@ -13,13 +13,20 @@ import numpy as np
 import pytest
 import torch
 from integration.echo_functions import echo_pipelines
-from integration.harness import DEMO_MODELS, MINILM, ROOT, Cluster, free_port
+from integration.harness import DEMO_MODELS, MINILM, ROOT, SEER, Cluster
 from integration.judging import held_out_texts
+from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from unit.deployments.engines.text.test_classifiers import make
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
+from infra.ports import free_port
+from infra.supported.encoders import Row, make_model
+from infra.supported.vision_models import save_tiny, tiny_model
 
 # The demo's adder has no tools. This is its template with them: <tool_call> as Qwen and Hermes have it.
 TOOLS_TEMPLATE = """\
@@ -35,6 +42,15 @@ TOOLS_TEMPLATE = """\
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|assistant|>' }}{% endif %}"""
+RANK_AND_SORT = {
+    "id": "rank-and-sort",
+    "inputs": {"query": "text", "text": "text"},
+    "stages": [
+        {"name": "rank", "model": "ranker", "inputs": {"query": "$query", "text": "$text"}},
+        {"name": "kind", "model": "sorter", "inputs": {"text": "$text"}},
+    ],
+    "outputs": {"score": "$rank", "kinds": "$kind"},
+}
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 
 
@@ -52,7 +68,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def asked() -> dict[str, Any]:
     """Return the questions of all judges, so that answers can be compared. Only what is measured has fixed seeds."""
-    rng = np.random.default_rng()
+    rng = seeded_rng()
     sums = [(first, second) for first in range(10) for second in range(10 - first)]
     digits = [sums[index] for index in np.random.default_rng(0).choice(len(sums), 20, replace=False)]
     return {
@@ -75,7 +91,7 @@ def _config(folder: Path) -> ClusterConfig:
     ports = {"http": {"port": free_port()}, "grpc": {"port": free_port()}}
     demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
     demo["model_roots"] = [str(folder.parent), str(DEMO_MODELS)]  # tests register from folders of their own
-    demo["ingress"] |= {"max_ongoing_requests": 300}
+    demo["ingress"] |= {"max_ongoing_requests": 300, "shared_memory": {}}
     demo["admission"] = {"tenants": {"gold": {"weight": 2}}}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5}
     demo["models"] += [
@@ -86,8 +102,25 @@ def _config(folder: Path) -> ClusterConfig:
         {"id": "adder-tools", "path": str(_adder_with_tools(folder / "adder-tools")), "dtype": "float32"},
         {"id": "texts-short", "path": str(_encoder_for_short_vectors(folder / "texts-short")), "dtype": "float32"},
     ]
-    demo["pipelines"] += echo_pipelines()
+    make(folder / "ranker", "XLMRobertaForSequenceClassification", 1)
+    make(folder / "sorter", "DebertaV2ForSequenceClassification", 3)
+    _sentence_transformer(folder / "sentences")
+    save_tiny(SEER, tiny_model(SEER), folder / "seer")
+    demo["models"] += [{"id": name, "path": str(folder / name)} for name in ("ranker", "sorter", "sentences", "seer")]
+    demo["pipelines"] += [*echo_pipelines(), RANK_AND_SORT]
     return ClusterConfig.model_validate(demo)
+
+
+def _sentence_transformer(folder: Path) -> Path:
+    """An encoder with a layer behind its pooling, and prompts."""
+    make_model(folder / "bert", Row("BertModel"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("HF_HUB_OFFLINE", "1")
+        stages = [Transformer(str(folder / "bert")), Pooling(32, "weightedmean"), Dense(32, 12), Normalize()]
+        prompts = {"query": "alpha beta ", "document": "gamma "}
+        SentenceTransformer(modules=stages, device="cpu", prompts=prompts).save_pretrained(str(folder))
+    shutil.rmtree(folder / "bert")
+    return folder
 
 
 def _truncated_model(folder: Path) -> Path:

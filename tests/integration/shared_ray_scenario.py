@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
+from kit.waiting import wait_until
 from ray.cluster_utils import Cluster
 
-from cluster.actor_names import cluster_key
-from cluster.encodings.actor import connect_shared_encodings
 from cluster.registry.actor import connect_registry, registry_class
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig
@@ -55,16 +52,16 @@ def config(store: Path, address: str) -> ClusterConfig:
 
 def leave_behind(old: ClusterConfig) -> list[str]:
     """Leave as an `up` does that was killed: nobody ends the detached actors."""
-    registry, encodings = connect_registry(old), connect_shared_encodings(cluster_key(old), 2**20)
+    registry = connect_registry(old)
     keeper = ray.get(registry.keeper.remote(ray.get_runtime_context().get_node_id()))
-    ray.get([keeper.stats.remote(), encodings.stats.remote()])
+    ray.get(keeper.stats.remote())
     return actors()
 
 
 def watched(registry: Any, config: ClusterConfig) -> dict[str, Any]:
     """A registry that may have two calls of a sort at once, and twelve who watch it."""
     (first,) = ray.get([registry.watch.remote(0, "", 30.0)], timeout=60)
-    until(lambda: ray.get(registry.list_models.remote(), timeout=30)[0].state == "unavailable")
+    wait_until(lambda: ray.get(registry.list_models.remote(), timeout=30)[0].state == "unavailable")
     now = ray.get(registry.watch.remote(0, "", 30.0), timeout=30)
     watchers = [registry.watch.remote(now.revision, now.epoch, 60.0) for _ in range(12)]
     found = [record.id for _ in range(5) for record in ray.get(registry.list_models.remote(), timeout=30)]
@@ -83,21 +80,21 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     packs.symlink_to("packs")
     registry, node_id = connect_registry(new), ray.get_runtime_context().get_node_id()
     ray.get(registry.__ray_call__.remote(lambda _: look_often()))
-    alone = roles(until(lambda: ray.get(registry.list_models.remote()) and actors()))
+    alone = roles(wait_until(lambda: ray.get(registry.list_models.remote()) and actors()))
     ray.get(registry.keeper.remote(node_id))
 
     def why() -> str:
         nodes = ray.get(registry.residency.remote([], 0, 10))["nodes"]
         return next((node["unreachable"] for node in nodes if "cannot start" in node.get("unreachable", "")), "")
 
-    reason = until(why)
+    reason = wait_until(why)
     packs.unlink()
     packs.mkdir()
 
     def budget_bytes() -> int:
         return next((node.get("budget_bytes", 0) for node in ray.get(registry.residency.remote([], 0, 10))["nodes"]), 0)
 
-    return {"without replicas": alone, "reason": reason, "budget_bytes": until(budget_bytes)}
+    return {"without replicas": alone, "reason": reason, "budget_bytes": wait_until(budget_bytes)}
 
 
 def look_often() -> None:
@@ -113,15 +110,6 @@ def actors() -> list[str]:
 
 def roles(names: list[str]) -> list[str]:
     return [name.split(":")[0] for name in names]
-
-
-def until(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
-        if time.monotonic() > deadline_s:
-            raise TimeoutError("it did not come")
-        time.sleep(0.2)
-    return found
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import ray
 import torch
-from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes, wait_for
+from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes
+from kit.waiting import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -55,12 +56,12 @@ class Admin:
 
     def versions(self) -> dict[str, Any]:
         """Return what is in the store of each model. Whether replicas could attach it is for them to say again."""
-        listed = self.http.get("/v1/models").json()["data"]
+        listed = self.http.get("/v1/models", params={"all": True}).json()["data"]
         return {model["id"]: (model["kind"], model["bytes"], model["base"], model["defaults"]) for model in listed}
 
     def remove_all(self) -> None:
         for id_ in self._registered:
-            wait_for(lambda id_=id_: self._is_removed(id_), f"the end of {id_}")  # type: ignore[misc]
+            wait_until(lambda id_=id_: self._is_removed(id_), f"the end of {id_}")  # type: ignore[misc]
 
     def _is_removed(self, id_: str) -> bool:
         """Remove it. A registry that has just come back may be looking at it again, and says so."""
@@ -105,12 +106,30 @@ def test_a_model_registered_while_the_cluster_runs_is_served(cluster: Cluster, a
     assert admin.text("hot") == stock_text(folder)
     short = admin.http.post("/v1/completions", json={"model": "hot", "prompt": PROMPT, "temperature": 0})
     assert short.json()["usage"]["completion_tokens"] <= 2
-    models = [model.id for model in cluster.openai.models.list()]
+    models = [model.id for model in cluster.openai.models.list(extra_query={"all": True})]
     assert models.index("hot") == len(cluster.config.entries)  # before the pipelines
     assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 200
     assert admin.http.delete("/admin/models/hot", params={"purge": "true"}).json()["orphans"] == []
     assert admin.complete("hot").status_code == 404
     assert "hot" not in WeightStore(cluster.config.store.path).model_names()
+
+
+def test_what_no_engine_runs_is_never_ready_and_everybody_gives_the_same_reason(admin: Admin, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODELS / "adder", tmp_path / "mute", ignore=shutil.ignore_patterns("tokenizer*"))
+    reason = f"{folder}: there is no tokenizer"
+    refused = admin.register(id="mute", path=str(folder))
+    assert (refused.status_code, reason in refused.text) == (422, True)
+    entry = {"id": "mute", "path": str(folder)}
+    assert admin.http.post("/admin/models", json=entry, params={"wait": False}).status_code in (201, 202)
+    wait_until(lambda: admin.http.get("/v1/models/mute").json()["state"] == "unavailable", "the end of its import")
+    load = admin.http.post("/v2/repository/models/mute/load")
+    asked = admin.complete("mute")
+    assert (load.status_code, asked.status_code) == (503, 503)
+    assert reason in load.json()["error"]
+    assert reason in asked.json()["error"]["message"]
+    (listed,) = [model for model in admin.http.post("/v2/repository/index").json() if model["name"] == "mute"]
+    assert listed["state"] == "UNAVAILABLE"
+    assert reason in listed["reason"]
 
 
 def test_a_lora_registered_while_the_cluster_runs_is_used(admin: Admin, tmp_path: Path) -> None:
@@ -148,7 +167,7 @@ def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin
                 adder_version(folder, shift)
                 known.add(newest := stock_text(folder))
                 assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 200
-                wait_for(lambda newest=newest: admin.text("hot") == newest, "the new version")  # type: ignore[misc]
+                wait_until(lambda newest=newest: admin.text("hot") == newest, "the new version")  # type: ignore[misc]
         finally:
             stop.set()
         answers = [answer for one in asking for answer in one.result()]
@@ -176,10 +195,10 @@ def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin
     ],
 )
 def test_bad_admin_requests_say_why(admin: Admin, method: str, path: str, body: Any, status: int, text: str) -> None:
-    before = admin.http.get("/v1/models").json()
+    before = admin.http.get("/v1/models", params={"all": True}).json()
     answer = admin.http.request(method, f"/admin/models{path}", json=body)
     assert (answer.status_code, text in answer.json()["error"]["message"]) == (status, True), answer.text
-    assert admin.http.get("/v1/models").json() == before
+    assert admin.http.get("/v1/models", params={"all": True}).json() == before
 
 
 def test_what_is_prefetched_and_pinned_is_shown(admin: Admin) -> None:
@@ -189,7 +208,7 @@ def test_what_is_prefetched_and_pinned_is_shown(admin: Admin) -> None:
         return found
 
     assert set(admin.http.post("/admin/models/adder/prefetch").json()["nodes"].values()) == {""}
-    wait_for(lambda: resident().get("host_bytes", 0) > 0, "the prefetched model")
+    wait_until(lambda: resident().get("host_bytes", 0) > 0, "the prefetched model")
     assert set(admin.http.post("/admin/models/adder/pin").json()["nodes"].values()) == {""}
     assert resident()["pinned"]
     assert set(admin.http.delete("/admin/models/adder/pin").json()["nodes"].values()) == {""}
@@ -212,7 +231,7 @@ def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
         shown = admin.http.get("/admin/cluster").json()
         return "registry" not in shown and shown["nodes"][0].get("num_extents", 0) > 0
 
-    wait_for(is_back, "the restarted registry")
+    wait_until(is_back, "the restarted registry")
 
     def directory() -> dict[str, Any]:
         """The models of the new registry: the ingress shows what it knew before until it has heard of the new one."""
@@ -220,8 +239,8 @@ def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
 
     pipelines = {pipeline.id for pipeline in cluster.config.pipelines}
     known = {id_: version[:2] for id_, version in before.items() if id_ not in pipelines}
-    wait_for(lambda: directory() == known, "its directory")
-    wait_for(lambda: admin.versions() == before, "its directory")
+    wait_until(lambda: directory() == known, "its directory")
+    wait_until(lambda: admin.versions() == before, "its directory")
     assert admin.text("hot") == expected
     assert admin.register(id="later", path=str(folder), dtype="float32").status_code == 201
 
@@ -238,11 +257,11 @@ def test_requests_whose_worker_is_killed_are_answered_by_another(cluster: Cluste
     expected = [pixels(image(seed)) for seed in range(8)]
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(image, seed) for seed in range(8)]
-        wait_for(lambda: any(worker.get("denoising", 0) for worker in workers()), "the requests' start")
+        wait_until(lambda: any(worker.get("denoising", 0) for worker in workers()), "the requests' start")
         victim = max(replica_processes("worker"), key=lambda process: process.cpu_times().user)
         victim.kill()
         found = [answer.result() for answer in answers]
     assert [answer.status_code for answer in found] == [200] * 8
     for answer, alone in zip(found, expected, strict=True):
         assert np.abs(pixels(answer) - alone).max() <= 1  # of 255: batch-mates may change the last bit of a float
-    wait_for(lambda: sum("denoising" in worker for worker in workers()) == 2, "a worker in its place")
+    wait_until(lambda: sum("denoising" in worker for worker in workers()) == 2, "a worker in its place")

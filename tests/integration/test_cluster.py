@@ -7,7 +7,6 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,11 +16,12 @@ import openai
 import pytest
 import ray
 from integration.harness import Cluster
+from kit.waiting import until, wait_until
 
 from cluster.actor_names import NAMESPACE, registry_name
-from deployments.bench.door_load import Ask, LoadGenerator
 from deployments.bench.figures import percentile
 from deployments.errors import InvalidRequest, UnknownModel
+from infra.bench.door_load import Ask, LoadGenerator
 from weights.store import WeightStore
 
 PROBE_S = 5.0  # on a machine whose cores all make images; behind the images it would be a minute
@@ -32,10 +32,14 @@ def post(cluster: Cluster, path: str, **options: Any) -> httpx.Response:
 
 
 def test_models_are_listed_with_their_state(cluster: Cluster) -> None:
-    models = {model.id: model for model in cluster.openai.models.list()}
+    models = {model.id: model for model in cluster.openai.models.list(extra_query={"all": True})}
     assert list(models) == [*cluster.config.entries, *(pipeline.id for pipeline in cluster.config.pipelines)]
     assert models["digits-flux"].state == "ready"
-    assert models["bold"].kind == "adapter"
+    assert (models["bold"].kind, models["bold"].endpoints) == ("adapter", [])
+    listed = [model.id for model in cluster.openai.models.list()]
+    assert listed == [id_ for id_, model in models.items() if model.endpoints or model.kind is None]
+    assert {"adder", "sum-to-digit", "truncated"} <= {*listed}
+    assert not {"bold", "texts-head"} & {*listed}
     assert cluster.openai.models.retrieve("adder").kind == "llm"
     with pytest.raises(openai.NotFoundError, match="known: digits-flux"):
         cluster.openai.models.retrieve("nope")
@@ -138,11 +142,11 @@ BAD_REQUESTS = [
     ("/v1/images/generations", IMAGE | {"width": 33, "height": 32}, 400, "multiple of 8"),
     ("/v1/images/generations", IMAGE | {"size": "99999x99999"}, 400, "pixels"),
     ("/v1/images/generations", IMAGE | {"guidance_scale": -1}, 400, "guidance_scale"),
-    ("/v1/images/generations", IMAGE | {"seed": -1}, 400, "seed"),
+    ("/v1/images/generations", IMAGE | {"seed": -2}, 400, "seed"),
     ("/v1/images/generations", IMAGE | {"lora": [{"name": "italic"}]}, 404, "known: bold"),
     ("/v1/images/generations", IMAGE | {"model": "digits-sdxl", "lora": [{"name": "bold"}]}, 404, "known: none"),
     ("/v1/images/generations", IMAGE | {"lora": [{"name": "bold"}, {"name": "bold"}]}, 400, "once"),
-    ("/v1/images/generations", IMAGE | {"promt": "x"}, 400, "unknown field"),
+    ("/v1/images/generations", IMAGE | {"lora": [{"name": "bold", "scael": 1}]}, 400, "unknown field"),
     ("/v1/images/generations", IMAGE | {"response_format": "file"}, 400, "b64_json"),
     ("/v1/images/generations", IMAGE | {"model": "adder"}, 400, "does not make images"),
     ("/v1/images/generations", [1, 2], 400, ""),
@@ -203,21 +207,28 @@ def test_a_client_that_leaves_frees_its_place(cluster: Cluster) -> None:
 
     with ThreadPoolExecutor(1) as pool:
         leaving = pool.submit(httpx.post, f"{cluster.url}/v1/images/generations", json=body, timeout=1.0)
-        wait_for(lambda: denoising() > 0, "the request's start")
+        wait_until(lambda: denoising() > 0, "the request's start")
         with pytest.raises(httpx.TimeoutException):
             leaving.result()
-    wait_for(lambda: denoising() == 0, "the end of the abandoned request", timeout_s=2.0)
+    wait_until(lambda: denoising() == 0, "the end of the abandoned request", timeout_s=2.0)
 
 
 def test_metrics_are_prometheus_text(cluster: Cluster) -> None:
     from prometheus_client.parser import text_string_to_metric_families
 
-    def families() -> set[str]:
+    def found() -> dict[str, list[Any]]:
         page = httpx.get(f"{cluster.url}/metrics", timeout=30).text
-        return {family.name for family in text_string_to_metric_families(page)}
+        return {family.name: family.samples for family in text_string_to_metric_families(page)}
 
     assert post(cluster, "/v1/images/generations", json=IMAGE).status_code == 200
-    wait_for(lambda: {"ray_atelier_requests", "ray_atelier_phase_ms"} <= families(), "Atelier's metrics")
+    names = {"ray_atelier_requests", "ray_atelier_phase_ms", "ray_atelier_phase_ms_measured"}
+    wait_until(lambda: names <= found().keys(), "Atelier's metrics")
+    families = found()
+    measured = {tuple(sorted(one.labels.items())): one.value for one in families["ray_atelier_phase_ms_measured"]}
+    sums = [one for one in families["ray_atelier_phase_ms"] if one.name.endswith("_sum")]
+    known = [one for one in sums if tuple(sorted(one.labels.items())) in measured]
+    assert known, "a phase that took some time"
+    assert all(one.value == measured[tuple(sorted(one.labels.items()))] for one in known)
 
 
 def test_the_registry_answers_by_name(cluster: Cluster) -> None:
@@ -225,17 +236,6 @@ def test_the_registry_answers_by_name(cluster: Cluster) -> None:
     statuses = {status.id: status.state for status in ray.get(registry.list_models.remote())}
     assert statuses["digits-flux"] == "ready"
     assert statuses["truncated"] == "unavailable"
-
-
-def wait_for(condition: Any, what: str, timeout_s: float = 40.0) -> None:
-    import threading
-    import time
-
-    deadline = time.monotonic() + timeout_s
-    pause = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not appear within {timeout_s} s"
-        pause.wait(0.5)
 
 
 async def test_probes_answer_beside_more_requests_than_are_taken(cluster: Cluster) -> None:
@@ -248,11 +248,6 @@ async def test_probes_answer_beside_more_requests_than_are_taken(cluster: Cluste
     body = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200}
     timeout = aiohttp.ClientTimeout(total=120)
     async with aiohttp.ClientSession(cluster.url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-
-        async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-            async with asyncio.timeout(60):
-                while not await condition():
-                    await asyncio.sleep(0.05)
 
         async def num_denoising() -> int:
             async with http.get("/admin/cluster") as answer:

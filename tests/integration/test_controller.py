@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from integration.harness import Cluster, wait_for
+from integration.harness import Cluster
+from kit.waiting import wait_until
 
 IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten two", "num_inference_steps": 2, "seed": 5}
 SUM = {"model": "adder", "prompt": "What is 4", "max_tokens": 4, "temperature": 0}
@@ -46,7 +47,7 @@ def test_a_drained_worker_hands_over_and_no_request_fails(http: httpx.Client) ->
     ordered = http.post(f"/admin/workers/{first[:6]}/drain").json()
     try:
         assert ordered["draining"] == [first]
-        wait_for(lambda: decisions(http)["planned"].get("adder") == [second], "a plan without it")
+        wait_until(lambda: decisions(http)["planned"].get("adder") == [second], "a plan without it")
         assert {http.post("/v1/completions", json=SUM).status_code for _ in range(20)} == {200}
     finally:
         assert http.delete(f"/admin/workers/{first}/drain").json()["draining"] == []
@@ -66,8 +67,8 @@ def test_a_controller_that_is_killed_loses_nothing(cluster: Cluster, http: httpx
         try:
             (victim,) = controllers()
             victim.kill()
-            wait_for(lambda: controllers() and victim not in controllers(), "another controller")
-            wait_for(lambda: len(decisions(http)["workers"]) == 2, "its first plan")
+            wait_until(lambda: controllers() and victim not in controllers(), "another controller")
+            wait_until(lambda: len(decisions(http)["workers"]) == 2, "its first plan")
         finally:
             stop.set()
         for one in asking:

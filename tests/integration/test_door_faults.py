@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import random
 import select
 import socket
 import struct
@@ -20,7 +19,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from integration.harness import Cluster, replica_processes, wait_for
+from integration.harness import Cluster, replica_processes
+from kit.seeding import seeded_random
+from kit.waiting import wait_until
 
 HEALTH_S = 2.0  # on two cores that others use, too
 BOUND_S = 15.0  # for an answer, or the end of a connection
@@ -85,7 +86,7 @@ def connections(cluster: Cluster) -> Iterator[Any]:
             return raw
 
         yield connect
-    wait_for(lambda: not work(cluster), "an idle cluster", BOUND_S)
+    wait_until(lambda: not work(cluster), "an idle cluster", BOUND_S)
 
 
 def head(path: str, length: int, headers: Mapping[str, str] | None = None) -> bytes:
@@ -204,7 +205,7 @@ def test_who_does_not_read_holds_up_nobody(cluster: Cluster, connections: Any) -
     for client in clients[4:]:
         client.send(request("/v1/chat/completions", CHAT | {"stream": True}))
     assert_others_are_served(cluster)
-    wait_for(lambda: not work(cluster), "leases that end although nobody reads", BOUND_S)
+    wait_until(lambda: not work(cluster), "leases that end although nobody reads", BOUND_S)
     assert num_ingress_bytes() - before < 256 * 2**20
     for client in clients[4:6]:
         status, stream = client.answer()
@@ -222,7 +223,7 @@ def test_idle_connections_are_cheap(cluster: Cluster, connections: Any) -> None:
     assert_others_are_served(cluster)
     for client in clients:
         client.socket.close()
-    wait_for(lambda: num_open_files() <= before + 20, "files of the ingress that are closed", BOUND_S)
+    wait_until(lambda: num_open_files() <= before + 20, "files of the ingress that are closed", BOUND_S)
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-disconnect-disabled": "?1"}])
@@ -231,15 +232,15 @@ def test_the_work_of_a_client_that_is_gone_ends(cluster: Cluster, connections: A
     clients = [connections() for _ in range(4)]
     for client in clients:
         client.send(request("/v1/images/generations", LONG_IMAGE, headers))
-    wait_for(lambda: work(cluster).get("denoising", 0) == 4, "images in the making", BOUND_S)
+    wait_until(lambda: work(cluster).get("denoising", 0) == 4, "images in the making", BOUND_S)
     for number, client in enumerate(clients):
         client.reset() if number % 2 else client.socket.close()
-    wait_for(lambda: not work(cluster), "an end of their work", 5.0)
+    wait_until(lambda: not work(cluster), "an end of their work", 5.0)
 
 
 @pytest.mark.parametrize("num_rounds", [10, pytest.param(334, marks=pytest.mark.long)])
 def test_random_cancels_leave_nothing(cluster: Cluster, connections: Any, num_rounds: int) -> None:
-    rng = random.Random()
+    rng = seeded_random()
     before = num_open_files()
     bodies = {
         "/v1/chat/completions": CHAT,
@@ -256,8 +257,8 @@ def test_random_cancels_leave_nothing(cluster: Cluster, connections: Any, num_ro
         for client in clients:
             time.sleep(rng.expovariate(200))
             client.reset() if rng.random() < 0.5 else client.socket.close()
-    wait_for(lambda: not work(cluster), "an end of all work", BOUND_S)
-    wait_for(lambda: num_open_files() <= before + 20, "files of the ingress that are closed", BOUND_S)
+    wait_until(lambda: not work(cluster), "an end of all work", BOUND_S)
+    wait_until(lambda: num_open_files() <= before + 20, "files of the ingress that are closed", BOUND_S)
     assert_others_are_served(cluster, 1)
 
 

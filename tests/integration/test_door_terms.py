@@ -116,11 +116,14 @@ def test_a_deadline_that_passes_is_said_in_the_form_of_the_protocol(
                 assert "longer than its time" in problem(answer)
                 continue
             assert answer.status_code == 504, answer.text
-            assert "timeout" in problem(answer) or "not done within" in problem(answer)
+            assert any(words in problem(answer) for words in ("timed out", "timeout", "not done within"))
     with pytest.raises(grpc.RpcError) as late:
         continuation(channel, metadata=[("x-request-timeout-seconds", str(min(timeout_s, 1e-3)))])
-    assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "timeout" in late.value.details()  # the server's word; gRPC's own client has another
+    if late.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:  # the queue knows how long it takes, as above
+        assert "longer" in str(late.value.details())
+    else:
+        assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "timeout" in late.value.details()  # the server's word; gRPC's own client has another
     with pytest.raises(grpc.RpcError) as late:
         continuation(channel, timeout=1e-3)
     assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -20,7 +20,8 @@ import httpx
 import numpy as np
 import pytest
 import ray
-from integration.harness import Cluster, pixels, replica_processes, wait_for
+from integration.harness import Cluster, pixels, replica_processes
+from kit.waiting import wait_until
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from cluster.actor_names import NAMESPACE, cluster_key, keeper_name, registry_name
@@ -127,7 +128,7 @@ class Watched:
 @pytest.fixture
 def watched(cluster: Cluster) -> Iterator[Watched]:
     made = Watched(cluster)
-    wait_for(made.is_whole, "the whole cluster")
+    wait_until(made.is_whole, "the whole cluster")
     yield made
     made.http.close()
 
@@ -147,8 +148,8 @@ def kill(watched: Watched, record_property: Callable[[str, object], None]) -> Ca
             return watched.process_id(victim) != process_id
 
         def recovered() -> None:
-            wait_for(lambda: not alive(process_id), f"the end of the {victim}")
-            wait_for(lambda: succeeds(is_replaced) and watched.is_whole(), f"a {victim} in its place")
+            wait_until(lambda: not alive(process_id), f"the end of the {victim}")
+            wait_until(lambda: succeeds(is_replaced) and watched.is_whole(), f"a {victim} in its place")
             record_property("recovery_ms", round((time.monotonic() - start_s) * 1e3))
 
         return recovered
@@ -190,12 +191,12 @@ def test_a_keeper_killed_at_rest_gets_back_what_replicas_hold_without_reading(
     before = watched.node()
     kill("keeper")()
     # Each replica offers on its own; one worker's extents may all be the other's too, so bytes alone say nothing.
-    wait_for(lambda: watched.node()["holders"] == before["holders"], "every holder's leases")
+    wait_until(lambda: watched.node()["holders"] == before["holders"], "every holder's leases")
     after = watched.node()
     assert after["leased_bytes"] == before["leased_bytes"]
     assert (after["read_bytes"], after["adopted_bytes"]) == (0, before["leased_bytes"])
     assert_equal(watched.answers(), expected)
-    wait_for(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
+    wait_until(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
 
 
 @pytest.mark.faults
@@ -207,12 +208,12 @@ def test_after_a_replica_was_killed_at_rest_another_answers_the_same_and_its_lea
     watched.http.post("/v1/completions", json={"model": "incomplete", "prompt": "x"})  # a new worker preloads it, too
     spare_bytes, read_bytes = watched.unaccounted_bytes(), watched.node()["read_bytes"]
     kill(victim)()
-    wait_for(lambda: len(before - watched.holders()) == 1, "the end of the dead one's leases")
+    wait_until(lambda: len(before - watched.holders()) == 1, "the end of the dead one's leases")
     (dead,) = before - watched.holders()
     assert dead.startswith({"worker": "worker-", "text_encoder": "encoder-"}[victim])
     assert_equal(watched.answers(), expected)
     assert watched.node()["read_bytes"] == read_bytes  # what it had mapped is with the keeper
-    wait_for(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
+    wait_until(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
 
 
 @pytest.mark.parametrize("victim", ["keeper", "registry", "worker", "text_encoder"])
@@ -233,7 +234,7 @@ def test_every_request_is_answered_right_while_a_process_is_killed(
 
     def wait_for_round(what: str) -> None:
         num_before = len(answers)
-        wait_for(lambda: len(answers) >= num_before + 2 * len(QUESTIONS), what)
+        wait_until(lambda: len(answers) >= num_before + 2 * len(QUESTIONS), what)
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         asking = [pool.submit(ask_on, first) for first in range(NUM_CLIENTS)]
@@ -250,5 +251,5 @@ def test_every_request_is_answered_right_while_a_process_is_killed(
     for question, answer in answers:
         assert_close(question, question.read(answer), expected[question])
     if victim in ("worker", "text_encoder"):
-        wait_for(lambda: len(before - watched.holders()) == 1, "the end of the dead one's leases")
-    wait_for(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
+        wait_until(lambda: len(before - watched.holders()) == 1, "the end of the dead one's leases")
+    wait_until(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")

@@ -10,25 +10,26 @@ import os
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from integration.harness import Cluster, wait_for
+from integration.harness import Cluster
+from kit.streams import stream_pieces
+from kit.waiting import until, wait_until
 from PIL import Image
 from ray import serve
 
-from cluster.control.dispatcher import Dispatcher
-from cluster.control.lanes import Ask
+from cluster.admission.demand import Demand
+from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
-from deployments.ingress.asking import WORKER
+from deployments.ingress.demands import WORKER
+from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import RetriedCalls
 from deployments.records import ImageProgress, ImageRequest, ImageResult
-from deployments.services.replica_calls import ReplicaCalls
+from deployments.services.replica_calls import OnPiece, ReplicaCalls
 
 NUM_REQUESTS = 16
 NUM_STEPS = 30
@@ -43,14 +44,16 @@ class RecordedCalls(ReplicaCalls):
         super().__init__(handle)
         self.steps: dict[int, list[list[int]]] = defaultdict(list)
 
-    async def stream_pieces(self, method: str, *arguments: Any, **options: Any) -> AsyncGenerator[Any]:
+    async def receive_stream(self, method: str, *arguments: Any, on_piece: OnPiece, **options: Any) -> None:
         told: list[int] = []
         self.steps[arguments[0].seed].append(told)
-        async with aclosing(super().stream_pieces(method, *arguments, **options)) as pieces:
-            async for piece in pieces:
-                if isinstance(piece, ImageProgress):
-                    told.append(piece.step)
-                yield piece
+
+        async def tell(piece: Any) -> None:
+            if isinstance(piece, ImageProgress):
+                told.append(piece.step)
+            await on_piece(piece)
+
+        await super().receive_stream(method, *arguments, on_piece=tell, **options)
 
 
 def request_of(seed: int) -> ImageRequest:
@@ -68,8 +71,10 @@ def request_of(seed: int) -> ImageRequest:
 
 
 async def images_of(calls: RetriedCalls, seed: int) -> np.ndarray:
-    ask = Ask(WORKER, "digits-flux", 1.0, 1 / NUM_REQUESTS, 1, "default", TIMEOUT_S)
-    async with aclosing(calls.stream_pieces("stream_images", request_of(seed), ask=ask)) as stream:
+    ask = Demand(WORKER, "digits-flux", 1.0, 1 / NUM_REQUESTS, 1, "default", TIMEOUT_S)
+    async with stream_pieces(
+        calls, "stream_images", request_of(seed), demand=ask, resumption=ResumedImages()
+    ) as stream:
         pieces = [piece async for piece in stream]
     assert [piece.step for piece in pieces[:-1]] == list(range(1, NUM_STEPS + 1)), "each step is told once"
     assert isinstance(pieces[-1], ImageResult)
@@ -84,10 +89,10 @@ def workers(cluster: Cluster) -> dict[str, int]:
 
 @pytest.mark.faults
 async def test_sixteen_images_outlive_their_worker(cluster: Cluster) -> None:
-    await asyncio.to_thread(wait_for, lambda: len(workers(cluster)) == 2, "two workers")
+    await asyncio.to_thread(wait_until, lambda: len(workers(cluster)) == 2, "two workers")
     processes = workers(cluster)
     victim, other = processes
-    handle = serve.get_deployment_handle("worker", "atelier")
+    handle = serve.get_deployment_handle("worker", cluster.config.name)
     queue = Dispatcher(AdmissionConfig())
     recorded = RecordedCalls(handle)
     calls = RetriedCalls(recorded, queue, TIMEOUT_S)
@@ -97,9 +102,7 @@ async def test_sixteen_images_outlive_their_worker(cluster: Cluster) -> None:
 
     queue.set_replicas(WORKER, [victim])
     running = [asyncio.create_task(images_of(calls, seed)) for seed in range(NUM_REQUESTS)]
-    async with asyncio.timeout(TIMEOUT_S):
-        while not any(tries[0][-1:] > [5] for tries in recorded.steps.values()):
-            await asyncio.sleep(0)
+    await until(lambda: any(tries[0][-1:] > [5] for tries in recorded.steps.values()))
     queue.set_replicas(WORKER, [other])  # as when the ingress hears of the death
     os.kill(processes[victim], signal.SIGKILL)
     found = await asyncio.gather(*running)
@@ -111,12 +114,12 @@ async def test_sixteen_images_outlive_their_worker(cluster: Cluster) -> None:
     for first, second in interrupted:
         num_again = first[-1] - second[0] + 1 if first else 0
         assert num_again < EVERY_STEPS, "more was done again than what came after the checkpoint"
-    await asyncio.to_thread(wait_for, lambda: len(workers(cluster)) == 2, "a worker in its place")
+    await asyncio.to_thread(wait_until, lambda: len(workers(cluster)) == 2, "a worker in its place")
 
 
 @pytest.mark.faults
 def test_images_do_not_notice_that_all_workers_are_restarted_one_after_the_other(cluster: Cluster) -> None:
-    wait_for(lambda: len(workers(cluster)) == 2, "two workers")
+    wait_until(lambda: len(workers(cluster)) == 2, "two workers")
     body = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 60, "size": "32x32"}
     with httpx.Client(base_url=cluster.url, timeout=TIMEOUT_S) as http, ThreadPoolExecutor(8) as pool:
 
@@ -140,12 +143,12 @@ def test_images_do_not_notice_that_all_workers_are_restarted_one_after_the_other
         asking = [pool.submit(ask_on, seed) for seed in range(8)]
         try:
             for name, process in workers(cluster).items():
-                wait_for(lambda name=name: denoising(name) > 0, "its work", TIMEOUT_S)
+                wait_until(lambda name=name: denoising(name) > 0, "its work", TIMEOUT_S)
                 http.post(f"/admin/workers/{name}/drain").raise_for_status()
-                wait_for(lambda name=name: denoising(name) == 0, "the end of its work", TIMEOUT_S)
+                wait_until(lambda name=name: denoising(name) == 0, "the end of its work", TIMEOUT_S)
                 os.kill(process, signal.SIGKILL)
-                wait_for(lambda name=name: name not in workers(cluster), "its end")
-                wait_for(lambda: len(workers(cluster)) == 2, "a worker in its place", TIMEOUT_S)
+                wait_until(lambda name=name: name not in workers(cluster), "its end")
+                wait_until(lambda: len(workers(cluster)) == 2, "a worker in its place", TIMEOUT_S)
                 http.delete(f"/admin/workers/{name}/drain").raise_for_status()
         finally:
             stop.set()

@@ -12,6 +12,7 @@ from integration.echo_functions import TYPES
 from integration.echo_server import echo_server
 from integration.harness import Cluster
 from integration.judging import Observed, judge
+from kit.seeding import seeded_rng
 
 from deployments.pipelines.records import Datatype
 
@@ -26,7 +27,7 @@ SPOKEN = [
 
 @pytest.fixture(scope="module")
 def echoes(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    seed = int(np.random.default_rng().integers(2**31))
+    seed = int(seeded_rng().integers(2**31))
     with echo_server() as (url, grpc):
         return judge("triton_echo", "protocol", url, grpc, tmp_path_factory.mktemp("echo"), {"seed": seed})
 
@@ -55,7 +56,7 @@ def _draws(rng: np.random.Generator) -> dict[str, Callable[[int], list[Any]]]:
 @pytest.mark.parametrize("pipeline", [name.replace("_", "-") for name in TYPES])
 @pytest.mark.parametrize("num_items", [1, 3])
 def test_pipelines_of_the_cluster_give_back_what_they_got(cluster: Cluster, pipeline: str, num_items: int) -> None:
-    data = _draws(np.random.default_rng())[pipeline](num_items)
+    data = _draws(seeded_rng())[pipeline](num_items)
     answer = httpx.get(f"{cluster.url}/v2/models/{pipeline}", timeout=30)
     assert answer.status_code == 200, answer.text
     (spec,) = answer.json()["inputs"]
@@ -67,7 +68,7 @@ def test_pipelines_of_the_cluster_give_back_what_they_got(cluster: Cluster, pipe
 
 
 def test_a_large_image_passes_a_pipeline(cluster: Cluster) -> None:
-    image = np.random.default_rng().integers(0, 256, (1, 591, 591, 3), dtype=np.uint8)  # a mebibyte
+    image = seeded_rng().integers(0, 256, (1, 591, 591, 3), dtype=np.uint8)  # a mebibyte
     parameters = {"binary_data_size": image.nbytes}
     tensor = {"name": "value", "datatype": "UINT8", "shape": image.shape, "parameters": parameters}
     head = httpx.Request("POST", cluster.url, json={"inputs": [tensor], "parameters": {"binary_data_output": True}})

@@ -147,6 +147,18 @@ def test_node_gets_responses(node: Observed) -> None:
     assert events[-1]["type"] == "response.completed"
 
 
+def test_the_ai_sdk_means_earlier_answers_by_their_ids(node: Observed) -> None:
+    seen = node["ai_sdk.turns"]
+    assert seen["referred"] == seen["whole"]
+    assert seen["whole"][0] == "19."
+
+
+def test_node_follows_on_a_response_and_forgets_it(node: Observed) -> None:
+    seen = node["response.kept"]
+    assert (seen["text"], seen["again"]) == (node["ai_sdk.turns"]["whole"][1], "19.")
+    assert (seen["gone"]["type"], seen["gone"]["status"]) == ("NotFoundError", 404)
+
+
 def test_node_gets_embeddings(node: Observed, cluster: Cluster, asked: dict[str, Any]) -> None:
     answer = cluster.openai.embeddings.create(model="minilm", input=asked["texts"], encoding_format="float")
     ours = np.array([item.embedding for item in answer.data])

@@ -207,11 +207,20 @@ def test_classification_gives_the_highest_scores_with_their_places(observed: Obs
     found = observed[f"{transport}.classification"]
     scores = np.array(found["scores"], np.float32)
     best = np.argsort(-scores, axis=1)[:, :2]
-    cells = [cell.split(":")[:2] for cell in found["cells"]]  # a label may follow
+    cells = [cell.split(":") for cell in found["cells"]]
     assert found["shape"] == [3, 2]
-    assert [int(index) for _, index in cells] == best.reshape(-1).tolist()
+    assert [label for _, _, label in cells[::2]] == found["labels"]  # what the pipeline itself calls the best
+    assert [int(index) for _, index, _ in cells] == best.reshape(-1).tolist()
     expected = np.take_along_axis(scores, best, axis=1).reshape(-1)
-    np.testing.assert_allclose([float(value) for value, _ in cells], expected, atol=1e-5)
+    np.testing.assert_allclose([float(value) for value, _, _ in cells], expected, atol=1e-5)
+
+
+def test_tensors_go_through_shared_memory(observed: Observed, transport: str) -> None:
+    """Over REST the client's connection ends at HAProxy, which tells the replica whose it was."""
+    found = observed[f"{transport}.shared_memory"]
+    np.testing.assert_array_equal(found["scores"], found["by_wire"])
+    assert "both" in found["regions"]
+    assert "no region 'both'" in found["after"]
 
 
 def test_request_id_comes_back(observed: Observed, transport: str) -> None:

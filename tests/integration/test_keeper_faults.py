@@ -91,10 +91,14 @@ def test_an_extent_larger_than_the_staging_memory_goes_through_it_in_pieces(obse
 
 
 def test_storage_is_read_once_for_two_nodes(observed: dict[str, Any]) -> None:
-    """The second takes from the first; what both want at once is read by one; without a registry each reads."""
+    """The second takes from the first; what both want at once is read by one; without a registry each reads.
+
+    A node without the store's folder reads nothing: another one reads for it.
+    """
     found = observed["two_nodes"]
-    assert found["sound"] == [True] * 5
+    assert found["sound"] == [True] * 6
     assert found["sources"] == {"peer": found["model_bytes"]}
+    assert found["without_storage"] == [False, 0, {"peer": found["model_bytes"] * 2 // 3}]
     both_bytes = 2 * found["model_bytes"]
     assert found["read"] == [both_bytes, 0]
     assert found["peer"] == [0, both_bytes]

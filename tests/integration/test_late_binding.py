@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from integration.harness import DEMO_MODELS, Cluster, replica_processes
+from kit.waiting import until
 from safetensors.torch import load_file, save_file
 
 # Half a worker each: two workers start four of them.
@@ -72,13 +72,6 @@ class Queue:
     async def _is_full(self) -> bool:
         """A slow machine refuses the last ones, which could not be done in time."""
         return [*(await self.workers()).values()] == [2, 2] and await self.waiting() >= 4
-
-
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = BOUND_S) -> None:
-    end_s = time.monotonic() + timeout_s
-    while not await condition():
-        assert time.monotonic() < end_s, f"{what} did not come within {timeout_s} s"
-        await asyncio.sleep(0.05)
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 import ray
-from integration.harness import Cluster, run_scenario, wait_for
+from integration.harness import Cluster, run_scenario
+from kit.waiting import wait_until
 from ray import serve
 
 pytestmark = pytest.mark.ray
@@ -58,7 +59,7 @@ def test_nothing_listens_where_nobody_asked_for_it(cluster: Cluster) -> None:
         listening |= {(address.ip.removeprefix("::ffff:"), address.port): process.name() for address in found}
     assert {name for (ip, _), name in listening.items() if ip != "127.0.0.1"} == set()
     assert listening["127.0.0.1", cluster.config.http.port] == "haproxy"
-    assert "ray::ServeReplica:atelier:ingress" in {
+    assert "ray::ServeReplica:integration:ingress" in {
         name for (_, port), name in listening.items() if 30000 <= port < 32768
     }
 
@@ -69,7 +70,7 @@ def test_haproxy_that_was_killed_is_back_before_clients_give_up(cluster: Cluster
     client = cluster.openai.with_options(max_retries=2)  # as OpenAI's client does unless told otherwise
     for _ in range(5):
         assert "19" in client.chat.completions.create(**CHAT).choices[0].message.content
-    wait_for(lambda: [process.pid for process in haproxies()] not in ([], [before.pid]), "another HAProxy")
+    wait_until(lambda: [process.pid for process in haproxies()] not in ([], [before.pid]), "another HAProxy")
 
 
 def test_connections_are_kept(cluster: Cluster) -> None:
@@ -100,9 +101,11 @@ def test_handles_work_outside_an_event_loop_in_the_driver_and_in_tasks(cluster: 
     """The switches of Serve's actors reach no other process."""
     assert len(cluster.handle.embed.remote({"model": "digits-clip", "input": ["x"]}).result().embeddings) == 1
 
+    name = cluster.config.name
+
     @ray.remote(num_cpus=0)
     def ask() -> tuple[int, list[str]]:
-        handle = serve.get_app_handle("atelier")
+        handle = serve.get_app_handle(name)
         result = handle.embed.remote({"model": "digits-clip", "input": ["x"]}).result(timeout_s=60)
         return len(result.embeddings), [name for name in os.environ if name.startswith("RAY_SERVE_")]
 

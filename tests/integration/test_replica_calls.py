@@ -1,33 +1,43 @@
-"""Calls over handles of real Serve: who leaves ends the work, and no replica is an answer."""
+"""Calls over handles of real Serve: who leaves ends the work, no replica is an answer, equal texts are encoded once."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import torch
 from integration.harness import Cluster
+from kit.streams import stream_pieces
+from kit.waiting import until
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import ReplicaUnavailableError
 
+from cluster.ray_seam.handles import BY_GRPC
+from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
+from cluster.ray_seam.replica_watch import watch_replicas
+from cluster.ray_seam.serve_control import ServeReplicas
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
-from deployments.services import replica_calls
 from deployments.services.deadlines import Deadline
-from deployments.services.placed_router import CLASS as PLACED_ROUTER
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.services.replica_watch import watch_replicas
 from deployments.tasks import shared_task
+from deployments.text.cache import EncodingCache, EncodingKey
+from deployments.text.client import TextEncoderClient
+from deployments.text.requests import ConditioningRequest
 
 pytestmark = pytest.mark.ray
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # Ray's workers cannot import tests
 
 APP, NAME = "replica-calls", "Working"
+ENCODERS = "encoders"
 LONG_S = 60.0
 NUM_AT_ONCE = 16
 
@@ -131,21 +141,22 @@ def application(cluster: Cluster, slow: Any, folder: Path) -> Iterator[Any]:
 @pytest.fixture
 async def handle(application: Any, slow: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The handle. Calls go by gRPC, as between replicas behind HAProxy; "actor": as behind Serve's own proxy."""
-    monkeypatch.setattr(replica_calls, "RAY_SERVE_USE_GRPC_BY_DEFAULT", getattr(request, "param", "grpc") == "grpc")
+    monkeypatch.setenv(BY_GRPC, "1" if getattr(request, "param", "grpc") == "grpc" else "0")
     await slow.begin_anew.remote()
     await application.begin_anew.remote()
     return application
 
 
-async def until(handle: Any, what: str, number: int) -> None:
-    async with asyncio.timeout(30):
-        while (await handle.seen.remote())[what] != number:
-            await asyncio.sleep(0.01)
+async def until_seen(handle: Any, what: str, number: int) -> None:
+    async def is_seen() -> bool:
+        return bool((await handle.seen.remote())[what] == number)
+
+    await until(is_seen)
 
 
 async def cancelled(calls: ReplicaCalls, handle: Any) -> None:
     asking = asyncio.create_task(calls.call("work", 1, deadline=Deadline(LONG_S)))
-    await until(handle, "begun", 1)
+    await until_seen(handle, "begun", 1)
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asking
@@ -154,20 +165,20 @@ async def cancelled(calls: ReplicaCalls, handle: Any) -> None:
 async def out_of_time(calls: ReplicaCalls, handle: Any) -> None:
     with pytest.raises(DeadlineExceeded):
         await calls.call("work", 1, deadline=Deadline(1.0))
-    await until(handle, "begun", 1)
+    await until_seen(handle, "begun", 1)
 
 
 async def closed_early(calls: ReplicaCalls, handle: Any) -> None:
-    async with aclosing(calls.stream_pieces("pieces", 9, deadline=Deadline(LONG_S))) as pieces:
+    async with stream_pieces(calls, "pieces", 9, deadline=Deadline(LONG_S)) as pieces:
         assert await anext(pieces) == 0
-        await until(handle, "begun", 1)
+        await until_seen(handle, "begun", 1)
 
 
 @pytest.mark.parametrize("handle", ["grpc", "actor"], indirect=True)
 @pytest.mark.parametrize("leave", [cancelled, out_of_time, closed_early])
 async def test_who_leaves_ends_the_work_in_the_replica(handle: Any, leave: Callable[..., Any]) -> None:
     await leave(ReplicaCalls(handle), handle)
-    await until(handle, "cancelled", 1)
+    await until_seen(handle, "cancelled", 1)
 
 
 async def test_an_error_of_the_replica_leaves_as_itself(handle: Any) -> None:
@@ -179,9 +190,9 @@ async def test_an_error_of_the_replica_leaves_as_itself(handle: Any) -> None:
 async def test_what_others_joined_goes_on_when_its_first_caller_leaves(handle: Any, slow: Any) -> None:
     calls = ReplicaCalls(handle)
     first = asyncio.create_task(calls.call("shared", deadline=Deadline(LONG_S)))
-    await until(handle, "begun", 1)
+    await until_seen(handle, "begun", 1)
     second = asyncio.create_task(calls.call("shared", deadline=Deadline(LONG_S)))
-    await until(handle, "begun", 2)
+    await until_seen(handle, "begun", 2)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -244,3 +255,137 @@ async def test_no_replica_is_an_answer_and_one_that_starts_is_waited_for(handle:
         await calls.call("die", deadline=Deadline(LONG_S))
     with pytest.raises(NoReplica, match="the weights are nowhere to be found"):
         await calls.call("seen", deadline=Deadline(LONG_S))
+
+
+# Equal texts
+
+
+@ray.remote(num_cpus=0)
+class Computations:
+    """The record of what encoders compute, and where: it lasts until it is let go."""
+
+    def __init__(self) -> None:
+        self._begun: list[tuple[str, str]] = []
+        self._gate = asyncio.Event()
+        self._gate.set()
+
+    async def compute(self, text: str, replica: str) -> None:
+        self._begun.append((text, replica))
+        await self._gate.wait()
+
+    async def replicas_of(self, text: str) -> list[str]:
+        return [replica for begun, replica in self._begun if begun == text]
+
+    async def hold(self) -> None:
+        self._gate.clear()
+
+    async def let_go(self) -> None:
+        self._gate.set()
+
+
+class Encoding:
+    """A text encoder's half that matters here: its cache."""
+
+    async def __init__(self, computations: Any) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._computations = computations
+        self._cache = EncodingCache(2**24)
+        self._name = serve.get_replica_context().replica_id.unique_id
+
+    async def condition(self, request: ConditioningRequest) -> str:
+        """Return where the text's encoding came from."""
+
+        async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
+            await self._computations.compute.remote(request.prompt, self._name)
+            return [{"hidden": torch.ones(8)} for _ in keys]
+
+        key = EncodingKey("m", "float32", "none", tuple(request.prompt.encode()))
+        return (await self._cache.get_all([key], compute_many))[key].source
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+class Encoders:
+    """An application of encoders, and a worker's client of it."""
+
+    def __init__(self, computations: Any) -> None:
+        self.computations = computations
+        self.names: frozenset[str] = frozenset()
+        deployment = serve.deployment(Encoding).options(
+            num_replicas=2,
+            ray_actor_options={"num_cpus": 0},
+            graceful_shutdown_wait_loop_s=0.1,
+            max_ongoing_requests=2048,
+            request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),
+        )
+        app = deployment.bind(self.computations)
+        (handle,) = serve.run_many(
+            [serve.RunTarget(app, name=ENCODERS, route_prefix=None, external_scaler_enabled=True)]
+        )
+        watch_replicas(handle, self._note_names)
+        self.calls = ReplicaCalls(handle)
+        self._client = TextEncoderClient(self.calls, LONG_S)
+
+    async def add_one(self) -> None:
+        await ServeReplicas(ENCODERS, "Encoding").set_target(3)
+        await self.until_there_are(3)
+
+    async def ask(self, text: str) -> str:
+        return str(await self._client.condition(ConditioningRequest("m", text, None, False, None)))
+
+    async def until_there_are(self, number: int) -> None:
+        await until(lambda: len(self.names) == number)
+
+    async def kill(self, name: str) -> None:
+        async def place() -> str:
+            return name
+
+        # Over gRPC the end of the connection may be seen first, and the replica be gone when it is asked again.
+        with pytest.raises((ray.exceptions.RayActorError, ReplicaUnavailableError)):
+            await self.calls.call("die", deadline=Deadline(LONG_S), place=place())
+
+    def _note_names(self, names: frozenset[str]) -> None:
+        self.names = names
+
+
+@pytest.fixture
+async def encoders(cluster: Cluster) -> AsyncIterator[Encoders]:
+    made = await asyncio.to_thread(Encoders, Computations.remote())
+    await made.until_there_are(2)
+    yield made
+    await asyncio.to_thread(serve.delete, ENCODERS)
+
+
+@pytest.mark.parametrize("change", ["none", "one more", "one less", "its own dies"])
+async def test_a_thousand_equal_texts_are_encoded_once(encoders: Encoders, change: str) -> None:
+    """Also while a replica is added or killed; of one that dies with them, they are the next one's."""
+    text, computations = uuid.uuid4().hex, encoders.computations
+    await computations.hold.remote()
+    asking = [asyncio.create_task(encoders.ask(text)) for _ in range(900)]
+    async with asyncio.timeout(30):
+        while not await computations.replicas_of.remote(text):
+            await asyncio.sleep(0.02)
+    (first,) = await computations.replicas_of.remote(text)
+    if change == "one more":
+        await encoders.add_one()
+    elif change != "none":
+        (other,) = encoders.names - {first}
+        await encoders.kill(first if change == "its own dies" else other)
+    asking += [asyncio.create_task(encoders.ask(text)) for _ in range(100)]
+    await computations.let_go.remote()
+    async with asyncio.timeout(60):
+        sources = Counter(await asyncio.gather(*asking))
+    replicas = await computations.replicas_of.remote(text)
+    assert len(replicas) == len(set(replicas)) == (2 if change == "its own dies" else 1)
+    assert sources["computed"] == 1
+    assert sources.total() == 1000
+
+
+async def test_most_texts_are_found_again_after_a_change_of_replicas(encoders: Encoders) -> None:
+    """(n - 1) / n of them at the least, where n is 2; two thirds are expected."""
+    texts = [uuid.uuid4().hex for _ in range(120)]
+    assert {await encoders.ask(text) for text in texts} == {"computed"}
+    assert {await encoders.ask(text) for text in texts} == {"local"}
+    await encoders.add_one()
+    sources = Counter([await encoders.ask(text) for text in texts])
+    assert 60 <= sources["local"] < 120, sources

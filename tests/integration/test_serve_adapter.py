@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 from integration.harness import Cluster
+from kit.waiting import until
 from ray import serve
 
 from configs.batching import BatchingConfig
@@ -60,15 +61,14 @@ def handle(cluster: Cluster) -> Iterator[Any]:
 
 
 async def until_running(handle: Any) -> None:
-    async with asyncio.timeout(30):
-        while not await handle.num_running.remote():
-            await asyncio.sleep(0.01)
+    await until(handle.num_running.remote)
 
 
 async def until_queued(handle: Any, number: int) -> None:
-    async with asyncio.timeout(30):
-        while await handle.num_queued.remote() != number:
-            await asyncio.sleep(0.01)
+    async def are_queued() -> bool:
+        return bool(await handle.num_queued.remote() == number)
+
+    await until(are_queued)
 
 
 async def test_late_requests_join_and_errors_and_cancels_are_for_one(handle: Any) -> None:

@@ -20,7 +20,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_what_a_killed_up_has_left_is_gone_before_the_next_one_begins_and_nothing_stays_after(
     observed: dict[str, Any],
 ) -> None:
-    assert observed["killed"] == ["encodings", "keeper", "registry"]
+    assert observed["killed"] == ["keeper", "registry"]
     assert observed["at start"] == observed["at end"] == []
 
 

@@ -1,14 +1,17 @@
-// Observations of OpenAI's client for JavaScript of the cluster: node openai_node.cjs HTTP_URL GRPC_ADDRESS FOLDER,
-// with NODE_PATH where the client is. It writes what observing.py writes, and judges nothing.
+// Observations of the cluster by OpenAI's client for JavaScript and by Vercel's AI SDK: node openai_node.cjs HTTP_URL GRPC_ADDRESS FOLDER,
+// with NODE_PATH where the clients are. It writes what observing.py writes, and judges nothing.
 "use strict";
 
 const fs = require("node:fs");
 const path = require("node:path");
+const { createOpenAI } = require("@ai-sdk/openai");
+const { generateText, streamText } = require("ai");
 const { OpenAI, toFile } = require("openai");
 
 const [url, , folder] = process.argv.slice(2);
 const asked = JSON.parse(fs.readFileSync(path.join(folder, "asked.json"), "utf8"));
 const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0 });
+const sdk = createOpenAI({ baseURL: `${url}/v1`, apiKey: "none" }); // its default: /v1/responses, answers by their ids
 const messages = [{ role: "user", content: asked.sum }];
 const chat = { model: "adder", messages, temperature: 0 };
 const image = { model: "digits-flux", ...asked.image };
@@ -144,6 +147,31 @@ const observations = {
   response: async () => await client.responses.create({ model: "adder", input: asked.sum, temperature: 0 }),
   "response.stream": async () =>
     await read(await client.responses.create({ model: "adder", input: asked.sum, temperature: 0, stream: true })),
+  // Three turns, beside the same ones with all that was said in each.
+  "ai_sdk.turns": async () => {
+    const options = { model: sdk("adder"), temperature: 0, maxOutputTokens: 8, maxRetries: 0 };
+    const turns = [...messages];
+    const plain = [...messages];
+    const found = { referred: [], whole: [] };
+    for (let turn = 0; turn < 3; turn++) {
+      const answer = turn < 2 ? await generateText({ ...options, messages: turns }) : streamText({ ...options, messages: turns });
+      found.referred.push(await answer.text);
+      const { choices } = await client.chat.completions.create({ ...chat, messages: plain, max_tokens: 8 });
+      found.whole.push(choices[0].message.content);
+      turns.push(...(await answer.response).messages, ...messages);
+      plain.push({ role: "assistant", content: choices[0].message.content }, ...messages);
+    }
+    return found;
+  },
+  "response.kept": async () => {
+    const first = await client.responses.create({ model: "adder", input: asked.sum, temperature: 0 });
+    const options = { model: "adder", input: asked.sum, temperature: 0, max_output_tokens: 8 };
+    const second = await client.responses.create({ ...options, previous_response_id: first.id });
+    const again = await client.responses.retrieve(first.id);
+    await client.responses.delete(first.id);
+    const { output_text: text } = second;
+    return { text, again: again.output_text, gone: await refusal(() => client.responses.retrieve(first.id)) };
+  },
   "error.bad_request": () => refusal(() => client.chat.completions.create({ ...chat, temperature: 9 })),
   "error.not_found": () => refusal(() => client.chat.completions.create({ ...chat, model: "gpt-9" })),
   "error.not_an_image": async () => {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import tritonclient.utils.shared_memory as shm
 from observing import error_text, place, write
 from triton_clients import Grpc, Http, decoded, texts
 from tritonclient.utils import InferenceServerException
@@ -45,6 +47,7 @@ def of_both(client: Client) -> Iterator[Observation]:
     yield "labels", lambda: _labels(client)
     yield "by_hand", lambda: _by_hand(client)
     yield "classification", lambda: _classification(client)
+    yield "shared_memory", lambda: _shared_memory(client)
     yield "request_id", lambda: _request_id(client)
     yield "priority", lambda: decoded(_chat(client, [ASKED["sum"]], priority=1).as_numpy("text_output"))
     yield "roomy_timeout", lambda: decoded(_chat(client, [ASKED["sum"]], timeout=60_000_000).as_numpy("text_output"))
@@ -151,7 +154,30 @@ def _classification(client: Client) -> dict[str, Any]:
     answer = client.infer("text-classifier", inputs, wishes=[client.wish("scores", classes=2), client.wish("label")])
     scores = client.infer("text-classifier", inputs, ["scores"]).as_numpy("scores")
     found = answer.as_numpy("scores")
-    return {"cells": decoded(found), "shape": list(found.shape), "scores": scores}
+    labels = decoded(answer.as_numpy("label"))
+    return {"cells": decoded(found), "shape": list(found.shape), "scores": scores, "labels": labels}
+
+
+def _shared_memory(client: Client) -> dict[str, Any]:
+    """Ask a head with features in one region and its scores in another, beside the same by the wire."""
+    features = client.infer("texts-bert", {"text": texts(*ASKED["kinds"][:8])}).as_numpy("embedding")
+    by_wire = client.infer("texts-head", {"features": features}, ["scores"]).as_numpy("scores")
+    raw, key = client.client, f"atelier_{client.name}_{os.getpid()}"
+    region = shm.create_shared_memory_region("both", f"/{key}", features.nbytes + by_wire.nbytes)
+    try:
+        shm.set_shared_memory_region(region, [features])
+        raw.register_system_shared_memory("both", f"/{key}", features.nbytes + by_wire.nbytes)
+        tensor = client.tensor("features", features)
+        tensor.set_shared_memory("both", features.nbytes)
+        wish = client.wish("scores")
+        wish.set_shared_memory("both", by_wire.nbytes, features.nbytes)
+        raw.infer("texts-head", [tensor], outputs=[wish])
+        scores = shm.get_contents_as_numpy(region, np.float32, by_wire.shape, features.nbytes)
+        found = {"scores": scores.copy(), "by_wire": by_wire, "regions": str(raw.get_system_shared_memory_status())}
+        raw.unregister_system_shared_memory("both")
+        return found | {"after": error_text(lambda: raw.infer("texts-head", [tensor], outputs=[wish]))}
+    finally:
+        shm.destroy_shared_memory_region(region)
 
 
 def _request_id(client: Client) -> str:

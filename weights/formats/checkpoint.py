@@ -9,27 +9,59 @@ KuiperLLama `.bin`, and torch's pickles for who asks. Symlinks are followed, as 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weights.errors import AdapterError, FormatError
-from weights.formats import dense_head
+from weights.formats import classifier, dense_head
 from weights.formats.folder import files_below
+from weights.formats.fused_rows import split_rows
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.kuiper import read_kuiper
-from weights.formats.lora import is_kohya, read_lora_configs
-from weights.formats.peft import PEFT_CLASS, PEFT_CONFIG, PEFT_FILE, check_peft_base, peft_targets, read_peft_config
+from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, is_words_file
+from weights.formats.lora import is_lora, read_lora_configs
+from weights.formats.peft import (
+    PEFT_CLASS,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    LoraBase,
+    check_peft_base,
+    is_peft,
+    peft_targets,
+    read_peft_config,
+)
+from weights.formats.published_quantization import read_quantized
 from weights.formats.safetensors import read_header
+from weights.formats.sentence_stages import read_stages
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
-from weights.formats.weight_files import LORA_FILE, is_plain_name, read_json, safetensors_files, torch_files
-from weights.manifest import Manifest, ModelKind, WeightFormat
+from weights.formats.weight_files import (
+    LORA_FILE,
+    check_index,
+    is_plain_name,
+    read_json,
+    safetensors_files,
+    torch_files,
+)
+from weights.manifest import ModelKind, WeightFormat
 
+if TYPE_CHECKING:
+    from weights.base_pipeline import BasePipeline
+
+_CONFIG = "config.json"
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
-SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken"})
+SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm", ".codes"})
+# Ends of the names of classes that have no weights, or none that are needed to serve a pipeline.
+_WEIGHTLESS = (
+    *("Tokenizer", "TokenizerFast", "TokenizersBackend", "SentencePieceBackend", "Scheduler", "Processor"),
+    *("ProcessorFast", "FeatureExtractor", "Guidance", "SafetyChecker"),
+)
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # ends of their class names
+_SEEING_MODELS = "ForConditionalGeneration"  # of those that see too, where the config has a vision tower
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 
 
@@ -77,7 +109,8 @@ class Checkpoint:
     """A recognised folder or file. `class_name` is the pipeline class, or the architecture of a single model.
 
     `headers` are files that the skeleton gets beside those of the folder: what a weight file holds besides tensors
-    and what it takes to write the file again.
+    and what it takes to write the file again, or a config.json in the place of the folder's own. `skeleton` is the
+    folder of a single file's configs and tokenizers: those of the pipeline that it is like.
     """
 
     path: Path
@@ -85,10 +118,23 @@ class Checkpoint:
     class_name: str | None
     components: tuple[SourceComponent, ...]
     headers: Mapping[str, bytes] = field(default_factory=dict)
+    skeleton: Path | None = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config.json of a folder, as the skeleton has it. Raises FormatError."""
+        changed = self.headers.get(_CONFIG)
+        found: dict[str, Any] = read_json(self.root / _CONFIG) if changed is None else json.loads(changed)
+        return found
+
+    @property
+    def root(self) -> Path:
+        """Folder of the configs and tokenizers: `skeleton`, or the checkpoint's own."""
+        return self.skeleton or (self.path if self.path.is_dir() else self.path.parent)
 
     def skeleton_files(self) -> Iterator[Path]:
         """Yield all files needed beside the weights: configs, tokenizers, templates. Relative paths."""
-        return skeleton_files(self.path)
+        return skeleton_files(self.skeleton or self.path)
 
 
 def skeleton_files(folder: Path) -> Iterator[Path]:
@@ -100,14 +146,36 @@ def skeleton_files(folder: Path) -> Iterator[Path]:
             yield file
 
 
-def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bool = False) -> Checkpoint:
+def read_checkpoint(
+    path: Path,
+    *,
+    component: str | None = None,
+    allow_torch: bool = False,
+    like: BasePipeline | None = None,
+    vae: Path | None = None,
+) -> Checkpoint:
     """Recognise the folder or file and read every header. `component` keeps one component of a pipeline only.
 
-    `allow_torch` also reads torch's pickles (no code in them is run), where there are no safetensors.
+    `like` is the pipeline that a single file is of (in GGUF: its denoiser), whose configs and tokenizers it takes.
+    `vae` takes the place of the pipeline's own. `allow_torch` also reads torch's pickles (no code in them is run),
+    where there are no safetensors.
     Raises FormatError: nothing there, unknown layout, a file that its header does not fit; AdapterError for a LoRA
     whose metadata cannot be used.
     """
+    if vae is not None:
+        found: Checkpoint = importlib.import_module("weights.formats.own_vae").with_vae(
+            read_checkpoint(path, allow_torch=allow_torch, like=like), vae
+        )
+        return _only(found, component)
     layout = recognise(path)
+    if like is not None:
+        if layout != "file" or path.suffix not in (".safetensors", ".gguf"):
+            what = f"a file of {path.suffix!r}" if layout == "file" else f"a folder in the layout of {layout}"
+            raise FormatError(f"{path}: {what}; `like` is for a single .safetensors or .gguf file")
+        # By name: they take torch and diffusers, which the control plane does without.
+        form = "gguf_denoiser" if path.suffix == ".gguf" else "single_file"
+        whole: Checkpoint = getattr(importlib.import_module(f"weights.formats.{form}"), f"read_{form}")(path, like)
+        return _only(whole, component)
     if layout == "diffusers":
         return _diffusers(path, component, allow_torch)
     if component is not None:
@@ -116,7 +184,7 @@ def read_checkpoint(path: Path, *, component: str | None = None, allow_torch: bo
         case "file":
             return _single_file(path, allow_torch)
         case "adapter":
-            return _adapter(path / LORA_FILE)
+            return _adapter(path / LORA_FILE) if (path / LORA_FILE).is_file() else _words(path / WORDS_FILE)
         case "peft":
             return _peft(path)
         case "transformers":
@@ -137,7 +205,7 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "peft", "tr
             raise FormatError(f"{path}: no such folder or file")
         if (path / "model_index.json").is_file():
             return "diffusers"
-        if (path / LORA_FILE).is_file():
+        if (path / LORA_FILE).is_file() or (path / WORDS_FILE).is_file():
             return "adapter"
         if (path / PEFT_CONFIG).is_file() and ((path / PEFT_FILE).is_file() or not safetensors_files(path)):
             return "peft"
@@ -145,15 +213,18 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "peft", "tr
             return "transformers"
         if folder_files(path):
             return "gguf"
+        snapshots = sorted(entry.name for entry in path.glob("snapshots/*"))[:3]
     except OSError as error:
         raise FormatError(f"{path}: {error.strerror or error}") from error
+    if snapshots:
+        raise FormatError(f"{path}: a hub's cache; name a snapshot in it, such as {path / 'snapshots' / snapshots[-1]}")
     raise FormatError(
         f"{path}: unknown layout; expected model_index.json (diffusers), config.json (transformers), {LORA_FILE}, "
         f"{PEFT_CONFIG} (PEFT), one GGUF model, or the name of a single file"
     )
 
 
-def check_lora_base(lora: Checkpoint, base: Manifest) -> None:
+def check_lora_base(lora: Checkpoint, base: LoraBase) -> None:
     """Check that a LoRA is for models of the base's kind, and as far as the headers tell for this one.
 
     Raises AdapterError naming the base, and the layer that it does not have. Anything but a LoRA passes.
@@ -168,27 +239,66 @@ def check_lora_base(lora: Checkpoint, base: Manifest) -> None:
         check_peft_base(lora.path, peft_targets(lora.path, shapes), base)
 
 
-def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
-    index = read_json(path / "model_index.json")
-    components = []
-    for name, value in index.items():
+def weighted_parts(folder: Path) -> dict[str, tuple[str, str]]:
+    """Return library and class of those parts of a pipeline's folder that may have weights. Raises FormatError."""
+    parts = _pipeline_parts(folder)
+    return {name: part for name, part in parts.items() if not part[1].endswith(_WEIGHTLESS)}
+
+
+def read_pipeline_parts(folder: Path, *, allow_torch: bool = False) -> dict[str, SourceComponent]:
+    """Read the headers of those components of a pipeline's folder that have weights. Raises FormatError."""
+    found = {
+        name: read_component(folder / name, name, library, class_name, name, allow_torch)
+        for name, (library, class_name) in _pipeline_parts(folder).items()
+    }
+    return {name: part for name, part in found.items() if part is not None}
+
+
+def _pipeline_parts(folder: Path) -> dict[str, tuple[str, str]]:
+    parts = {}
+    for name, value in read_json(folder / "model_index.json").items():
         if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
             continue
         if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
-            raise FormatError(f"{path / 'model_index.json'}: component {shown(name)} is not a plain name")
-        # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
-        part = _component(path / name, name, str(value[0]), str(value[1]), name, allow_torch)
-        if part is not None:
-            components.append(part)
-    if only is None:
-        if not components:
-            raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
-        return Checkpoint(path, "diffusion", str(index.get("_class_name")), tuple(components))
-    chosen = [component for component in components if component.name == only]
+            raise FormatError(f"{folder / 'model_index.json'}: component {shown(name)} is not a plain name")
+        parts[name] = str(value[0]), str(value[1])
+    return parts
+
+
+def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
+    # Tokenizers and solvers have a folder as well, but no weights: they belong to the skeleton.
+    components = read_pipeline_parts(path, allow_torch=allow_torch)
+    for name, (_, class_name) in _pipeline_parts(path).items():
+        if only is None and name not in components and _needs_weights(path / name, class_name):
+            raise FormatError(
+                f"{path / name}: no weights of component {name!r}, a {shown(class_name)} (a file that was not copied? "
+                "what a pipeline does without is [null, null] in its model_index.json)"
+            )
+    if only is None and not components:
+        raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
+    class_name = str(read_json(path / "model_index.json").get("_class_name"))
+    return _only(Checkpoint(path, "diffusion", class_name, tuple(components.values())), only)
+
+
+def _only(pipeline: Checkpoint, component: str | None) -> Checkpoint:
+    """Return the pipeline, or one component of it as a model of its own. Raises FormatError for one that it lacks."""
+    if component is None:
+        return pipeline
+    chosen = tuple(part for part in pipeline.components if part.name == component)
     if not chosen:
-        known = ", ".join(component.name for component in components)
-        raise FormatError(f"{path}: no component {only!r} with weights (known: {known})")
-    return Checkpoint(path, "embedding", chosen[0].class_name, tuple(chosen))
+        known = ", ".join(part.name for part in pipeline.components)
+        raise FormatError(f"{pipeline.path}: no component {component!r} with weights (known: {known})")
+    return replace(pipeline, kind="embedding", class_name=chosen[0].class_name, components=chosen)
+
+
+def _needs_weights(folder: Path, class_name: str) -> bool:
+    """Return True for a model without weights: config.json says that it is one, or nothing at all is there."""
+    if class_name.endswith(_WEIGHTLESS):
+        return False
+    try:
+        return (folder / "config.json").is_file() or not folder.is_dir() or not any(folder.iterdir())
+    except OSError as error:
+        raise FormatError(f"{folder}: {error.strerror or error}") from error
 
 
 def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
@@ -201,19 +311,33 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
         raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")
-    kind: ModelKind = "llm" if str(class_name).endswith("ForCausalLM") else "embedding"
-    model = _component(path, "model", "transformers", class_name, ".", allow_torch)
+    sees = str(class_name).endswith(_SEEING_MODELS) and isinstance(config.get("vision_config"), dict)
+    kind: ModelKind = "llm" if sees or str(class_name).endswith(_LANGUAGE_MODELS) else "embedding"
+    if str(class_name).endswith(classifier.SUFFIX):
+        is_ranking = len(classifier.read_labels(config, path / "config.json")) == 1
+        kind = "reranker" if is_ranking else "classifier"
+    model = read_component(path, "model", "transformers", class_name, ".", allow_torch)
     if model is None and (file := _kuiper_file(path)):
         kuiper = read_kuiper(file)
         model = SourceComponent("model", "kuiper", class_name, ".", dict(kuiper.tensors), {}, (file.name,), "kuiper")
         return Checkpoint(path, "llm", class_name, (model,), {f"{file.name}.header": kuiper.raw})
     if model is None:
         raise FormatError(f"{path}: no safetensors weights beside config.json (model.safetensors or its shards)")
-    return Checkpoint(path, kind, class_name, (model,))
+    if kind == "llm" and (plain := read_quantized(path, config, str(class_name), model.tensors)):
+        return Checkpoint(path, kind, class_name, (replace(model, tensors=plain.tensors),), {_CONFIG: plain.config})
+    model = replace(model, tensors=split_rows(str(config.get("model_type")), model.tensors))
+    return Checkpoint(path, kind, class_name, (model, *_dense_stages(path, allow_torch, kind)))
+
+
+def _dense_stages(path: Path, allow_torch: bool, kind: ModelKind) -> Iterator[SourceComponent]:
+    """Yield the Dense layers that an embedding model of sentence-transformers has behind its pooling."""
+    for stage in (read_stages(path) or ()) if kind == "embedding" else ():
+        if stage.name == dense_head.CLASS_NAME:
+            yield _dense_component(path / stage.folder, stage.folder, stage.folder, allow_torch)
 
 
 def _controlnet(path: Path, class_name: str, allow_torch: bool) -> Checkpoint:
-    net = _component(path, "controlnet", "diffusers", class_name, ".", allow_torch)
+    net = read_component(path, "controlnet", "diffusers", class_name, ".", allow_torch)
     if net is None:
         raise FormatError(f"{path}: no safetensors weights beside the config.json of a {class_name}")
     return Checkpoint(path, "controlnet", class_name, (net,))
@@ -226,13 +350,18 @@ def _kuiper_file(folder: Path) -> Path | None:
 
 
 def _dense_head(path: Path, allow_torch: bool) -> Checkpoint:
+    head = _dense_component(path, "model", ".", allow_torch)
+    return Checkpoint(path, "head", dense_head.CLASS_NAME, (head,))
+
+
+def _dense_component(path: Path, name: str, relative: str, allow_torch: bool) -> SourceComponent:
     config = dense_head.read_dense_config(path / "config.json")
-    head = _component(path, "model", dense_head.LIBRARY, dense_head.CLASS_NAME, ".", allow_torch)
+    head = read_component(path, name, dense_head.LIBRARY, dense_head.CLASS_NAME, relative, allow_torch)
     if head is None:
         raise FormatError(f"{path}: no safetensors weights beside the config.json of a Dense module")
     tensors = {name: (tensor.dtype, tensor.shape) for name, tensor in head.tensors.items()}
     dense_head.check_dense_tensors(path / head.files[0], config, tensors)
-    return Checkpoint(path, "head", dense_head.CLASS_NAME, (head,))
+    return head
 
 
 def _adapter(file: Path) -> Checkpoint:
@@ -242,21 +371,31 @@ def _adapter(file: Path) -> Checkpoint:
     return Checkpoint(file.parent if file.name == LORA_FILE else file, "adapter", None, (lora,))
 
 
+def _words(file: Path) -> Checkpoint:
+    header = read_header(file)
+    check_words(file, {name: tensor.shape for name, tensor in header.tensors.items()})
+    words = SourceComponent(
+        "words", "peft", WORDS_CLASS, ".", dict(header.tensors), dict(header.metadata), (file.name,)
+    )
+    return Checkpoint(file.parent if file.name == WORDS_FILE else file, "adapter", WORDS_CLASS, (words,))
+
+
 def _peft(path: Path) -> Checkpoint:
     if not (path / PEFT_FILE).is_file():
         raise FormatError(f"{path}: no {PEFT_FILE} beside {PEFT_CONFIG} (a pickle has to be saved as safetensors)")
-    read_peft_config(path / PEFT_CONFIG)
+    config = read_peft_config(path / PEFT_CONFIG)
     header = read_header(path / PEFT_FILE)
-    peft_targets(path / PEFT_FILE, {name: tensor.shape for name, tensor in header.tensors.items()})
+    shapes = {name: tensor.shape for name, tensor in header.tensors.items()}
+    peft_targets(path / PEFT_FILE, shapes, use_dora=config.use_dora)
     lora = SourceComponent("lora", "peft", PEFT_CLASS, ".", dict(header.tensors), dict(header.metadata), (PEFT_FILE,))
     # Its scales are in the config: a header, so that they count for the component's identity.
     return Checkpoint(path, "adapter", PEFT_CLASS, (lora,), {PEFT_CONFIG: (path / PEFT_CONFIG).read_bytes()})
 
 
-def _component(
+def read_component(
     folder: Path, name: str, library: str, class_name: str | None, relative: str, allow_torch: bool
 ) -> SourceComponent | None:
-    """Return the weights of a folder, or None if it has none."""
+    """Return the weights of a component's folder, or None if it has none. Raises FormatError."""
     format_: WeightFormat = "safetensors"
     files = safetensors_files(folder)
     if not files and (files := torch_files(folder)):
@@ -276,6 +415,7 @@ def _component(
             if tensor in tensors:
                 raise FormatError(f"{file}: tensor {shown(tensor)} is also in {tensors[tensor].file.name}")
             tensors[tensor] = entry
+    check_index(folder, tensors)
     names = tuple(file.name for file in files)
     return SourceComponent(name, library, class_name, relative, tensors, metadata, names, format_)
 
@@ -284,8 +424,10 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
-            if is_kohya(header.tensors):
+            if is_lora(header.tensors) and not is_peft(list(header.tensors)):
                 return _adapter(path)
+            if is_words_file(path, header.tensors):
+                return _words(path)
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))

@@ -56,13 +56,16 @@ def read_dense_config(path: Path) -> DenseConfig:
     config = read_json(path)
     out_features = _get(path, config, "out_features", int)
     labels = None if config.get("id2label") is None else _labels(path, config["id2label"], out_features)
+    input_name = _get(path, config, "module_input_name", str, default=POOLED)
+    if input_name == POOLED and config.get("module_output_name") not in (None, POOLED):
+        raise FormatError(f"{path}: module_output_name: expected {POOLED!r}, got {shown(config['module_output_name'])}")
     return DenseConfig(
         in_features=_get(path, config, "in_features", int),
         out_features=out_features,
         bias=_get(path, config, "bias", bool, default=True),
         activation_function=_get(path, config, "activation_function", str, default="torch.nn.modules.activation.Tanh"),
         use_residual=_get(path, config, "use_residual", bool, default=False),
-        module_input_name=_get(path, config, "module_input_name", str, default=POOLED),
+        module_input_name=input_name,
         labels=labels,
     )
 

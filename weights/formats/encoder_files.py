@@ -11,13 +11,13 @@ from pathlib import Path, PurePosixPath
 from typing import Final
 
 from weights.errors import FormatError
+from weights.formats.sentence_stages import STAGES_FILE
 from weights.manifest import ModelKind
 
 LIBRARY: Final = "transformers"
-_STAGES: Final = "modules.json"  # of sentence-transformers: which subfolders are stages, of pooling say
-_SENTENCE_FILES: Final = (_STAGES, "sentence_bert_config.json")
+_SENTENCE_FILES: Final = (STAGES_FILE, "sentence_bert_config.json")
 # What nobody reads here. The config has a hash of its own, an index only says which file a tensor was in.
-_UNREAD: Final = ("config.json", "config_sentence_transformers.json")
+_UNREAD: Final = ("config.json",)
 _INDEX: Final = ".index."
 
 
@@ -44,12 +44,12 @@ def parts_hash(root: Path, folder: str, files: Iterable[Path]) -> str:
 
 def has_parts(kind: ModelKind, library: str) -> bool:
     """Return True when a component of `library` reads text in a model of that kind."""
-    return library == LIBRARY and kind in ("diffusion", "embedding", "llm")
+    return library == LIBRARY and kind in ("diffusion", "embedding", "reranker", "classifier", "llm")
 
 
 def _parts(folder: PurePosixPath, files: set[PurePosixPath]) -> Iterator[PurePosixPath]:
     beside = PurePosixPath(tokenizer_folder(str(folder)))
-    is_sentence_encoder = folder / _STAGES in files
+    is_sentence_encoder = folder / STAGES_FILE in files
     for file in files:
         is_tokenizer_file = not (file.name in _UNREAD or file.suffix == ".md" or _INDEX in file.name)
         is_stage = is_sentence_encoder and file.name == "config.json" and file.parent.parent == folder != file.parent

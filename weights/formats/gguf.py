@@ -45,7 +45,7 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _DEFAULT_ALIGNMENT = 32
-_MAX_NAME_BYTES = 63  # GGML_MAX_NAME without its NUL
+MAX_NAME_BYTES = 127  # GGML_MAX_NAME without its NUL is 63; those who pack denoisers build ggml with 128
 _MAX_KEY_BYTES = 2**16 - 1
 MAX_DIMS = 4
 MAX_TENSORS = 2**17  # ten times the largest known file; a tensor takes ten times its entry in memory
@@ -335,7 +335,7 @@ def _read_infos(cursor: _HeaderCursor, num_tensors: int) -> dict[str, tuple[str,
     """Name -> dtype, shape, bytes, offset in the data section; in declared order."""
     infos: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     for _ in range(num_tensors):
-        name = cursor.text("tensor name", _MAX_NAME_BYTES)
+        name = cursor.text("tensor name", MAX_NAME_BYTES)
         if name in infos:
             raise cursor.error(f"tensor {name!r} appears twice")
         what = f"tensor {name!r}"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError
-from weights.formats.gguf import GGML_TYPES, GgufValue
+from weights.formats.gguf import GGML_TYPES, MAX_NAME_BYTES, GgufValue
 
 _ALIGNMENT: Final = 32
 _VERSION: Final = 3
@@ -30,7 +30,6 @@ _ELEMENTS: Final = {
     "i8": 11,
     "f8": 12,
 }
-_MAX_NAME_BYTES: Final = 63
 
 
 def encode_gguf_header(metadata: Mapping[str, GgufValue], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
@@ -43,8 +42,8 @@ def encode_gguf_header(metadata: Mapping[str, GgufValue], tensors: Mapping[str, 
         parts += [_text(key), _value(key, value)]
     position = 0
     for name, (dtype, shape) in tensors.items():
-        if len(name.encode()) > _MAX_NAME_BYTES:
-            raise FormatError(f"tensor name {name!r} has more than {_MAX_NAME_BYTES} bytes, which GGUF cannot hold")
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise FormatError(f"tensor name {name!r} has more than {MAX_NAME_BYTES} bytes, which GGUF cannot hold")
         dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         parts += [_text(name), dims, struct.pack("<IQ", _TYPE_IDS[dtype], position)]
         nbytes = tensor_nbytes(dtype, shape)

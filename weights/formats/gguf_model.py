@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf
@@ -25,6 +26,13 @@ _LLM_FAMILIES = (
     "refact", "rwkv", "seed_oss", "smallthinker", "smollm3", "stablelm", "starcoder", "step35", "xverse",
 )
 # fmt: on
+# `general.architecture` of denoisers, as ComfyUI's files have it -> the classes of diffusers that such a file may be.
+DENOISERS: Final[Mapping[str, tuple[str, ...]]] = {
+    "flux": ("FluxTransformer2DModel", "Flux2Transformer2DModel"),
+    "sd3": ("SD3Transformer2DModel",),
+    "qwen_image": ("QwenImageTransformer2DModel",),
+    "lumina2": ("ZImageTransformer2DModel", "Lumina2Transformer2DModel"),
+}
 _NOT_LLMS = {"gemma-embedding", "llama-embed"}
 
 

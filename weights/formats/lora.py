@@ -14,14 +14,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from weights.errors import AdapterError
+from weights.formats.learned_words import is_words
 from weights.formats.untrusted import load_json, shown
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names every module has some 100 KB
 MAX_PATTERNS: Final = 20_000
 MAX_NAME_CHARS: Final = 1024
-_UNSUPPORTED: Final = {"use_dora": "DoRA", "lora_bias": "a LoRA bias"}
+_UNSUPPORTED: Final = {"lora_bias": "a LoRA bias"}
 _KOHYA_PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_transformer_")
+# How the matrices of LoRAs end: by kohya's trainer and ComfyUI, by diffusers before PEFT, by XLabs; by PEFT.
+_OLD_MATRICES: Final = tuple(
+    f"{name}{half}.weight"
+    for name in ("lora_", "lora.", "lora1.", "lora2.", "lora_linear_layer.")
+    for half in ("down", "up")
+)
+_MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight")
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 
 
@@ -35,6 +43,7 @@ class LoraConfig:
 
     alpha: float | None = None
     use_rslora: bool = False
+    use_dora: bool = False
     by_path: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     by_suffix: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     by_inner_suffix: Mapping[str, tuple[int, float]] = field(default_factory=dict)
@@ -53,15 +62,29 @@ class LoraConfig:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def is_kohya(names: Iterable[str]) -> bool:
-    """Return whether a file with tensors of these names is a LoRA of kohya's trainer."""
-    names = list(names)
-    return bool(names) and all(name.startswith(_KOHYA_PREFIXES) for name in names)
+def is_kohya(name: str) -> bool:
+    """Return whether a tensor of this name is of a LoRA of kohya's trainer."""
+    return name.startswith(_KOHYA_PREFIXES)
+
+
+def is_lora(names: Iterable[str]) -> bool:
+    """Return whether a file with tensors of these names is a LoRA, in any layout."""
+    return any(is_kohya(name) or name.endswith(_MATRICES) for name in names)
+
+
+def is_convertible(names: Iterable[str]) -> bool:
+    """Return whether a file with tensors of these names is a LoRA in a layout that stock converts: kohya's, XLabs',
+    ComfyUI's, or that of diffusers before PEFT.
+    """
+    return any(is_kohya(name) or name.endswith(_OLD_MATRICES) for name in names)
 
 
 def changes_text_encoders(names: Iterable[str]) -> bool:
-    """Return whether a LoRA with tensors of these names changes a text encoder."""
-    return any(name.startswith(("text_encoder.", "text_encoder_2.", "lora_te")) for name in names)
+    """Return whether an adapter with tensors of these names changes what a text encoder gives."""
+    names = list(names)
+    return is_words(names) or any(
+        name.startswith(("text_encoder.", "text_encoder_2.", "text_encoders.", "lora_te")) for name in names
+    )
 
 
 def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, LoraConfig]:
@@ -103,8 +126,9 @@ def check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> L
     for option, what in _UNSUPPORTED.items():
         if options.get(option):
             raise refused(option, f": {what} is not supported")
-    if not isinstance(options.get("use_rslora"), bool | None):
-        raise refused("use_rslora", ", expected true or false")
+    for option in ("use_rslora", "use_dora"):
+        if not isinstance(options.get(option), bool | None):
+            raise refused(option, ", expected true or false")
     if options.get("lora_alpha") is not None and not is_finite(options["lora_alpha"]):
         raise refused("lora_alpha", ", expected a finite number")
     if options.get("r") is not None and not _is_rank(options["r"]):
@@ -122,7 +146,10 @@ def check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> L
         raise refused("alpha_pattern", ", expected finite numbers")
     alpha = options.get("lora_alpha")
     return LoraConfig(
-        None if alpha is None else float(alpha), bool(options.get("use_rslora")), *_patterns(file, alphas)
+        None if alpha is None else float(alpha),
+        bool(options.get("use_rslora")),
+        bool(options.get("use_dora")),
+        *_patterns(file, alphas),
     )
 
 

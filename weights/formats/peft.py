@@ -9,19 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from weights.errors import AdapterError, FormatError
 from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, check_lora_options
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import read_json
-from weights.manifest import Manifest
+from weights.manifest import ModelKind
 
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"
 PEFT_CLASS: Final = "PeftModelForCausalLM"
 _PREFIX: Final = "base_model.model."
 _HALVES: Final = {".lora_A.weight": "lora_A", ".lora_B.weight": "lora_B"}
+_MAGNITUDE: Final = "lora_magnitude_vector"  # of a DoRA
+_PARTS: Final = {**_HALVES, f".{_MAGNITUDE}": _MAGNITUDE, f".{_MAGNITUDE}.weight": _MAGNITUDE}
 _DEFAULT_RANK = _DEFAULT_ALPHA = 8  # PEFT's
 # Options that change what the layers compute, each with what it is. What only training heeds is not looked at.
 _UNSUPPORTED: Final = {
@@ -38,7 +40,6 @@ _UNSUPPORTED: Final = {
 }
 # Parts of tensors' names that tell what else is in a file.
 _FOREIGN: Final = {
-    "lora_magnitude_vector": "DoRA is not supported",
     "lora_embedding_": "a LoRA of token vectors is not supported",
     ".base_layer.": "a copy of the base's weights; save it with save_embedding_layers=False",
 }
@@ -46,13 +47,17 @@ _FOREIGN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class LoraTarget:
-    """A linear layer that a LoRA changes: the names of its two tensors, and the sizes of the layer and between them."""
+    """A linear layer that a LoRA changes: the names of its tensors, and the sizes of the layer and between them.
+
+    `magnitude` is that of a DoRA.
+    """
 
     down: str
     up: str
     rank: int
     in_features: int
     out_features: int
+    magnitude: str | None = None
 
 
 def is_peft(names: Sequence[str]) -> bool:
@@ -82,8 +87,8 @@ def read_peft_config(file: Path) -> LoraConfig:
     return check_lora_options(file, "", options)
 
 
-def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, LoraTarget]:
-    """Return what tensors of these names and shapes change, by module path.
+def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: bool = False) -> dict[str, LoraTarget]:
+    """Return what tensors of these names and shapes change, by module path; with `use_dora` each has a magnitude.
 
     Raises AdapterError naming the file and the tensor: an unknown name, a half without the other, shapes that do not
     fit together.
@@ -94,10 +99,27 @@ def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, L
         halves.setdefault(path, {})[half] = name
     if not halves:
         raise AdapterError(f"{file}: holds no tensors")
-    return {path: _target(file, path, names, shapes) for path, names in halves.items()}
+    targets = {path: _target(file, path, names, shapes) for path, names in halves.items()}
+    lacking = [path for path, target in targets.items() if use_dora and target.magnitude is None]
+    if lacking:
+        raise AdapterError(
+            f"{file}: tensor '{_PREFIX}{lacking[0]}.{_MAGNITUDE}' is missing, and the config says use_dora"
+        )
+    return targets
 
 
-def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: Manifest) -> None:
+class LoraBase(Protocol):
+    """A model that a LoRA is for, as its manifest or its checkpoint has it: the id, the kind, components by name."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def kind(self) -> ModelKind: ...
+    @property
+    def components(self) -> Mapping[str, Any]: ...
+
+
+def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: LoraBase) -> None:
     """Check that a model has the layers that a LoRA changes, as far as its manifest tells.
 
     A GGUF or Kuiper file names them otherwise: there the engine looks. Raises AdapterError naming the layer.
@@ -119,7 +141,7 @@ def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: Manifes
 
 
 def _split(file: Path, name: str) -> tuple[str, str]:
-    for suffix, half in _HALVES.items():
+    for suffix, half in _PARTS.items():
         path = name.removeprefix(_PREFIX).removesuffix(suffix)
         if name == _PREFIX + path + suffix and path and len(name) <= MAX_NAME_CHARS:
             return path, half
@@ -139,7 +161,12 @@ def _target(file: Path, path: str, names: Mapping[str, str], shapes: Mapping[str
         raise AdapterError(
             f"{file}: tensors of {path!r} do not fit: lora_A {down}, lora_B {up}, expected (rank, in) and (out, rank)"
         )
-    return LoraTarget(names["lora_A"], names["lora_B"], down[0], down[1], up[0])
+    magnitude = names.get(_MAGNITUDE)
+    if magnitude is not None and tuple(shapes[magnitude]) != (up[0],):
+        raise AdapterError(
+            f"{file}: {_MAGNITUDE} of {path!r} has the shape {tuple(shapes[magnitude])}, expected {(up[0],)}"
+        )
+    return LoraTarget(names["lora_A"], names["lora_B"], down[0], down[1], up[0], magnitude)
 
 
 def _renamed(name: str) -> str:

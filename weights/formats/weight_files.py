@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,28 @@ def safetensors_files(folder: Path) -> list[Path]:
 
     Raises FormatError for an index whose shards are not files beside it, and when there are several variants.
     """
-    for stem in _SAFE_STEMS:
-        single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if single.is_file():
-            return [single]
-        if index.is_file():
-            return _shards(folder, index)
+    return _files(folder, _safetensors(folder))
+
+
+def torch_files(folder: Path) -> list[Path]:
+    """Return torch's own files: `pytorch_model.bin` or its shards."""
+    return _files(folder, _torch(folder))
+
+
+def check_index(folder: Path, tensors: Collection[str]) -> None:
+    """Raise FormatError when the weights of `folder` have an index that names more than these `tensors` of theirs."""
+    index = _safetensors(folder) or _torch(folder)
+    if index is None or index.suffix != ".json":
+        return
+    if missing := [name for name in read_json(index)["weight_map"] if name not in tensors]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise FormatError(f"{index}: tensor {shown(missing[0])}{more} is in none of the shards that the index names")
+
+
+def _safetensors(folder: Path) -> Path | None:
+    """Return the weight file, or the index of the shards."""
+    if found := _plain(folder, _SAFE_STEMS, "safetensors"):
+        return found
     for stem in _SAFE_STEMS:
         singles = [file for file in folder.glob(f"{stem}.*.safetensors") if not _SHARD.search(file.name)]
         variants = sorted([*singles, *folder.glob(f"{stem}.safetensors.index.*.json")])
@@ -37,19 +54,23 @@ def safetensors_files(folder: Path) -> list[Path]:
             names = ", ".join(file.name for file in variants)
             raise FormatError(f"{folder}: several variants of the weights ({names}); keep one, or name a file")
         if variants:
-            return [variants[0]] if variants[0] in singles else _shards(folder, variants[0])
-    return []
+            return variants[0]
+    return None
 
 
-def torch_files(folder: Path) -> list[Path]:
-    """Return torch's own files: `pytorch_model.bin` or its shards."""
-    for stem in _TORCH_STEMS:
-        single, index = folder / f"{stem}.bin", folder / f"{stem}.bin.index.json"
-        if single.is_file():
-            return [single]
-        if index.is_file():
-            return _shards(folder, index)
-    return []
+def _torch(folder: Path) -> Path | None:
+    return _plain(folder, _TORCH_STEMS, "bin")
+
+
+def _plain(folder: Path, stems: Sequence[str], suffix: str) -> Path | None:
+    names = (name for stem in stems for name in (f"{stem}.{suffix}", f"{stem}.{suffix}.index.json"))
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _files(folder: Path, found: Path | None) -> list[Path]:
+    if found is None:
+        return []
+    return _shards(folder, found) if found.suffix == ".json" else [found]
 
 
 def read_json(path: Path) -> dict[str, Any]:

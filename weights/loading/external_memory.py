@@ -116,5 +116,6 @@ def _verify(extent: ExtentRef, view: torch.Tensor) -> None:
     if found != extent.checksum:
         raise ExtentCorrupt(
             f"external weights for {extent.pack!r}: bytes {extent.offset}..{extent.offset + extent.nbytes} (extent "
-            f"{extent.id}) have checksum {found}, expected {extent.checksum}"
+            f"{extent.id}) have checksum {found}, expected {extent.checksum}",
+            extent.id,
         )

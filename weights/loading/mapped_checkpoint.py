@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import FileTensor
 from weights.loading.views import Tensors, memory_form
@@ -23,7 +24,8 @@ def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:
     maps: dict[Path, torch.Tensor] = {}
     tensors, num_elements = {}, 0
     for name, tensor in component.tensors.items():
-        assert isinstance(tensor, FileTensor)
+        if not isinstance(tensor, FileTensor):
+            raise FormatError(f"{model}: quantized by another program; import it into a store to read it")
         if tensor.file not in maps:
             # Private pages: torch wants memory that may be written, and nothing is ever written.
             maps[tensor.file] = torch.from_numpy(np.memmap(tensor.file, np.uint8, "c"))

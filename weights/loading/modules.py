@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from weights.errors import WeightsError
 from weights.loading.views import Setters, Views, setters_of
+from weights.torch_seam import buffers_of, children_of, is_persistent, parameters_of
 
 __all__ = [
     "Binding",
@@ -176,20 +177,22 @@ def _copied(module: nn.Module, copies: dict[int, Any]) -> nn.Module:
     if (found := copies.get(id(module))) is not None:
         return found
     new = copies[id(module)] = object.__new__(type(module))
+    children, tables = children_of(module), (parameters_of(module), buffers_of(module))
     for name, value in module.__dict__.items():
-        if name == "_modules":
+        if value is children:
+            place = name
             continue
         if isinstance(value, FunctionType):
             raise WeightsError(f"{name} of a {type(module).__name__} is a function, maybe one that knows this module")
         if isinstance(value, _ATOMS):
             new.__dict__[name] = value
-        elif name in ("_parameters", "_buffers"):
+        elif any(value is table for table in tables):
             new.__dict__[name] = copies[id(value)] = value.copy()
         elif type(value) in _TABLES and not value:
             new.__dict__[name] = type(value)()
         else:
             new.__dict__[name] = copy.deepcopy(value, copies)
-    new.__dict__["_modules"] = {name: child and _copied(child, copies) for name, child in module._modules.items()}
+    new.__dict__[place] = {name: child and _copied(child, copies) for name, child in children.items()}
     return new
 
 
@@ -210,14 +213,15 @@ def find_places(module: nn.Module, names: Collection[str]) -> Binding:
     places, computed = [], []
     for path, owner in module.named_modules():
         prefix = f"{path}." if path else ""
-        for leaf in owner._parameters:
+        parameters, buffers = parameters_of(owner), buffers_of(owner)
+        for leaf in parameters:
             if (name := sources.get(prefix + leaf)) is not None:
-                places.append(Place(owner._parameters, leaf, name, True))
-        for leaf, buffer in owner._buffers.items():
-            if (name := sources.get(prefix + leaf)) is not None and leaf not in owner._non_persistent_buffers_set:
-                places.append(Place(owner._buffers, leaf, name, False))
+                places.append(Place(parameters, leaf, name, True))
+        for leaf, buffer in buffers.items():
+            if (name := sources.get(prefix + leaf)) is not None and is_persistent(owner, leaf):
+                places.append(Place(buffers, leaf, name, False))
             elif buffer is not None and not buffer.is_meta:
-                computed.append((owner._buffers, leaf, buffer))
+                computed.append((buffers, leaf, buffer))
     return Binding(places, computed)
 
 

@@ -15,6 +15,7 @@ from weights.loading.external_memory import bytes_tensors
 from weights.manifest import ExtentRef
 from weights.memory.devices import open_device
 from weights.provider import ExtentProvider
+from weights.torch_seam import storage_at
 
 _Key = tuple[str, str]
 # What is in memory twice, as bytes and as what becomes of them; wide enough for the parallel reads of a provider.
@@ -29,7 +30,7 @@ class _WeakBytes:
         self._place = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def __call__(self) -> torch.Tensor | None:
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        storage = storage_at(self._weak.cdata)
         if storage is None:
             return None
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, *self._place)

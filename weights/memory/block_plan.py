@@ -34,10 +34,10 @@ class BlockPlan:
 
 
 @dataclass(slots=True)
-class _Node:
+class _Subtree:
     sizes: dict[str, int] = field(default_factory=dict)  # of all tensors below, by name
     own: bool = False  # has tensors itself
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _Subtree] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -68,19 +68,19 @@ def plan_blocks(sizes: Mapping[str, int], budget_bytes: int) -> BlockPlan | None
     return BlockPlan(turns, max((block.nbytes for block in turns), default=0), frozenset(names))
 
 
-def _tree(sizes: Mapping[str, int]) -> _Node:
-    root = _Node()
+def _tree(sizes: Mapping[str, int]) -> _Subtree:
+    root = _Subtree()
     for name, nbytes in sizes.items():
         node = root
         node.sizes[name] = nbytes
         for part in name.split(".")[:-1]:
-            node = node.children.setdefault(part, _Node())
+            node = node.children.setdefault(part, _Subtree())
             node.sizes[name] = nbytes
         node.own = True
     return root
 
 
-def _blocks(node: _Node, path: str, max_bytes: int, *, in_list: bool) -> Iterator[tuple[str, _Node]]:
+def _blocks(node: _Subtree, path: str, max_bytes: int, *, in_list: bool) -> Iterator[tuple[str, _Subtree]]:
     """Yield the submodules that come and go."""
     is_small = node.nbytes <= max_bytes or not node.children
     if in_list and not node.is_list and is_small:
@@ -91,7 +91,7 @@ def _blocks(node: _Node, path: str, max_bytes: int, *, in_list: bool) -> Iterato
         yield from _blocks(child, below, max_bytes, in_list=in_list or node.is_list)
 
 
-def _block(path: str, node: _Node) -> Block:
+def _block(path: str, node: _Subtree) -> Block:
     offsets, end = {}, 0
     for name, nbytes in node.sizes.items():
         offsets[name] = end

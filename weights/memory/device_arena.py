@@ -24,9 +24,10 @@ from weights.memory.block_stream import BlockStream
 from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, DeviceKey, HostViews
 from weights.memory.device_space import DeviceSpace, bytes_of, tensor_of
 from weights.memory.transfer import Transfer
-from weights.residency.admission import refusal_text
-from weights.residency.entries import Book
-from weights.residency.leases import Entry
+from weights.residency.admission import describe_holders, refusal_text
+from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.room_plan import plan_prefetch, plan_room, plan_shrink
+from weights.residency.sizes import shown_bytes
 
 PER_TENSOR_S: Final = 10e-6  # to allocate it, start its copy and bind it, whatever its size
 USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured
@@ -72,7 +73,9 @@ class DeviceArena:
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._lock = threading.Lock()
-        self._book: Book[_Copy | None] = Book(budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte)
+        self._table: EntryTable[_Copy | None] = EntryTable(
+            budget_bytes, clock, on_gone=self._linger, rate_of=self._seconds_per_byte
+        )
         self._lingering: list[tuple[StorageWeakRef, int]] = []
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
@@ -96,10 +99,10 @@ class DeviceArena:
         try:
             while missing := [hash_ for hash_ in names if hash_ not in leased]:
                 with self._lock:
-                    here = {hash_: self._book.entries[hash_] for hash_ in missing if hash_ in self._book.entries}
+                    here = {hash_: self._table.entries[hash_] for hash_ in missing if hash_ in self._table.entries}
                     # First, so that making room for the others does not evict them.
                     for hash_, entry in here.items():
-                        self._book.lease(entry, holder)
+                        self._table.lease(entry, holder)
                         leased[hash_] = entry
                     absent = {hash_: wanted[names[hash_]] for hash_ in missing if hash_ not in here}
                     if absent:
@@ -107,7 +110,7 @@ class DeviceArena:
                         evicted += self._make_room(self._sizes(absent), what)
                     fresh = self._expect(absent)
                     for entry in fresh.values():
-                        self._book.lease(entry, holder)
+                        self._table.lease(entry, holder)
                     leased |= fresh
                 added_bytes += self._upload(fresh, names, wanted, views)
                 # After our own: two callers may wait for each other's. What somebody else failed at, we try ourselves.
@@ -118,11 +121,11 @@ class DeviceArena:
             if working_bytes:  # last: what it evicts is none of the above
                 with self._lock:
                     evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
-                    self._book.set_apart(_working(holder), working_bytes, None, holder, 1)
+                    self._table.add_detached(_working(holder), working_bytes, None, holder, 1)
         except BaseException:
             with self._lock:
                 for entry in leased.values():
-                    self._book.unlease(entry, holder)
+                    self._table.unlease(entry, holder)
             raise
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
@@ -131,19 +134,19 @@ class DeviceArena:
         """Lease those that are here or on their way, for what is acquired next: making room then spares them."""
         with self._lock:
             for hash_ in set(hashes):
-                if (entry := self._book.entries.get(hash_)) is not None:
-                    self._book.lease(entry, holder)
+                if (entry := self._table.entries.get(hash_)) is not None:
+                    self._table.lease(entry, holder)
 
     def end_holder(self, holder: str) -> None:
         """Give back all leases of `holder`."""
         with self._lock:
-            self._book.end_holder(holder)
+            self._table.end_holder(holder)
 
     def release(self, hashes: Iterable[str], holder: str) -> None:
         """Give back one lease of each. Unknown hashes and holders are ignored: releasing twice is not an error."""
         with self._lock:
             for key in {*hashes, _working(holder)}:
-                self._book.release(key, holder)
+                self._table.release(key, holder)
 
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
@@ -155,10 +158,10 @@ class DeviceArena:
         names = _names_by_hash(wanted)
         keys = {hash_: wanted[name] for hash_, name in names.items()}
         with self._lock:
-            here = [entry for hash_ in keys if (entry := self._book.entries.get(hash_)) is not None]
+            here = [entry for hash_ in keys if (entry := self._table.entries.get(hash_)) is not None]
             take, victims = self._plan_prefetch(self._sizes(keys))
             for entry in here:
-                self._book.announce(entry)
+                self._table.announce(entry)
             fresh = self._expect({hash_: keys[hash_] for hash_ in take}, prefetched=True)
         added_bytes = self._upload(fresh, names, wanted, views)
         wanted_bytes = sum(key.nbytes for key in keys.values())
@@ -168,23 +171,23 @@ class DeviceArena:
     def pin(self, hashes: Iterable[str]) -> None:
         """Never evict these, nor when they come only later."""
         with self._lock:
-            self._book.pin(hashes)
+            self._table.pin(hashes)
 
     def unpin(self, hashes: Iterable[str]) -> None:
         """Let these be evicted again."""
         with self._lock:
-            self._book.unpin(hashes)
+            self._table.unpin(hashes)
 
-    def condemn(self, is_damaged: Callable[[DeviceKey], bool]) -> list[str]:
+    def invalidate(self, is_damaged: Callable[[DeviceKey], bool]) -> list[str]:
         """Give out no more what was uploaded, or is being, for these keys: the host's bytes were not theirs.
 
         The next `acquire` uploads them anew. Who leases them keeps them; their memory counts until it lets go. Returns
         their hashes.
         """
         with self._lock:
-            found = [entry for entry in self._book.entries.values() if entry.thing and is_damaged(entry.thing.key)]
+            found = [entry for entry in self._table.entries.values() if entry.thing and is_damaged(entry.thing.key)]
             for entry in found:
-                self._book.condemn(entry)
+                self._table.invalidate(entry)
             return [entry.key for entry in found]
 
     def resize(self, budget_bytes: int) -> tuple[str, ...]:
@@ -194,16 +197,15 @@ class DeviceArena:
         in use does not count here: it goes by itself.
         """
         with self._lock:
-            before, self._book.budget_bytes = self._book.budget_bytes, budget_bytes
-            plan = self._book.plan_shrink()
+            plan = plan_shrink(self._table, budget_bytes)
             if plan.missing_bytes:
-                refusal = refusal_text(
-                    self._book, "the tensors that are there", {}, plan.missing_bytes, self._space.name, ""
+                missing = shown_bytes(plan.missing_bytes)
+                raise BudgetExceeded(
+                    f"{self._budget_name} cannot be {shown_bytes(budget_bytes)}: {missing} more have to stay "
+                    f"({describe_holders(self._table)})"
                 )
-                self._book.budget_bytes = before
-                raise BudgetExceeded(refusal)
-            self._budget_bytes = budget_bytes
-            self._book.evict(plan.evict)
+            self._budget_bytes = self._table.budget_bytes = budget_bytes
+            self._table.evict(plan.evict)
             return tuple(entry.key for entry in plan.evict)
 
     def open_stream(self, plan: BlockPlan, hosts: Mapping[str, torch.Tensor]) -> BlockStream:
@@ -212,6 +214,10 @@ class DeviceArena:
         Its buffers are working memory, which an `acquire` of its holder has made room for.
         """
         return BlockStream(plan, hosts, self._space)
+
+    @property
+    def _budget_name(self) -> str:
+        return f"the budget of {self._space.name}"
 
     def size_of(self, nbytes: int) -> int:
         """Return the bytes that a tensor of `nbytes` bytes takes on the device."""
@@ -223,15 +229,20 @@ class DeviceArena:
             return ArenaStats(
                 device=self._space.name,
                 budget_bytes=self._budget_bytes,
-                num_tensors=len(self._book.entries),
-                resident_bytes=self._book.used_bytes,
-                leased_bytes=self._book.leased_bytes,
-                pinned_bytes=self._book.pinned_bytes,
-                arriving_bytes=sum(entry.nbytes for entry in self._book.entries.values() if not entry.is_here),
+                num_tensors=len(self._table.entries),
+                resident_bytes=self._table.used_bytes,
+                leased_bytes=self._table.leased_bytes,
+                pinned_bytes=self._table.pinned_bytes,
+                arriving_bytes=sum(entry.nbytes for entry in self._table.entries.values() if not entry.is_here),
                 lingering_bytes=self._lingering_bytes(),
                 moved_bytes=self._moved_bytes,
-                num_evicted=self._book.num_evicted,
+                num_evicted=self._table.num_evicted,
             )
+
+    def bytes_by_holder(self) -> dict[str, int]:
+        """Return the bytes that each holder has leased, the most first."""
+        with self._lock:
+            return self._table.bytes_by_holder()
 
     def _sizes(self, keys: Mapping[str, DeviceKey]) -> dict[str, int]:
         """Return the bytes that these tensors take on the device, by hash."""
@@ -242,7 +253,7 @@ class DeviceArena:
         arrived: Future[bool] = Future()
         fresh: dict[str, Entry[_Copy | None]] = {}
         for hash_, key in keys.items():
-            fresh[hash_] = self._book.expect(hash_, self._space.size_of(key.nbytes), prefetched=prefetched)
+            fresh[hash_] = self._table.expect(hash_, self._space.size_of(key.nbytes), prefetched=prefetched)
             fresh[hash_].thing = _Copy(key, arrived)
         return fresh
 
@@ -252,23 +263,25 @@ class DeviceArena:
         while True:
             # Again when somebody still uses what went, so that its memory is not free.
             lingering_bytes = self._lingering_bytes()
-            self._book.budget_bytes = self._budget_bytes - lingering_bytes
-            plan = self._book.plan_room(wanted)
+            self._table.budget_bytes = self._budget_bytes - lingering_bytes
+            plan = plan_room(self._table, wanted)
             if plan.missing_bytes:
-                lingering = f"{lingering_bytes} bytes more are evicted but still in use" if lingering_bytes else ""
-                refusal = refusal_text(self._book, what, wanted, plan.missing_bytes, self._space.name, lingering)
+                lingering = (
+                    f"{shown_bytes(lingering_bytes)} more are evicted but still in use" if lingering_bytes else ""
+                )
+                refusal = refusal_text(self._table, what, wanted, plan.missing_bytes, self._budget_name, lingering)
                 raise StillInUse(refusal) if lingering_bytes else BudgetExceeded(refusal)
             if not plan.evict:
                 return evicted
-            self._book.evict(plan.evict)
+            self._table.evict(plan.evict)
             evicted += [entry.key for entry in plan.evict]
 
     def _plan_prefetch(self, wanted: Mapping[str, int]) -> tuple[list[str], list[str]]:
         """Make room for those of `wanted` that are worth more than what has to go; returns (with room, evicted)."""
-        self._book.budget_bytes = self._budget_bytes - self._lingering_bytes()
-        take, evict = self._book.plan_prefetch(wanted)
-        self._book.evict(evict)
-        free_bytes = self._budget_bytes - self._lingering_bytes() - self._book.used_bytes
+        self._table.budget_bytes = self._budget_bytes - self._lingering_bytes()
+        take, evict = plan_prefetch(self._table, wanted)
+        self._table.evict(evict)
+        free_bytes = self._budget_bytes - self._lingering_bytes() - self._table.used_bytes
         while take and sum(wanted[hash_] for hash_ in take) > free_bytes:  # what went is still in use
             take.pop()
         return take, [entry.key for entry in evict]
@@ -281,7 +294,7 @@ class DeviceArena:
                 self._lingering.append((storage, entry.nbytes))
 
     def _lingering_bytes(self) -> int:
-        """Return the bytes of tensors that are out of the book and that somebody still uses."""
+        """Return the bytes of tensors that are out of the table and that somebody still uses."""
         self._lingering = [(weak, nbytes) for weak, nbytes in self._lingering if not weak.expired()]  # type: ignore[no-untyped-call]
         return sum(nbytes for _, nbytes in self._lingering)
 
@@ -297,7 +310,7 @@ class DeviceArena:
         wanted: Mapping[str, DeviceKey],
         views: HostViews,
     ) -> int:
-        """Bytes added. Whatever happens, those who wait for these entries hear of it."""
+        """Bytes added. Whatever happens, those who wait for these entries are notified."""
         if not fresh:
             return 0
         copies = {hash_: entry.thing for hash_, entry in fresh.items() if entry.thing}
@@ -315,14 +328,14 @@ class DeviceArena:
         except BaseException:
             with self._lock:
                 for entry in fresh.values():
-                    self._book.fail(entry)
+                    self._table.fail(entry)
             arrived.set_result(False)
             raise
         added_bytes = sum(wanted[names[hash_]].nbytes for hash_ in fresh)
         with self._lock:
             for (hash_, entry), base in zip(fresh.items(), bases, strict=True):
                 copies[hash_].base = base
-                self._book.arrive(entry, copies[hash_], 1 << (entry.nbytes.bit_length() - 1))
+                self._table.arrive(entry, copies[hash_], 1 << (entry.nbytes.bit_length() - 1))
             self._note_upload(added_bytes, upload_s)
         arrived.set_result(True)
         return added_bytes

@@ -168,7 +168,7 @@ class _CopyQueue(Protocol):
 
 
 @dataclass(slots=True)
-class _Slot:
+class _RingBuffer:
     pinned: torch.Tensor
     fence: _Fence | None = None  # until it is reached the device may still read from the buffer
 
@@ -189,9 +189,9 @@ class _RingCopy:
     ) -> None:
         self._queues = queues
         self._chunk_bytes = min(len(buffer) for buffer in buffers)
-        self._ring: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        self._ring: queue.SimpleQueue[_RingBuffer] = queue.SimpleQueue()
         for buffer in buffers:
-            self._ring.put(_Slot(buffer))
+            self._ring.put(_RingBuffer(buffer))
         self._num_threads = num_threads
         self._clock = clock
 

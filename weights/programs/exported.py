@@ -12,11 +12,10 @@ program.
 
 from __future__ import annotations
 
-import copy
 import io
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +38,7 @@ from weights.programs.storing import (
 from weights.provider import ExtentProvider
 from weights.store import WeightStore
 from weights.torch_dtypes import DTYPE_NAMES
+from weights.torch_seam import with_tensors
 
 _GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
@@ -74,7 +74,7 @@ def externalize_program(
     }
     placeholders = {name: _placeholder_of(values[name]) for name in tensors}
     graph = io.BytesIO()
-    _save(_with_tensors(program, placeholders), graph)
+    _save(with_tensors(program, placeholders), graph)
     metadata = {_MUTATED: json.dumps(_mutated(program)), _INLINE: json.dumps(kept)}
     contents = (_GRAPH_FILE, graph.getvalue())
     return store_program(store, model, source, contents, tensors, "exported", metadata=metadata, layout=layout)
@@ -128,7 +128,7 @@ def self_contained(program: ExportedProgram, target: Path) -> None:
             copies[place] = _wrapped_like(value, value.detach().clone())
         owned[name] = copies[place]
     buffer = io.BytesIO()
-    _save(_with_tensors(program, owned), buffer)
+    _save(with_tensors(program, owned), buffer)
     with published(target, buffer.getbuffer().nbytes) as partial:
         partial.write_bytes(buffer.getbuffer())
 
@@ -216,18 +216,6 @@ def _in_traced_order(stored: torch.Tensor, shape: Sequence[int], strides: Sequen
     if stored.dim() != len(order):
         return stored
     return stored.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
-    """Return the same graph with other tensors and without example inputs.
-
-    A shallow copy, because the constructor would change the graph it is given and forget its guards.
-    """
-    changed = copy.copy(program)
-    changed._state_dict = {name: tensors.get(name, value) for name, value in program.state_dict.items()}
-    changed._constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
-    changed._example_inputs = None
-    return changed
 
 
 def _placeholder_of(value: torch.Tensor) -> torch.Tensor:

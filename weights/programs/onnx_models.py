@@ -77,7 +77,7 @@ def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layo
         if source is None:
             kept.append(name)
         if source is None or source.nbytes == 0 or (not is_initializer and source.nbytes < MIN_EXTERNAL_BYTES):
-            _bring_inline(path, name, tensor)
+            _make_inline(path, name, tensor)
             continue
         tensors[name] = source
         _set_location(tensor, name, 0, source.nbytes)
@@ -268,7 +268,7 @@ def _tensor_source(path: Path, name: str, tensor: TensorProto) -> SourceTensor |
     return MemoryTensor(path, dtype, shape, memoryview(data))
 
 
-def _bring_inline(path: Path, name: str, tensor: TensorProto) -> None:
+def _make_inline(path: Path, name: str, tensor: TensorProto) -> None:
     """Move external data of any dtype into the tensor itself."""
     if _is_external(tensor):
         nbytes = _nbytes(path, name, tensor)

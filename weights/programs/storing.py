@@ -80,11 +80,10 @@ def store_program(
         (target / file).write_bytes(contents)
 
     def known() -> Manifest | None:
-        if not (store.models / model / "manifest.json").exists():
+        manifest = store.find_sound_manifest(model)  # a damaged one is to be written
+        if manifest is None or (manifest.fingerprint, manifest.layout) != (mark, layout):
             return None
-        manifest = store.manifest(model)
-        is_current = (manifest.fingerprint, manifest.layout) == (mark, layout)
-        return manifest if is_current and store.has_packs(manifest) else None
+        return manifest if store.has_packs(manifest) else None
 
     draft = Draft(
         model=model,

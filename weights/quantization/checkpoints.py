@@ -7,12 +7,13 @@ from typing import Final, Literal, get_args
 
 from weights.errors import WeightsError
 from weights.quantization.folders import Progress, read_model
-from weights.quantization.gguf_export import export_gguf
+from weights.quantization.gguf_export import BlockKind, export_gguf
 from weights.quantization.group_int8 import export_group_int8
 from weights.quantization.kuiper_export import export_kuiper
 from weights.quantization.report import QuantizationReport
 
-Form = Literal["kuiper-int8", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+Form = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group"]
+_BLOCK_KINDS: Final[dict[str, BlockKind]] = {"gguf-f32": "F32", "gguf-q8_0": "Q8_0", "gguf-q4_0": "Q4_0"}
 FORMS: Final[tuple[str, ...]] = get_args(Form)
 _MAX_GROUP_SIZE: Final = 4096
 
@@ -36,4 +37,4 @@ def quantize_checkpoint(
         return export_kuiper(model, target, group_size, progress)
     if form == "int8-group":
         return export_group_int8(model, target, group_size, progress)
-    return export_gguf(model, target, "Q8_0" if form == "gguf-q8_0" else "Q4_0", progress)
+    return export_gguf(model, target, _BLOCK_KINDS[form], progress)

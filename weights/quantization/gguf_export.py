@@ -26,7 +26,7 @@ from weights.quantization.ggml_blocks import BLOCK_ELEMENTS, dequantize_blocks, 
 from weights.quantization.gguf_vocabulary import vocabulary_metadata
 from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
 
-BlockKind = Literal["Q8_0", "Q4_0"]
+BlockKind = Literal["Q8_0", "Q4_0", "F32"]
 
 # model_type -> general.architecture, and whether rows of q and k go into the order of neighbouring RoPE pairs.
 _ARCHITECTURES: Final = {
@@ -43,7 +43,7 @@ _MIXTRAL_NAMES: Final = {
     "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
     "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
 }
-_FILE_TYPES: Final = {"Q4_0": 2, "Q8_0": 7}  # general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
+_FILE_TYPES: Final = {"F32": 0, "Q4_0": 2, "Q8_0": 7}  # general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
 _COMPUTED: Final = "rotary_emb.inv_freq"  # that old checkpoints saved
 _FLOAT16_MAX: Final = 65504.0
 
@@ -139,7 +139,7 @@ def _planned(model: SourceModel, kind: BlockKind, is_interleaved: bool) -> Itera
             if other := [name for name in names if model.tensors[name].shape != sources[0].shape]:
                 raise FormatError(f"{model.folder}: tensor {other[0]!r} has another shape than {names[0]!r}")
             is_head = part == "output" or (part == "token_embd" and model.is_tied)
-            written, note = _kind_of(part, sources[0].shape, "Q8_0" if is_head else kind)
+            written, note = _kind_of(part, sources[0].shape, "Q8_0" if is_head and kind != "F32" else kind)
             shape = (num_experts, *sources[0].shape) if several else sources[0].shape
             yield f"{ours}.{leaf}", _Written(written, shape, sources, reordered.get(part, 0), note)
     if left:
@@ -153,7 +153,7 @@ def _num_experts(model: SourceModel) -> int:
 
 
 def _kind_of(part: str, shape: tuple[int, ...], kind: BlockKind) -> tuple[str, str]:
-    if len(shape) == 1:
+    if len(shape) == 1 or kind == "F32":
         return "F32", ""
     if part == "ffn_gate_inp":
         return "F32", "routes to experts"

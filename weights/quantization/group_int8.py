@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from weights.dtypes import GROUP_INT8_METHOD
 from weights.errors import WeightsError
 from weights.formats.safetensors import write_safetensors
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
@@ -26,7 +27,6 @@ from weights.quantization.folders import (
 )
 from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
 
-METHOD: Final = "int8-group"
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _ROUTER: Final = ".gate.weight"
 
@@ -103,7 +103,9 @@ def export_group_int8(
         staged.mkdir()
         write_safetensors(staged / "model.safetensors", written, {"format": "pt"})
         copy_small_files(model.folder, staged)
-        config = dict(model.config) | {"quantization_config": {"quant_method": METHOD, "group_size": group_size}}
+        config = dict(model.config) | {
+            "quantization_config": {"quant_method": GROUP_INT8_METHOD, "group_size": group_size}
+        }
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return QuantizationReport(rows)
 

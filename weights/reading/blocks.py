@@ -55,7 +55,7 @@ def cached_pages(fd: int, offset: int, nbytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class FileSpan:
     """A range of a file, `nbytes` from `start`; the range that is wanted begins `lead` bytes in."""
 
     start: int
@@ -63,7 +63,7 @@ class Span:
     lead: int
 
     @classmethod
-    def around(cls, extent: ExtentRef) -> Span:
+    def around(cls, extent: ExtentRef) -> FileSpan:
         """Return the span for direct reading: `start` and `nbytes` are multiples of 4096.
 
         Only an extent at an odd place begins there: a lead would misalign its tensors in memory.
@@ -73,7 +73,7 @@ class Span:
         return cls(extent.offset - lead, nbytes + -nbytes % BLOCK_ALIGNMENT, lead)
 
     @classmethod
-    def exact(cls, extent: ExtentRef) -> Span:
+    def exact(cls, extent: ExtentRef) -> FileSpan:
         """Return the extent alone, for reading through the page cache."""
         return cls(extent.offset, extent.nbytes, 0)
 
@@ -107,7 +107,7 @@ class PackReader:
         cached_pages: Callable[[int, int, int], int] = cached_pages,
     ) -> None:
         self._path, self._extent = path, extent
-        span = Span.around(extent)
+        span = FileSpan.around(extent)
         self._direct = direct and span.is_aligned
         # O_NONBLOCK: opening a FIFO would wait for its writer; regular files do not care. O_NOFOLLOW: the path is
         # resolved, so a symlink there has been put in its place since.
@@ -131,7 +131,7 @@ class PackReader:
         )
         if self._is_cached:
             self._leave_direct()
-        self.span = span if self._direct else Span.exact(extent)
+        self.span = span if self._direct else FileSpan.exact(extent)
 
     @property
     def is_direct(self) -> bool:
@@ -179,7 +179,8 @@ class PackReader:
     def _too_short(self, end: int) -> ExtentCorrupt:
         return ExtentCorrupt(
             f"{self._path}: ends at byte {end}, extent {self._extent.id} needs bytes up to "
-            f"{self._extent.offset + self._extent.nbytes}"
+            f"{self._extent.offset + self._extent.nbytes}",
+            self._extent.id,
         )
 
     def _read(self, block: memoryview, position: int, end: int) -> int:
@@ -208,6 +209,8 @@ class PackReader:
         try:
             yield
         except FileNotFoundError:
-            raise ExtentCorrupt(f"{self._path}: missing; extent {self._extent.id} was in it") from None
+            id_ = self._extent.id
+            raise ExtentCorrupt(f"{self._path}: missing; extent {id_} was in it", id_) from None
         except OSError as error:
-            raise ExtentCorrupt(f"{self._path}: reading extent {self._extent.id} failed: {error}") from error
+            id_ = self._extent.id
+            raise ExtentCorrupt(f"{self._path}: reading extent {id_} failed: {error}", id_) from error

@@ -99,7 +99,7 @@ class ExtentReader:
         def read(extent: ExtentRef) -> None:
             nonlocal done_bytes
             array = self.read(extent, stages)
-            with lock:  # held while it is told, so that it never hears of less than before
+            with lock:  # held while it is told, so that its counts never go down
                 arrays[extent.id] = array
                 done_bytes += extent.nbytes
                 if progress:
@@ -170,7 +170,8 @@ class ExtentReader:
         if self._verify and digest.hexdigest() != extent.checksum:
             raise ExtentCorrupt(
                 f"{self._places[extent.pack][0]}: bytes {extent.offset}..{extent.offset + extent.nbytes} "
-                f"(extent {extent.id}) have checksum {digest.hexdigest()}, expected {extent.checksum}"
+                f"(extent {extent.id}) have checksum {digest.hexdigest()}, expected {extent.checksum}",
+                extent.id,
             )
 
     def _pass(self, block: memoryview, out: ByteArray, digest: xxh3_128) -> None:

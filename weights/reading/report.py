@@ -34,7 +34,7 @@ class StageFigures:
 
 
 @dataclass(slots=True)
-class _Running:
+class _PhaseTotals:
     nbytes: int = 0
     busy_s: float = 0.0
     elapsed_s: float = 0.0
@@ -48,7 +48,7 @@ class StageClock:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.now_s = clock
         self._lock = threading.Lock()
-        self._stages: dict[Stage, _Running] = {}
+        self._stages: dict[Stage, _PhaseTotals] = {}
 
     @contextlib.contextmanager
     def measure(self, stage: Stage, nbytes: int = 0) -> Iterator[None]:
@@ -56,7 +56,7 @@ class StageClock:
         with self._lock:
             # Read under the lock, so that a stage never ends before it began.
             start_s = self.now_s()
-            running = self._stages.setdefault(stage, _Running())
+            running = self._stages.setdefault(stage, _PhaseTotals())
             if running.num_threads == 0:
                 running.since_s = start_s
             running.num_threads += 1
@@ -77,7 +77,7 @@ class StageClock:
     def add_bytes(self, stage: Stage, nbytes: int) -> None:
         """Count bytes for a stage where they are known only when it is over."""
         with self._lock:
-            self._stages.setdefault(stage, _Running()).nbytes += nbytes
+            self._stages.setdefault(stage, _PhaseTotals()).nbytes += nbytes
 
     def figures(self) -> dict[Stage, StageFigures]:
         with self._lock:

@@ -3,7 +3,7 @@
 A request gets all of its leases or none: two that each hold half of what they need would wait for ever. It may
 overtake the first in the queue when it needs no room and nothing that is being called back, until the first has
 waited `patience_s`; from then on only what fits beside the first and everything else that has passed since, so that
-there is room once the older leases have ended. A holder that has firm leases always passes: the first may be waiting
+there is room once the older leases have ended. A holder that has held leases always passes: the first may be waiting
 for just those. Not so with leases that were called back for the first and that it uses still.
 
 Not thread-safe, and it does not wait: the adapter does, on a lock or an event loop, and calls `serve` when room became
@@ -18,17 +18,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic
 
-from weights.residency.entries import Book, Size, bytes_of
-from weights.residency.leases import Entry, Thing
+from weights.residency.entry_table import Entry, EntryTable, Thing
+from weights.residency.room_plan import bytes_beside_pins, plan_room, shrink
+from weights.residency.sizes import Size, bytes_of, shown_bytes
 
 PATIENCE_S: Final = 1.0
+MAX_NAMED: Final = 5  # holders in a refusal
 
 
 @dataclass(eq=False, slots=True)
 class Ticket(Generic[Thing]):
     """A request for leases: waiting, then granted, refused or ended.
 
-    `what` names it in a refusal ("3 extents of flux.pack"). Granted, it has a firm lease on each of `entries`, in the
+    `what` names it in a refusal ("3 extents of flux.pack"). Granted, it has a held lease on each of `entries`, in the
     order of `wanted`; its owner loads those that are `fresh`. Refused, or ended while it waited, it has a `refusal`.
     """
 
@@ -48,24 +50,16 @@ class Ticket(Generic[Thing]):
 
 
 class Admission(Generic[Thing]):
-    """The queue for the room of one book. `where` names its budget in a refusal ("the node")."""
+    """The queue for the room of one table. `where` names its budget in a refusal ("store.node_budget_bytes")."""
 
     def __init__(
-        self, book: Book[Thing], clock: Callable[[], float], where: str, *, patience_s: float = PATIENCE_S
+        self, table: EntryTable[Thing], clock: Callable[[], float], where: str, *, patience_s: float = PATIENCE_S
     ) -> None:
-        self._book = book
+        self._table = table
         self._clock = clock
         self._where = where
         self._patience_s = patience_s
-        self._waiting: deque[Ticket[Thing]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def first(self) -> Ticket[Thing] | None:
-        """The ticket that room is made for; None when nobody waits."""
-        return self._waiting[0] if self._waiting else None
+        self.waiting: deque[Ticket[Thing]] = deque()  # room is made for the first
 
     def ask(
         self,
@@ -76,89 +70,104 @@ class Admission(Generic[Thing]):
     ) -> Ticket[Thing]:
         """Return a ticket, granted if it can be at once and refused if it never can.
 
-        `on_settled` hears of the grant or the refusal, perhaps before this returns; it must not call back.
+        `on_settled` gets the grant or the refusal, perhaps before this returns; it must not call back.
         """
         ticket = Ticket(what, wanted, holder, self._clock(), on_settled)
-        if self._waiting and self._may_pass(ticket):
+        if self.waiting and self._may_pass(ticket):
             self._grant(ticket)
-        elif (self._waiting and not self._is_hopeless(ticket)) or not self._try_first(ticket):
-            self._waiting.append(ticket)
+        elif (self.waiting and not self._is_hopeless(ticket)) or not self._try_first(ticket):
+            self.waiting.append(ticket)
         return ticket
 
     def serve(self) -> None:
         """Grant what can be granted. Call it whenever room, an entry or the budget has changed."""
-        self._book.shrink()
-        while self._waiting and self._try_first(self._waiting[0]):
-            self._waiting.popleft()
-        for ticket in list(self._waiting)[1:]:
+        shrink(self._table)
+        while self.waiting and self._try_first(self.waiting[0]):
+            self.waiting.popleft()
+        for ticket in list(self.waiting)[1:]:
             if self._may_pass(ticket):
-                self._waiting.remove(ticket)
+                self.waiting.remove(ticket)
                 self._grant(ticket)
 
     def end_ticket(self, ticket: Ticket[Thing]) -> None:
         """Leave the queue, or give the leases back; ending twice is not an error."""
         if ticket.is_waiting:
             ticket.refusal = self._refuse(ticket, f"waited {self._clock() - ticket.since_s:.1f} s")
-            self._waiting.remove(ticket)
+            self.waiting.remove(ticket)
         for entry in ticket.entries or ():
-            self._book.unlease(entry, ticket.holder)
+            self._table.unlease(entry, ticket.holder)
         ticket.entries = None
         ticket.refusal = ticket.refusal or "ended"
         self.serve()
 
     def _try_first(self, ticket: Ticket[Thing]) -> bool:
-        """Settle the first in line if that can be done now; else ask for what was lent."""
-        plan = self._book.plan_room(ticket.wanted)
+        """Settle the first in line if that can be done now; else recall what may be asked back."""
+        plan = plan_room(self._table, ticket.wanted)
         if not plan.missing_bytes and not plan.recall:
-            self._book.evict(plan.evict)
+            self._table.evict(plan.evict)
             self._grant(ticket)
             return True
         if plan.missing_bytes and self._is_hopeless(ticket):
             ticket.refusal = self._refuse(ticket, "it can never fit beside what is pinned")
             ticket.on_settled(ticket)
             return True
-        self._book.recall(plan.recall)
+        self._table.recall(plan.recall)
         return False
 
     def _may_pass(self, ticket: Ticket[Thing]) -> bool:
         """It needs no room, and does not keep the first waiting for ever."""
-        first, book = self._waiting[0], self._book
-        if not ticket.wanted.keys() <= book.entries.keys():
+        first, table = self.waiting[0], self._table
+        if not ticket.wanted.keys() <= table.entries.keys():
             return False
-        is_called = any(book.entries[key].called for key in ticket.wanted)
-        if self._clock() - first.since_s < self._patience_s and not is_called:
+        is_recalled = any(table.entries[key].recall_requested for key in ticket.wanted)
+        if self._clock() - first.since_s < self._patience_s and not is_recalled:
             return True
-        if book.has_firm_leases(ticket.holder):
+        if table.has_held_leases(ticket.holder):
             return True
-        if book.bytes_beside_pins(first.wanted, first.passed, ticket.wanted) > book.budget_bytes:
+        if bytes_beside_pins(table, first.wanted, first.passed, ticket.wanted) > table.budget_bytes:
             return False
         first.passed.update(ticket.wanted)
         return True
 
     def _is_hopeless(self, ticket: Ticket[Thing]) -> bool:
         """It needs room, and would have none if all leases ended."""
-        fits = self._book.bytes_beside_pins(ticket.wanted) <= self._book.budget_bytes
-        return not fits and not ticket.wanted.keys() <= self._book.entries.keys()
+        fits = bytes_beside_pins(self._table, ticket.wanted) <= self._table.budget_bytes
+        return not fits and not ticket.wanted.keys() <= self._table.entries.keys()
 
     def _grant(self, ticket: Ticket[Thing]) -> None:
-        book = self._book
-        ticket.fresh = tuple(book.expect(key, size) for key, size in ticket.wanted.items() if key not in book.entries)
-        ticket.entries = tuple(book.entries[key] for key in ticket.wanted)
+        table = self._table
+        ticket.fresh = tuple(table.expect(key, size) for key, size in ticket.wanted.items() if key not in table.entries)
+        ticket.entries = tuple(table.entries[key] for key in ticket.wanted)
         for entry in ticket.entries:
-            book.lease(entry, ticket.holder)
+            table.lease(entry, ticket.holder)
         ticket.on_settled(ticket)
 
     def _refuse(self, ticket: Ticket[Thing], reason: str) -> str:
-        lacking_bytes = self._book.plan_room(ticket.wanted).lacking_bytes
-        return refusal_text(self._book, ticket.what, ticket.wanted, lacking_bytes, self._where, reason)
+        lacking_bytes = plan_room(self._table, ticket.wanted).lacking_bytes
+        return refusal_text(self._table, ticket.what, ticket.wanted, lacking_bytes, self._where, reason)
 
 
 def refusal_text(
-    book: Book[Thing], what: str, wanted: Mapping[str, Size], missing_bytes: int, where: str, reason: str = ""
+    table: EntryTable[Thing], what: str, wanted: Mapping[str, Size], missing_bytes: int, where: str, reason: str = ""
 ) -> str:
-    """Say what was wanted, how much room is missing, and who has it."""
-    needed_bytes = sum(bytes_of(size) for key, size in wanted.items() if key not in book.entries)
+    """Say what was wanted, how much room is missing under the budget `where`, and who has it."""
+    needed_bytes = sum(bytes_of(size) for key, size in wanted.items() if key not in table.entries)
     return (
-        f"{what} need {needed_bytes} bytes; {missing_bytes} bytes are missing under the budget of {where}, "
-        f"{book.budget_bytes} bytes ({reason + '; ' if reason else ''}{book.describe_holders()})"
+        f"{where} is {shown_bytes(table.budget_bytes)}; {what} need {shown_bytes(needed_bytes)}, "
+        f"{shown_bytes(missing_bytes)} are missing ({reason + '; ' if reason else ''}{describe_holders(table)})"
     )
+
+
+def describe_holders(table: EntryTable[Thing]) -> str:
+    """Say who has the room: the leases, the greatest first, what is pinned, and what is coming for nobody yet."""
+    leased = table.bytes_by_holder()
+    holders = [f"{holder} ({shown_bytes(nbytes)})" for holder, nbytes in list(leased.items())[:MAX_NAMED]]
+    if len(leased) > MAX_NAMED:
+        holders[-1] += f" and {len(leased) - MAX_NAMED} more"
+    text = f"leased by: {', '.join(holders) or 'nobody'}"
+    pinned_bytes = sum(entry.nbytes for key in table.pinned if (entry := table.entries.get(key)) is not None)
+    coming_bytes = sum(entry.nbytes for entry in table.coming if entry.is_current and not entry.is_leased)
+    for label, nbytes in (("pinned", pinned_bytes), ("prefetches under way", coming_bytes)):
+        if nbytes:
+            text += f"; {label}: {shown_bytes(nbytes)}"
+    return text

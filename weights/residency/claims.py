@@ -1,6 +1,6 @@
 """Claims on loading what is missing: one holder loads an entry, and the others wait for it. Pure, the clock is given.
 
-A claim is for loaders that cannot see each other, such as the nodes of a cluster; within one book an entry that is
+A claim is for loaders that cannot see each other, such as the nodes of a cluster; within one table an entry that is
 coming is its own claim. A loader renews its claims while it loads: a slow disk is not a dead node, and a dead node's
 claims end soon. One that takes very long does not hold up the others for ever: one more may load then, later another.
 """
@@ -17,7 +17,7 @@ SLOW_S: Final = 30.0  # after so long a second holder may load, after twice that
 
 
 @dataclass(slots=True)
-class _Claim:
+class _LoadingClaim:
     since_s: float
     until_s: float
 
@@ -29,7 +29,7 @@ class LoadingClaims:
         self._clock = clock
         self._claim_s = claim_s
         self._slow_s = slow_s
-        self._claims: dict[str, dict[str, _Claim]] = {}  # by key and holder
+        self._claims: dict[str, dict[str, _LoadingClaim]] = {}  # by key and holder
         self._by_holder: dict[str, set[str]] = {}
 
     def __len__(self) -> int:
@@ -57,7 +57,7 @@ class LoadingClaims:
                 return False
             self._by_holder.setdefault(holder, set()).add(key)
         since_s = found[holder].since_s if holder in found else now_s
-        self._claims.setdefault(key, found)[holder] = _Claim(since_s, now_s + self._claim_s)
+        self._claims.setdefault(key, found)[holder] = _LoadingClaim(since_s, now_s + self._claim_s)
         return True
 
     def renew(self, keys: Iterable[str], holder: str) -> None:
@@ -76,7 +76,7 @@ class LoadingClaims:
         for key in list(self._by_holder.get(holder, ())):
             self._end(key, holder)
 
-    def _alive(self, key: str) -> dict[str, _Claim]:
+    def _alive(self, key: str) -> dict[str, _LoadingClaim]:
         found = self._claims.get(key, {})
         now_s = self._clock()
         for holder in [holder for holder, claim in found.items() if claim.until_s <= now_s]:

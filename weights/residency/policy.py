@@ -13,9 +13,10 @@ et al., IEEE Trans. Computers 50(12), 2001), and is bounded by how long nothing 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -67,7 +68,7 @@ def class_rate(origin: Hashable) -> float | None:
 
 
 @dataclass(eq=False, slots=True)
-class Candidate:
+class EvictionCandidate:
     """Something in memory that may have to go.
 
     `origin` says what it costs to get it back: a `rate_class`, or whatever the tier's own rate function knows.
@@ -81,7 +82,7 @@ class Candidate:
     last_used: int = 0
 
 
-CandidateT = TypeVar("CandidateT", bound=Candidate)
+CandidateT = TypeVar("CandidateT", bound=EvictionCandidate)
 
 
 class EvictionOrder(Generic[CandidateT]):
@@ -104,7 +105,7 @@ class EvictionOrder(Generic[CandidateT]):
         return len(self._members)
 
     def add(self, candidate: CandidateT) -> None:
-        """Let it go when its turn comes. `origin` must not change from now on, and uses only add to popularity."""
+        """Make it evictable. `origin` must not change from now on, and uses only add to popularity."""
         self._members[candidate] = None
         heaps = self._heaps.get(candidate.origin)
         if heaps is None:
@@ -114,7 +115,7 @@ class EvictionOrder(Generic[CandidateT]):
                 heap.add(candidate)
 
     def discard(self, candidate: CandidateT) -> None:
-        """Let it stay. What is not here is ignored. Its places in the heaps stay until they come to the top."""
+        """Make it unevictable. What is not here is ignored. Its heap places stay until they come to the top."""
         self._members.pop(candidate, None)
 
     def rates(self, bytes_of_origin: Mapping[Hashable, int]) -> dict[Hashable, float]:
@@ -125,23 +126,30 @@ class EvictionOrder(Generic[CandidateT]):
         usual = weighted / known_bytes if known_bytes else 1.0
         return {None: usual} | dict.fromkeys(bytes_of_origin, usual) | known
 
-    def take_least(self, rates: Mapping[Hashable, float], now_s: float) -> CandidateT | None:
-        """Take out the least valuable; None when there is none."""
-        tops = [top for pair in self._heaps.values() for heap in pair if (top := heap.least()) is not None]
-        least = min(tops, key=lambda top: (value_of(top, rates, now_s), top.last_used), default=None)
-        if least is not None:
+    @contextlib.contextmanager
+    def ascending(self, rates: Mapping[Hashable, float], now_s: float) -> Iterator[Iterator[CandidateT]]:
+        """Iterate over the candidates, the least valuable first. Meanwhile nothing may be added or discarded."""
+        taken: list[CandidateT] = []
+        try:
+            yield self._take_ascending(rates, now_s, taken)
+        finally:
+            for candidate in taken:
+                self.add(candidate)
+
+    def _take_ascending(
+        self, rates: Mapping[Hashable, float], now_s: float, taken: list[CandidateT]
+    ) -> Iterator[CandidateT]:
+        while tops := [top for pair in self._heaps.values() for heap in pair if (top := heap.least()) is not None]:
+            least = min(tops, key=lambda top: (value_of(top, rates, now_s), top.last_used))
             self.discard(least)
-        return least
-
-    def add_all(self, candidates: Iterable[CandidateT]) -> None:
-        """Put back what was taken."""
-        for candidate in candidates:
-            self.add(candidate)
+            taken.append(least)
+            yield least
 
 
-def value_of(candidate: Candidate, rates: Mapping[Hashable, float], now_s: float) -> float:
+def value_of(candidate: EvictionCandidate, rates: Mapping[Hashable, float], now_s: float) -> float:
     """Return the seconds that a byte of it saves, weighted by its popularity."""
-    return candidate.popularity.value(now_s) * rates[candidate.origin]
+    # An origin of no bytes, whose only candidates are empty, has no rate.
+    return candidate.popularity.value(now_s) * rates.get(candidate.origin, rates[None])
 
 
 class _Heap(Generic[CandidateT]):
@@ -178,7 +186,7 @@ class _Heap(Generic[CandidateT]):
         heapq.heapify(self._places)
 
 
-def _count_rank(candidate: Candidate) -> float:
+def _count_rank(candidate: EvictionCandidate) -> float:
     """Order by the halving count at any later time: all counts halve at the same pace."""
     popularity = candidate.popularity
     if not popularity.count:
@@ -186,5 +194,5 @@ def _count_rank(candidate: Candidate) -> float:
     return math.log2(popularity.count) + popularity.at_s / popularity.half_life_s
 
 
-def _age(candidate: Candidate) -> float:
+def _age(candidate: EvictionCandidate) -> float:
     return candidate.popularity.at_s

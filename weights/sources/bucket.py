@@ -9,46 +9,27 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import PurePosixPath
 from typing import Any, Final, NoReturn
 
-from pydantic import TypeAdapter, ValidationError
-
 from weights.errors import StoreError, WeightsError
-from weights.manifest import InsidePath
+from weights.sources.remote import MAX_OBJECTS, ObjectChanged, RemoteObject, is_inside
 
 KNOWN_OPTIONS: Final = ("endpoint", "region", "anonymous", "verify_md5")
-MAX_OBJECTS: Final = 10_000  # a checkpoint has hundreds at most; more is a whole bucket given by mistake
 MAX_RETRIES: Final = 6  # of one request, with exponential backoff
 _CHUNK_BYTES: Final = 2**20
 _URL = re.compile(r"s3://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,254})(/(?P<prefix>[^?#]*))?")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>\d{1,5}))?/?")
 _OWN_FILES = ".mirror"  # what a mirror keeps beside the copies
-_NAME: TypeAdapter[str] = TypeAdapter(InsidePath)
+_MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 _CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or anonymous: true for a public bucket"
-
-
-class ObjectChanged(Exception):
-    """An object, which it names, is no longer the one that was listed: list again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteObject:
-    """An object; `name` is its key below the URL's prefix, `etag` identifies its contents."""
-
-    key: str
-    name: str
-    nbytes: int
-    etag: str
 
 
 def split_url(url: str) -> tuple[str, str]:
     """Return bucket and prefix (without slashes at its ends) of an s3:// URL. Raises StoreError."""
     match = _URL.fullmatch(url)
     prefix = (match["prefix"] or "").strip("/") if match else ""
-    if match is None or (prefix and not _is_inside(prefix)):
+    if match is None or (prefix and not is_inside(prefix)):
         # The URL itself stays out of the message: what is wrong with it may be a password in it.
         raise StoreError("not a URL of object storage: expected s3://bucket/prefix without credentials, query or '..'")
     return match["bucket"], prefix
@@ -66,7 +47,7 @@ class Bucket:
         for name in ("anonymous", "verify_md5"):
             if options.get(name, "true") not in ("true", "false"):
                 raise StoreError(f"object storage option {name} is {options[name]!r}, expected true or false")
-        self.verify_md5 = options.get("verify_md5", "true") == "true"
+        self._verify_md5 = options.get("verify_md5", "true") == "true"
         self._obstore, self._client = _open(self._name, options)
 
     def objects(self) -> list[RemoteObject]:
@@ -103,13 +84,12 @@ class Bucket:
     def _object(self, meta: Mapping[str, Any]) -> RemoteObject:
         key = meta["path"]
         name = key.rpartition("/")[2] if key == self.prefix else key.removeprefix(f"{self.prefix}/")
-        if not _is_inside(name) or name.startswith(_OWN_FILES):
+        if not is_inside(name) or name.startswith(_OWN_FILES):
             raise StoreError(f"{self.url}: key {key!r} is not a path inside the folder that it is copied to")
         if not meta["e_tag"]:
-            raise StoreError(
-                f"{self.url}: the server gives {key!r} no ETag, so parts cannot be told to belong together"
-            )
-        return RemoteObject(key, name, meta["size"], meta["e_tag"])
+            raise StoreError(f"{self.url}: the server gives {key!r} no ETag, so its parts cannot be matched")
+        md5 = _MD5_ETAG.fullmatch(meta["e_tag"]) if self._verify_md5 else None
+        return RemoteObject(key, name, meta["size"], meta["e_tag"], ("md5", md5[1]) if md5 else None)
 
     def _refuse_file_as_folder(self, found: list[RemoteObject]) -> None:
         names = {remote.name for remote in found if remote.nbytes}  # consoles make empty objects for "folders"
@@ -171,13 +151,6 @@ def _is_endpoint(endpoint: str) -> bool:
     """Return True for http(s)://host[:port]: no path, and above all no credentials."""
     match = _ENDPOINT.fullmatch(endpoint)
     return match is not None and int(match["port"] or 0) < 2**16
-
-
-def _is_inside(name: str) -> bool:
-    try:
-        return PurePosixPath(_NAME.validate_python(name)).as_posix() == name != "."
-    except ValidationError:
-        return False
 
 
 def _reason(error: Exception) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
+from io import BufferedRandom
 from pathlib import Path
 from typing import Self
 
@@ -17,11 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from weights.errors import FormatError, StoreError
 from weights.formats.safetensors import MAX_HEADER_BYTES, read_header
 from weights.manifest import InsidePath
-from weights.sources.bucket import Bucket, RemoteObject
+from weights.sources.remote import RemoteFolder, RemoteObject
+from weights.storage.durable import dead_ranges, punch
 
 _LINES_PER_SYNC = 64
-_MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
+_LINE_BYTES = 100  # of a part in the journal, beside the file's name
 _BLOCK_BYTES = 2**20
+_HASHES = {"md5": "MD5", "sha256": "SHA-256", "git": "git hash"}
 OnArrival = Callable[[int, int], None]  # bytes that are on disk now, those of them that were fetched
 
 
@@ -102,12 +104,15 @@ class Journal:
 
     def _rewrite(self) -> None:
         staged = self._path.with_name(self._path.name + ".new")
-        with staged.open("wb") as file:
-            for record in self.records.values():
-                file.write(record.model_dump_json().encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        staged.replace(self._path)
+        try:
+            with staged.open("wb") as file:
+                for record in self.records.values():
+                    file.write(record.model_dump_json().encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            staged.replace(self._path)
+        finally:
+            staged.unlink(missing_ok=True)
 
 
 class Download:
@@ -115,14 +120,14 @@ class Download:
 
     def __init__(
         self,
-        bucket: Bucket,
+        source: RemoteFolder,
         remote: RemoteObject,
         target: Path,
         journal: Journal,
         part_bytes: int,
         arrived: OnArrival,
     ) -> None:
-        self._bucket, self._remote, self._journal, self._arrived = bucket, remote, journal, arrived
+        self._source, self._remote, self._journal, self._arrived = source, remote, journal, arrived
         self._file = target / remote.name
         self._part_file = self._file.with_name(self._file.name + ".part")
         self._record = self._begin(part_bytes)
@@ -145,18 +150,27 @@ class Download:
         try:
             read_header(self._part_file)
         except FormatError as error:
-            url = f"{self._bucket.url}/{self._remote.name}"
+            url = f"{self._source.url}/{self._remote.name}"
             raise FormatError(str(error).replace(str(self._part_file), url)) from None
 
     def missing_bytes(self) -> int:
-        """Return how much the disk must still give."""
-        return max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)
+        """Return how much the disk must still give, with the lines of the journal."""
+        line_bytes = _LINE_BYTES + len(self._remote.name.encode())
+        lines_bytes = (self.num_parts - len(self._record.parts)) * line_bytes
+        return lines_bytes + max(0, self._remote.nbytes - self._part_file.stat().st_blocks * 512)
 
     def reserve(self) -> None:
         """Take the disk blocks now, so that a full disk is found before the hours of downloading."""
         if self._remote.nbytes:
             with self._part_file.open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, self._remote.nbytes)
+
+    def give_back(self) -> None:
+        """Free the blocks of parts that have not come: the disk is full of what may never come."""
+        if self._part_file.exists():
+            part_bytes = self._record.part_bytes
+            here = [(part * part_bytes, (part + 1) * part_bytes) for part in self._record.parts]
+            punch(self._part_file, dead_ranges(here, self._remote.nbytes))
 
     def bring(self, part: int) -> None:
         """Have this part; with the last one, finish the file. Call once for each part."""
@@ -198,7 +212,7 @@ class Download:
         position, digest = start, xxhash.xxh3_128()
         with self._part_file.open("r+b", buffering=0) as file:
             file.seek(start)
-            for chunk in self._bucket.read_range(self._remote, start, stop):
+            for chunk in self._source.read_range(self._remote, start, stop):
                 position += len(chunk)
                 if position > stop:
                     break
@@ -206,7 +220,7 @@ class Download:
                 file.write(chunk)
         if position != stop:
             raise StoreError(
-                f"{self._bucket.url}/{self._remote.name}: bytes {start} to {stop} asked for, the server gave "
+                f"{self._source.url}/{self._remote.name}: bytes {start} to {stop} asked for, the server gave "
                 f"{position - start} bytes"
             )
         return digest.hexdigest()
@@ -224,14 +238,19 @@ class Download:
     def _finish(self) -> None:
         with self._part_file.open("r+b") as file:
             os.fsync(file.fileno())
-            md5 = _MD5_ETAG.fullmatch(self._remote.etag)
-            if md5 and self._bucket.verify_md5:
-                actual = hashlib.file_digest(file, "md5").hexdigest()
-                if actual != md5[1]:
-                    self._part_file.unlink()
-                    raise StoreError(
-                        f"{self._bucket.url}/{self._remote.name}: the MD5 of what arrived is {actual}, the ETag says "
-                        f"{md5[1]}; damaged on the way, or encrypted by SSE-KMS or SSE-C (then set verify_md5: false)"
-                    )
+            if self._remote.digest is not None:
+                self._check_digest(file, *self._remote.digest)
         self._part_file.replace(self._file)
         self._journal.put_file(self._record.model_copy(update={"parts": {}, "done": True}))
+
+    def _check_digest(self, file: BufferedRandom, kind: str, expected: str) -> None:
+        git_head = b"blob %d\0" % self._remote.nbytes
+        digest = hashlib.sha1(git_head, usedforsecurity=False) if kind == "git" else hashlib.new(kind)
+        actual = hashlib.file_digest(file, lambda: digest).hexdigest()
+        if actual != expected:
+            self._part_file.unlink()
+            hint = ", or encrypted by SSE-KMS or SSE-C (then set verify_md5: false)" if kind == "md5" else ""
+            raise StoreError(
+                f"{self._source.url}/{self._remote.name}: the {_HASHES[kind]} of what arrived is {actual}, expected "
+                f"{expected}; damaged on the way{hint}"
+            )

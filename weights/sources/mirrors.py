@@ -12,6 +12,7 @@ from typing import Final
 from urllib.parse import quote
 
 from weights.sources.bucket import split_url
+from weights.sources.hub import SCHEME, HubName
 
 SOURCES_FOLDER: Final = "sources"  # in the store
 _LOCK = ".mirror.lock"
@@ -22,6 +23,8 @@ def mirror_folder(sources: Path, url: str) -> Path:
 
     s3://b/a and s3://b/a/x are two mirrors with two locks.
     """
+    if url.startswith(SCHEME):
+        return sources / HubName.of(url).folder
     bucket, prefix = split_url(url)
     return sources / bucket / (quote(prefix, safe="") or "@")
 

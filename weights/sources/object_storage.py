@@ -25,9 +25,11 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from weights.errors import StoreError
-from weights.sources.bucket import Bucket, ObjectChanged, RemoteObject
+from weights.sources.bucket import Bucket
 from weights.sources.download import Download, Journal
+from weights.sources.hub import SCHEME, HubRepository
 from weights.sources.mirrors import locked, mirror_folder
+from weights.sources.remote import ObjectChanged, RemoteFolder, RemoteObject
 
 __all__ = ["LocalSource", "MirrorReport", "OnProgress", "localized", "mirror"]
 
@@ -67,22 +69,22 @@ def _mirrored(
     part_bytes: int = 8 * 2**20,
     progress: OnProgress | None = None,
 ) -> Iterator[MirrorReport]:
-    """Make `target` the copy of the checkpoint below `url` (s3://bucket/prefix, or one object); wait for other mirrors.
+    """Make `target` the copy of the checkpoint at `url`: s3://bucket/prefix, hf://organization/name, or one file there.
 
-    Within the block nobody changes or removes the copy. `options` as in `Bucket`. Memory stays below num_connections x
-    part_bytes. Files that an earlier mirror brought and that are gone from the URL are removed; files of others are
-    left alone.
+    Waits for other mirrors of the same. Within the block nobody changes or removes the copy. `options` as in `Bucket`.
+    Memory stays below num_connections x part_bytes. Files that an earlier mirror brought and that are gone from the URL
+    are removed; files of others are left alone.
 
     Raises StoreError (unreachable, refused, not there, damaged on the way, no room on disk), FormatError for a
     safetensors header that is wrong, before the tensors are downloaded. What has arrived is used by the next attempt.
     """
-    bucket = Bucket(url, options)
+    source: RemoteFolder = HubRepository(url) if url.startswith(SCHEME) else Bucket(url, options)
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(target))
-            report = _bring(bucket, target, part_bytes, num_connections, progress)
+            report = _bring(source, target, part_bytes, num_connections, progress)
         except OSError as error:
-            raise StoreError(f"{bucket.url}: {error.filename or target}: {error.strerror or error}") from error
+            raise StoreError(f"{source.url}: {error.filename or target}: {error.strerror or error}") from error
         yield report
 
 
@@ -93,30 +95,30 @@ def mirror(url: str, target: Path, **settings: Any) -> MirrorReport:
 
 
 def _bring(
-    bucket: Bucket, target: Path, part_bytes: int, num_connections: int, progress: OnProgress | None
+    source: RemoteFolder, target: Path, part_bytes: int, num_connections: int, progress: OnProgress | None
 ) -> MirrorReport:
     changed = ""
     for _ in range(_MAX_LISTINGS):
         try:
-            return _Mirror(bucket, target, part_bytes, progress).bring_files(num_connections)
+            return _Mirror(source, target, part_bytes, progress).bring_files(num_connections)
         except ObjectChanged as change:
             changed = str(change)
     raise StoreError(
-        f"{bucket.url}: {changed!r} changed or vanished during each of {_MAX_LISTINGS} attempts to copy it"
+        f"{source.url}: {changed!r} changed or vanished during each of {_MAX_LISTINGS} attempts to copy it"
     )
 
 
 class _Mirror:
     """State of one attempt: what is listed now."""
 
-    def __init__(self, bucket: Bucket, target: Path, part_bytes: int, progress: OnProgress | None) -> None:
-        listed = bucket.objects()
-        self._bucket, self._target, self._part_bytes, self._progress = bucket, target, part_bytes, progress
-        self._is_single = len(listed) == 1 and listed[0].key == bucket.prefix
+    def __init__(self, source: RemoteFolder, target: Path, part_bytes: int, progress: OnProgress | None) -> None:
+        listed = source.objects()
+        self._source, self._target, self._part_bytes, self._progress = source, target, part_bytes, progress
+        self._is_single = len(listed) == 1 and listed[0].key == source.prefix
         self._objects = [remote for remote in listed if self._is_single or _belongs(remote.name)]
         self._skipped = tuple(remote.name for remote in listed if remote not in self._objects)
         if not self._objects:
-            raise StoreError(f"{bucket.url}: none of its {len(listed)} objects is part of a checkpoint")
+            raise StoreError(f"{source.url}: none of its {len(listed)} objects is part of a checkpoint")
         self._journal = Journal(target / ".mirror")
         self._lock = threading.Lock()
         self._nbytes = sum(remote.nbytes for remote in self._objects)
@@ -131,11 +133,11 @@ class _Mirror:
             with self._journal.opened() as journal:
                 self._remove(stale)
                 downloads = [
-                    Download(self._bucket, remote, self._target, journal, self._part_bytes, self._arrived)
+                    Download(self._source, remote, self._target, journal, self._part_bytes, self._arrived)
                     for remote in wanted
                 ]
                 self._check_space(downloads)
-                with ThreadPoolExecutor(num_connections, thread_name_prefix="mirror") as pool:
+                with _given_back(downloads), ThreadPoolExecutor(num_connections, thread_name_prefix="mirror") as pool:
                     _run_all(pool, (download.check_header for download in downloads))
                     for download in downloads:
                         download.reserve()
@@ -143,7 +145,7 @@ class _Mirror:
         path = self._target / self._objects[0].name if self._is_single else self._target
         etags = {remote.name: remote.etag for remote in self._objects}
         return MirrorReport(
-            self._bucket.url, path, len(self._objects), self._nbytes, self._fetched_bytes, self._skipped, etags
+            self._source.url, path, len(self._objects), self._nbytes, self._fetched_bytes, self._skipped, etags
         )
 
     def _is_done(self, remote: RemoteObject) -> bool:
@@ -153,7 +155,7 @@ class _Mirror:
         return file.is_file() and file.stat().st_size == remote.nbytes
 
     def _remove(self, names: Iterable[str]) -> None:
-        """Remove what is no longer in the bucket: a stale file could be taken for part of the checkpoint."""
+        """Remove what is no longer at the URL: a stale file could be taken for part of the checkpoint."""
         for name in names:
             (self._target / name).unlink(missing_ok=True)
             (self._target / f"{name}.part").unlink(missing_ok=True)
@@ -163,7 +165,7 @@ class _Mirror:
         needed = sum(download.missing_bytes() for download in downloads)
         free = shutil.disk_usage(self._target).free
         if needed > free:
-            raise StoreError(f"{self._bucket.url}: needs {needed} more bytes in {self._target}, {free} bytes are free")
+            raise StoreError(f"{self._source.url}: needs {needed} more bytes in {self._target}, {free} bytes are free")
 
     def _arrived(self, nbytes: int, fetched_bytes: int) -> None:
         with self._lock:
@@ -175,6 +177,18 @@ class _Mirror:
 
 def _belongs(name: str) -> bool:
     return PurePosixPath(name).suffix in _CHECKPOINT_SUFFIXES
+
+
+@contextlib.contextmanager
+def _given_back(downloads: Iterable[Download]) -> Iterator[None]:
+    """Give back what was reserved when the disk refuses something within the block: it may be full."""
+    try:
+        yield
+    except OSError:
+        for download in downloads:
+            with contextlib.suppress(OSError):
+                download.give_back()
+        raise
 
 
 def _run_all(pool: ThreadPoolExecutor, jobs: Iterable[Callable[[], None]]) -> None:
@@ -219,7 +233,7 @@ def localized(
     options: Mapping[str, str] = MappingProxyType({}),
     progress: OnProgress | None = None,
 ) -> Iterator[LocalSource]:
-    """Have `source` on local disk within the block. URLs are mirrored into `sources`/<bucket>/<prefix>.
+    """Have `source` on local disk within the block. URLs are mirrored into `sources`, a folder each.
 
     Any number of processes may ask for one URL at once: one downloads, the others find everything done. What is local
     already stays as it is. Raises StoreError or FormatError.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from weights.errors import StoreError
+from weights.errors import DiskFull, StoreError
 
 _KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
 _BLOCK_BYTES: Final = 4096  # smaller holes would be zeros written, not space freed
@@ -74,15 +74,14 @@ def remove_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """Turn errors of the file system into StoreError; a full disk says how much was needed and free."""
+    """Turn errors of the file system into StoreError; a full disk, DiskFull, says how much was needed and free."""
     free_bytes = _free_bytes(folder)
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StoreError(
-                f"{folder}: disk full: {needed_bytes} bytes were needed, {free_bytes} were free; nothing was published"
-            ) from error
+            needed = f"{needed_bytes} bytes were needed, " if needed_bytes else ""
+            raise DiskFull(f"{folder}: disk full: {needed}{free_bytes} were free; nothing was published") from error
         raise StoreError(f"{error.filename or folder}: {error.strerror or error}") from error
 
 

@@ -10,6 +10,8 @@ import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import xxhash
@@ -55,30 +57,35 @@ def changed(tensor: HashedTensor) -> FormatError:
 
 
 def hash_tensors(
-    components: Mapping[str, Mapping[str, SourceTensor]], dtype: str = "auto", progress: Progress | None = None
+    components: Mapping[str, Mapping[str, SourceTensor]],
+    dtypes: Mapping[str, str] = MappingProxyType({}),
+    progress: Progress | None = None,
 ) -> dict[str, dict[str, HashedTensor]]:
-    """Read and hash every tensor, cast to `dtype`; by component and name, in the order given.
+    """Read and hash every tensor, cast to the dtype of its component; by component and name, in the order given.
 
-    `progress` hears of the source's bytes. Raises FormatError naming the file that cannot be read.
+    `progress` gets the source's bytes. Raises FormatError naming the file that cannot be read.
     """
     total_bytes = sum(tensor.nbytes for tensors in components.values() for tensor in tensors.values())
     keep = total_bytes <= KEEP_BYTES
     done_bytes, lock = 0, threading.Lock()
 
-    def hashed(item: tuple[str, SourceTensor]) -> HashedTensor:
+    def hashed(dtype: str, item: tuple[str, SourceTensor]) -> HashedTensor:
         nonlocal done_bytes
         name, source = item
         target = cast_target(source.dtype, dtype)
         data = cast(source.read(), source.dtype, target)
         sha256, checksum = hashlib.sha256(data).hexdigest(), xxhash.xxh3_128_hexdigest(data)
         if progress:
-            with lock:  # held while it is told, so that it never hears of less than before
+            with lock:  # held while it is told, so that its counts never go down
                 done_bytes += source.nbytes
                 progress(done_bytes, total_bytes)
         return HashedTensor(name, source, target, len(data), sha256, checksum, data if keep else None)
 
     with concurrent.futures.ThreadPoolExecutor(HASH_THREADS, thread_name_prefix="hash") as pool:
         return {
-            component: {tensor.name: tensor for tensor in pool.map(hashed, tensors.items())}
+            component: {
+                tensor.name: tensor
+                for tensor in pool.map(partial(hashed, dtypes.get(component, "auto")), tensors.items())
+            }
             for component, tensors in components.items()
         }

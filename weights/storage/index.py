@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
-from weights.errors import StoreError, StoreVersionError
+from pydantic import ValidationError
+
+from weights.errors import DiskFull, StoreError, StoreVersionError
 from weights.manifest import ExtentRef, Manifest
 from weights.storage.durable import remove_path
 from weights.storage.meta import StoredExtent, StoreMeta, meta_of
@@ -26,7 +28,13 @@ INDEX_VERSION: Final = 3  # versions 1 and 2 of the store had only a meta.json
 MAX_PLACES: Final = 4  # of one tensor that are looked at: a vector of zeros may be in every model
 WHOLE_END: Final = 2**63 - 1  # of a path that is unneeded as a whole
 _TIMEOUT_S: Final = 60.0
-_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+# What the disk or other processes refuse. Whatever else SQLite says, of statements that are right, is damage.
+_REFUSALS: Final = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH, sqlite3.SQLITE_NOLFS),
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL, sqlite3.SQLITE_NOMEM),
+)
+_FULL: Final = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)  # the latter when a user's share is used up
+_UNREADABLE: Final = (sqlite3.SQLITE_IOERR_READ, sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS)
 _SCHEMA: Final = """
 CREATE TABLE extents (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, pack TEXT NOT NULL, offset INTEGER NOT NULL,
                       nbytes INTEGER NOT NULL, checksum BLOB NOT NULL);
@@ -71,7 +79,10 @@ class StoreIndex:
         with _readable_errors(path), contextlib.closing(_connect(path)) as connection:
             index = cls(connection)
             (version,) = connection.execute("PRAGMA user_version").fetchone()
+            (said_again,) = connection.execute("PRAGMA application_id").fetchone()
             if version > INDEX_VERSION:
+                if said_again != version:  # one flipped bit must not shut a store for ever
+                    raise IndexDamaged(f"{path}: damaged: version {version} here and {said_again} there")
                 raise StoreVersionError(
                     f"{path}: store version {version}, this library reads version {INDEX_VERSION} and before"
                 )
@@ -88,12 +99,12 @@ class StoreIndex:
         for key in keys:
             newest = "SELECT extent FROM tensors WHERE sha256 = ? ORDER BY extent DESC LIMIT ?"
             numbers.update(number for (number,) in self._connection.execute(newest, (key, MAX_PLACES)))
-        return StoreMeta(extents=dict(self._extent(number, keys) for number in sorted(numbers)))
+        return self._meta(numbers, keys)
 
     def everything(self) -> StoreMeta:
         """Return all extents and tensors. Takes memory and time that grow with the store."""
         rows = self._connection.execute("SELECT number FROM extents ORDER BY number")
-        return StoreMeta(extents=dict(self._extent(number) for (number,) in rows.fetchall()))
+        return self._meta([number for (number,) in rows.fetchall()])
 
     def num_tensors(self) -> int:
         """Count the different tensors."""
@@ -124,7 +135,8 @@ class StoreIndex:
             self._connection.executemany("DELETE FROM unneeded WHERE path = ? AND end = ?", unneeded)
 
     def forget_extents(self, extents: Iterable[ExtentRef]) -> None:
-        """Take out these extents, unless the index has them in other places."""
+        """Take out these extents, unless the index has them in other places. Raises IndexDamaged, whatever is."""
+        self.check()
         query = "SELECT pack, offset FROM extents WHERE id = ?"
         with self._transaction():
             for extent in extents:
@@ -132,7 +144,8 @@ class StoreIndex:
                     self._forget([extent.id])
 
     def follow(self, manifests: Iterable[Manifest]) -> int:
-        """Make the index say what all manifests say; returns how many tensors it has no more."""
+        """Make the index say what all manifests say; returns how many tensors it has no more. Raises IndexDamaged."""
+        self.check()
         manifests = list(manifests)
         before = self.everything()
         needed = meta_of(manifests, before)
@@ -147,10 +160,16 @@ class StoreIndex:
 
     def unneeded(self) -> set[Unneeded]:
         """Return what was unneeded when it was last looked at."""
-        return set(map(Unneeded._make, self._connection.execute("SELECT path, begin, end, since_s FROM unneeded")))
+        found = set(map(Unneeded._make, self._connection.execute("SELECT path, begin, end, since_s FROM unneeded")))
+        for clock in found:
+            if tuple(map(type, clock)) != (str, int, int, float):
+                raise sqlite3.DatabaseError(f"{clock} cannot be")
+        return found
 
     def note_unneeded(self, ranges: Iterable[Unneeded]) -> None:
-        """Replace what is unneeded."""
+        """Replace what is unneeded. Nothing is written when that is known already: the disk may be full."""
+        if (ranges := set(ranges)) == self.unneeded():
+            return
         with self._transaction():
             self._connection.execute("DELETE FROM unneeded")
             self._connection.executemany("INSERT INTO unneeded VALUES (?, ?, ?, ?)", ranges)
@@ -166,12 +185,20 @@ class StoreIndex:
             for statement in _SCHEMA.split(";"):
                 self._connection.execute(statement)
             self._fill(manifests, meta_of(manifests))
-            self._connection.execute(f"PRAGMA user_version = {INDEX_VERSION}")
+            # HAZARD: both, in every version to come. Another application_id makes it a damaged index of this one.
+            for pragma in ("user_version", "application_id"):
+                self._connection.execute(f"PRAGMA {pragma} = {INDEX_VERSION}")
 
     def _fill(self, manifests: Iterable[Manifest], meta: StoreMeta) -> None:
         self._add(meta.extents)
         for model, id_ in sorted(_users(manifests)):
             self._add_users(model, [id_])
+
+    def _meta(self, numbers: Iterable[int], keys: set[bytes] | None = None) -> StoreMeta:
+        try:
+            return StoreMeta(extents=dict(self._extent(number, keys) for number in sorted(numbers)))
+        except ValidationError as error:
+            raise sqlite3.DatabaseError(f"an extent cannot be: {error}") from None
 
     def _extent(self, number: int, keys: set[bytes] | None = None) -> tuple[str, StoredExtent]:
         query = "SELECT id, pack, offset, nbytes, checksum FROM extents WHERE number = ?"
@@ -192,7 +219,10 @@ class StoreIndex:
         for id_, extent in extents.items():
             place = (extent.pack, extent.offset, extent.nbytes, bytes.fromhex(extent.checksum))
             self._connection.execute(upsert, (id_, *place))
-            (number,) = self._connection.execute("SELECT number FROM extents WHERE id = ?", (id_,)).fetchone()
+            entered = self._connection.execute("SELECT number FROM extents WHERE id = ?", (id_,)).fetchone()
+            if entered is None:
+                raise sqlite3.DatabaseError(f"extent {id_} was entered and is not found")
+            (number,) = entered
             rows = ((number, bytes.fromhex(sha256), offset) for sha256, offset in extent.tensors.items())
             self._connection.executemany("INSERT OR REPLACE INTO tensors VALUES (?, ?, ?)", rows)
 
@@ -252,8 +282,19 @@ def _connect(path: Path) -> sqlite3.Connection:
 def _readable_errors(path: Path) -> Iterator[None]:
     try:
         yield
+    except UnicodeDecodeError as error:  # a text in it, perhaps one that SQLite wanted to say
+        raise IndexDamaged(f"{path}: damaged: {error}") from None
     except sqlite3.Error as error:
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
-        if code in _DAMAGE:
+        if _is_damage(path, getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)):
             raise IndexDamaged(f"{path}: damaged: {error}") from None
-        raise StoreError(f"{path}: {error}") from None
+        raise (DiskFull if error.sqlite_errorcode in _FULL else StoreError)(f"{path}: {error}") from None
+
+
+def _is_damage(path: Path, code: int) -> bool:
+    match code & 0xFF:
+        case sqlite3.SQLITE_IOERR:
+            return code in _UNREADABLE
+        case sqlite3.SQLITE_READONLY:  # its own header may say that
+            return all(os.access(writable, os.W_OK) for writable in (path, path.parent))
+        case primary:
+            return primary not in _REFUSALS

@@ -185,7 +185,7 @@ class FileExtent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _TensorPlace:
     offset: int
     tensor: HashedTensor
 
@@ -213,7 +213,7 @@ def file_extents(
     Every byte is read again: raises FormatError when a tensor at its offset is not the one that was hashed.
     """
     places = sorted(
-        (_Place(offsets[name], tensor) for name, tensor in tensors.items()), key=lambda p: (p.offset, p.end)
+        (_TensorPlace(offsets[name], tensor) for name, tensor in tensors.items()), key=lambda p: (p.offset, p.end)
     )
     extents = []
     with path.open("rb", buffering=0) as file:
@@ -225,8 +225,8 @@ def file_extents(
     return extents
 
 
-def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
-    group: list[_Place] = []
+def _groups(places: list[_TensorPlace]) -> Iterable[list[_TensorPlace]]:
+    group: list[_TensorPlace] = []
     for place in places:
         if group:
             start, end = group[0].offset, group[-1].end
@@ -240,7 +240,7 @@ def _groups(places: list[_Place]) -> Iterable[list[_Place]]:
         yield group
 
 
-def _identify(file: BinaryIO, group: list[_Place]) -> tuple[str, str]:
+def _identify(file: BinaryIO, group: list[_TensorPlace]) -> tuple[str, str]:
     """Return id and xxh3-128 of the extent that `group` makes.
 
     The id of a `combined` extent leaves the zeros between tensors unsaid: they follow from the sizes. Whatever else is

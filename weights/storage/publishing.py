@@ -115,9 +115,8 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
                 placed = _place_shared(store, draft, layout, pack, shared)
             manifest = _manifest(draft, layout, placed)
             text = manifest_text(manifest)
-            with disk_errors(store.path, draft.nbytes):
-                with _undone_on_failure(store, placed.packs):
-                    _enter(store, manifest, placed)
+            with disk_errors(store.path, draft.nbytes), _undone_on_failure(store, placed.packs, draft.model, text):
+                _enter(store, manifest, placed)
                 store.publish_model(manifest, text, skeleton)
     return manifest
 
@@ -245,13 +244,16 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
 
 
 @contextlib.contextmanager
-def _undone_on_failure(store: WeightStore, packs: Iterable[str]) -> Iterator[None]:
-    """So that a full disk does not stay full. Nothing refers to new packs yet but, at worst, the index, whose places
-    are read before they are shared; a pack that took the place of a damaged one stays. HAZARD: must end before the
-    manifest is published."""
+def _undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, text: bytes) -> Iterator[None]:
+    """Remove new packs on a failure, so that a full disk does not stay full, unless the manifest `text` is in place.
+
+    Nothing refers to them before but, at worst, the index, whose places are read before they are shared. A pack that
+    took the place of a damaged one stays.
+    """
     new = [name for name in packs if not os.path.lexists(store.packs / name)]
     try:
         yield
     except BaseException:
-        store.remove_packs(new)
+        if not store.has_manifest(model, text):
+            store.remove_packs(new)
         raise

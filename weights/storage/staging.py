@@ -79,7 +79,7 @@ def _is_linked(lock: IO[str]) -> bool:
 
 
 def _claim(path: Path) -> IO[str]:
-    give_up = time.monotonic() + _CLAIM_S
+    deadline_s = time.monotonic() + _CLAIM_S
     while True:
         make_folder(path.parent)
         path.mkdir(exist_ok=True)  # need not survive a crash
@@ -92,7 +92,7 @@ def _claim(path: Path) -> IO[str]:
             if _is_linked(lock):
                 return lock
         except BlockingIOError:
-            if time.monotonic() > give_up:
+            if time.monotonic() > deadline_s:
                 lock.close()
                 raise StoreError(f"{path}: another process is using it") from None
             time.sleep(0.01)

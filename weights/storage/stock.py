@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from weights.errors import FormatError, StoreError
 from weights.formats.gguf import read_gguf, write_gguf
+from weights.formats.gguf_header import encode_gguf_header
 from weights.formats.kuiper import parse_kuiper, read_kuiper, write_kuiper
 from weights.formats.safetensors import read_header, write_safetensors
 from weights.formats.tensors import FileTensor, ReadableTensor
@@ -57,7 +58,8 @@ def write_files(
                 entries = {name: (tensors[name].dtype, tensors[name].shape, tensors[name].read) for name in names}
                 write_safetensors(folder / file, entries, component.metadata)
             case "gguf":
-                write_gguf(folder / file, _header(header), [(tensors[n].nbytes, tensors[n].read) for n in names])
+                data = _gguf_header(header, component, {name: tensors[name] for name in names})
+                write_gguf(folder / file, data, [(tensors[n].nbytes, tensors[n].read) for n in names])
             case "kuiper":
                 readers: dict[str, Callable[[], bytes | memoryview]] = {name: tensors[name].read for name in names}
                 write_kuiper(folder / file, parse_kuiper(_header(header)), readers)
@@ -108,6 +110,14 @@ def _contents(skeleton: Path, component: Component, tensors: Mapping[str, Readab
         file = weight_map.get(name)
         contents.get(file if isinstance(file, str) else "", contents[component.files[0]]).append(name)
     return contents
+
+
+def _gguf_header(path: Path, component: Component, tensors: Mapping[str, ReadableTensor]) -> bytes:
+    """Return the header that the file had; a denoiser has names and types of its own, and gets another one."""
+    if component.library != "diffusers":
+        return _header(path)
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    return encode_gguf_header(component.metadata, forms)
 
 
 def _num_tensors(skeleton: Path, file: str) -> int:

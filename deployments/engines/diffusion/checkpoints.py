@@ -1,8 +1,8 @@
 """A request between two steps as bytes, with which another process goes on, bit for bit.
 
 Everything that steps have changed is in them: latents, the random generator, and what the solver has bound anew since
-its schedule was set (its counters and its history). The text's encoding is in them as well: encoded again, in other
-company, it could differ by rounding. The rest follows from the request.
+its schedule was set (its counters and its history). The text's encoding is in them as well: encoded again, in another
+batch, it could differ by rounding. The rest follows from the request.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def make_controls(
             raise EngineError(f"control: {use.name!r} {reason}")
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
-            image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae.config)
+            image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae)
         image = image.to(device, denoiser.dtype)
         controls.append(Control(net, image, use.scale, use.start, use.end, family.controls_read_prompt))
     return tuple(controls)

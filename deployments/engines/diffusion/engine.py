@@ -1,6 +1,7 @@
 """The diffusion engine: choose a batch, denoise it, decode what has ended. Single-threaded; the caller decides when.
 
-A turn is one forward's worth of requests, or one decode's; `turns.py` says whose, by the costs that earlier turns had.
+A turn is one forward's worth of requests, or one decode's; `batch_selection.py` says whose, by the costs of
+earlier turns.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deployments.engines.diffusion.batch_selection import ArrivingLoad, Candidate, FairOrder, select_batch
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
-from deployments.engines.diffusion.turns import ArrivingLoad, Candidate, FairOrder, choose_turn
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
 from deployments.engines.step_costs import StepCosts
@@ -68,7 +69,6 @@ class DiffusionEngine:
         self._clock = clock
         self._order, self._load = FairOrder(), ArrivingLoad()
         self._stopwatch = _Stopwatch(pipeline.device, clock)
-        self._turn = "", 0  # the kind and the rows of the one that runs
 
     @property
     def has_work(self) -> bool:
@@ -97,7 +97,7 @@ class DiffusionEngine:
         deadline_s = None if request.timeout_s is None else now + request.timeout_s
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
 
-    def forsake(self, request_id: str) -> None:
+    def request_cancel(self, request_id: str) -> None:
         """Do nothing: a denoise step ends for all who share it."""
 
     def abort(self, request_id: str) -> None:
@@ -106,7 +106,7 @@ class DiffusionEngine:
         if running is not None:
             self._order.leave(running.fair_end)
 
-    def hand_over(self, request_id: str) -> DiffusionOutput | None:
+    def migrate_out(self, request_id: str) -> DiffusionOutput | None:
         """Drop a request, for another process to go on with, and return its last output.
 
         None for one that stays: it is unknown, has had its last step, or has no checkpoint.
@@ -126,40 +126,44 @@ class DiffusionEngine:
         """Denoise a batch, or decode the requests that have no steps left."""
         self.failures = {}
         if ended := [running for running in self._requests.values() if running.state.done]:
-            return self._decode(self._choose(ended, self.pipeline.decode_work))
-        return self._denoise(self._choose(list(self._requests.values()), self.pipeline.step_work))
+            return self._decode(ended)
+        return self._denoise(list(self._requests.values()))
 
-    def _choose(self, waiting: Sequence[_Running], work_of: Callable[[DenoiseState], Work]) -> list[_Running]:
-        """Return whose turn it is, and time it until `_note_turn`."""
+    def _run_turn(
+        self,
+        waiting: Sequence[_Running],
+        work_of: Callable[[DenoiseState], Work],
+        run: Callable[[Sequence[DenoiseState]], Sequence[T]],
+    ) -> tuple[list[_Running], list[T | Exception]]:
+        """Run those whose turn it is; return them and what became of each, and take in what the turn cost."""
         now = self._clock()
         candidates = []
         for running in waiting:
             work, end, deadline_s = work_of(running.state), running.fair_end, running.deadline_s
             left_s = self.costs.seconds(work.kind, work.rows) * max(1, running.state.num_steps_left)
             candidates.append(Candidate(work.keys, work.kind, work.rows, work.max_rows, end, left_s, deadline_s))
-        chosen = choose_turn(candidates, self.costs, now, self._load.share(now))
-        self._turn = candidates[chosen[0]].kind, sum(candidates[place].rows for place in chosen)
-        self._stopwatch.begin()
-        return [waiting[place] for place in chosen]
-
-    def _note_turn(self, failed: bool) -> None:
-        """Take in what the turn cost. One in which something failed, and ran again alone perhaps, says nothing."""
-        kind, rows = self._turn
-        self._order.work(self.costs.seconds_per_row(kind) * rows)
-        self._stopwatch.end(lambda seconds: None if failed else self.costs.note_call(kind, rows, seconds))
-
-    def _denoise(self, batch: Sequence[_Running]) -> list[DiffusionOutput]:
-        now = self._clock()
+        chosen = select_batch(candidates, self.costs, now, self._load.share(now))
+        kind, rows = candidates[chosen[0]].kind, sum(candidates[place].rows for place in chosen)
+        batch = [waiting[place] for place in chosen]
+        begun = self._stopwatch.begin()
         for running in batch:
-            if running.started is None:
+            if running.started is None and not running.state.done:
                 running.started = running.saved = now
-        failures = _run_or_retry(self._step_states, [running.state for running in batch])
-        self._note_turn(any(failures))
+        outcomes = _run_or_retry(run, [running.state for running in batch])
+        # A turn in which something failed, and ran again alone perhaps, says nothing of its cost.
+        is_sound = not any(isinstance(outcome, Exception) for outcome in outcomes)
+        self._order.work(self.costs.seconds_per_row(kind) * rows)
+        self._stopwatch.end(begun, lambda seconds: self.costs.note_call(kind, rows, seconds) if is_sound else None)
+        return batch, outcomes
+
+    def _denoise(self, waiting: Sequence[_Running]) -> list[DiffusionOutput]:
+        failures: Sequence[Exception | None]
+        batch, failures = self._run_turn(waiting, self.pipeline.step_work, self._step_states)
         now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):
             if failure is not None:
-                self._give_up(running, failure)
+                self._fail(running, failure)
                 continue
             running.denoised = now
             moved.append(running)
@@ -176,7 +180,7 @@ class DiffusionEngine:
         }
 
     def _progress(self, running: _Running, previews: Mapping[str, npt.NDArray[np.uint8]]) -> DiffusionOutput | None:
-        """Return what the request is to hear of its step, or None for nothing."""
+        """Return what the request is to get of its step, or None for nothing."""
         request, state = running.request, running.state
         preview = previews.get(request.request_id)
         checkpoint = self._checkpoint(running)
@@ -207,13 +211,12 @@ class DiffusionEngine:
         return [state.failure for state in states]
 
     def _decode(self, ended: Sequence[_Running]) -> list[DiffusionOutput]:
-        outcomes = _run_or_retry(self.pipeline.decode, [running.state for running in ended])
-        self._note_turn(any(isinstance(outcome, Exception) for outcome in outcomes))
+        batch, outcomes = self._run_turn(ended, self.pipeline.decode_work, self.pipeline.decode)
         now = self._clock()
         outputs = []
-        for running, outcome in zip(ended, outcomes, strict=True):
+        for running, outcome in zip(batch, outcomes, strict=True):
             if isinstance(outcome, Exception):
-                self._give_up(running, outcome)
+                self._fail(running, outcome)
                 continue
             request_id, state = running.request.request_id, running.state
             del self._requests[request_id]
@@ -223,7 +226,7 @@ class DiffusionEngine:
             outputs.append(DiffusionOutput(request_id, state.step_index, state.num_steps, images, latents, times))
         return outputs
 
-    def _give_up(self, running: _Running, error: Exception) -> None:
+    def _fail(self, running: _Running, error: Exception) -> None:
         request_id = running.request.request_id
         self.failures[request_id] = error
         self.abort(request_id)
@@ -252,23 +255,22 @@ class _Stopwatch:
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._is_ahead = device.type == "cuda"
-        self._begun: Any = None
         self._pending: deque[tuple[Any, Any, Callable[[float], None]]] = deque()
 
-    def begin(self) -> None:
-        """Begin a turn; wait until few enough are under way."""
+    def begin(self) -> Any:
+        """Begin a turn and return its mark; wait until few enough are under way."""
         while self._pending and (len(self._pending) >= _MAX_AHEAD or self._pending[0][1].query()):
             begun, ended, note = self._pending.popleft()
             ended.synchronize()
             note(begun.elapsed_time(ended) / 1e3)
-        self._begun = _event() if self._is_ahead else self._clock()
+        return _event() if self._is_ahead else self._clock()
 
-    def end(self, note: Callable[[float], None]) -> None:
-        """End the turn that was begun; `note` hears its seconds, now or after a later turn."""
+    def end(self, begun: Any, note: Callable[[float], None]) -> None:
+        """End the turn of that mark; `note` gets its seconds, now or after a later turn."""
         if self._is_ahead:
-            self._pending.append((self._begun, _event(), note))
+            self._pending.append((begun, _event(), note))
         else:
-            note(self._clock() - self._begun)
+            note(self._clock() - begun)
 
 
 def _event() -> Any:

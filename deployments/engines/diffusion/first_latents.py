@@ -45,7 +45,8 @@ class KeptImage:
 class FirstLatents:
     """Latents before step `first_step` of the solver's schedule.
 
-    `extra_channels` (B, 5, h, w) is what an inpainting UNet of 9 channels reads beside them: mask and masked image.
+    `extra_channels` is what the denoiser reads beside them, along the second axis: (B, 5, h, w), mask and masked image,
+    of an inpainting UNet of 9 channels; an image in patches of a family that `attends_to_image`.
     """
 
     latents: torch.Tensor
@@ -71,17 +72,19 @@ class LatentsMaker:
         The solver's begin index is set. Raises EngineError for a request that this pipeline cannot begin.
         """
         family = self.family
+        if family.refines_only and request.init_image is None:
+            raise EngineError("this model refines images, and makes none of a prompt alone: give it an init_image")
         num_extra = family.num_extra_channels(self.denoiser_config)
         if num_extra and request.mask_image is None:
             raise EngineError("this model paints what a mask says: give it an init_image and a mask_image")
-        channels = family.latent_channels(self.denoiser_config)
-        shape = (request.num_images, channels, size.latent_height, size.latent_width)
+        shape = (request.num_images, *family.noise_shape(self.denoiser_config, size))
 
         def draw(num_images: int) -> torch.Tensor:
             return randn_tensor((num_images, *shape[1:]), generator=generator, device=self.device, dtype=dtype)
 
-        if request.init_image is None:
-            return FirstLatents(family.pack_latents(family.first_latents(draw(request.num_images), solver)))
+        if request.init_image is None or family.attends_to_image:
+            begun = family.pack_latents(family.first_latents(draw(request.num_images), solver))
+            return FirstLatents(begun, extra_channels=self._image_beside(request, begun))
         first_step = _first_step(family, request, solver)
         image = unit_pixels(request.init_image, self.device) * 2 - 1
         mask = None if request.mask_image is None else _mask_pixels(request.mask_image, self.device)
@@ -108,12 +111,20 @@ class LatentsMaker:
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
 
+    def _image_beside(self, request: DiffusionRequest, begun: torch.Tensor) -> torch.Tensor | None:
+        """Return the image of a request in patches (B, N, C), for a family that reads it beside the latents."""
+        if request.init_image is None:
+            return None
+        pixels = (unit_pixels(request.init_image, self.device) * 2 - 1).to(begun.dtype)
+        latents = self.codec.most_likely(pixels, self.family.scale_latents)
+        return self.family.pack_latents(latents).to(begun).expand(request.num_images, -1, -1)
+
     def _encode(
         self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype, request: DiffusionRequest
     ) -> torch.Tensor:
         may_change = not request.deterministic
         latents = self.codec.encode(image.to(dtype), generator, upcasts=self.family.upcasts_vae, may_change=may_change)
-        return self.family.scale_latents(latents.to(dtype), self.codec.vae.config)
+        return self.family.scale_latents(latents.to(dtype), self.codec.vae)
 
 
 def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:

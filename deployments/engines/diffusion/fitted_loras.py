@@ -1,27 +1,35 @@
 """LoRAs fitted to one component of a pipeline: their modules named as it names them, in its dtype and place.
 
-Files of kohya's trainer (`lora_unet_…`, `lora_te_…`, `.alpha`) are renamed as the stock loaders do it. Which module a
-name means depends on the model, so it is found out beside the model and not in the store. The renaming is that of
-diffusers 0.42, `loaders/lora_conversion_utils.py`, behind `lora_state_dict` of the pipelines.
+Files of kohya's trainer (`lora_unet_…`, `lora_te_…`, `.alpha`), of ComfyUI, of XLabs, and of diffusers before PEFT are
+renamed as the stock loaders do it. Which module a name means depends on the model, so it is found out beside the model
+and not in the store. The renaming is that of diffusers 0.42, `loaders/lora_conversion_utils.py`, behind
+`lora_state_dict` of the pipelines.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
+from deployments.engines.library_seam import peft_name
 from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, fit_pairs, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter, parse_adapter
+from weights.adapters import LoraAdapter, parse_named
 from weights.errors import AdapterError
+from weights.formats.lora import is_kohya
+
+_DORA_SCALE: Final = ".dora_scale"
+logger = logging.getLogger(__name__)
 
 
 class FittedLoras:
@@ -83,9 +91,10 @@ class FittedLoras:
 
     def _fit(self, adapter: LoraAdapter) -> FittedPairs:
         family, of_text = self._family, self._component != self._family.denoiser_name
-        if adapter.kohya:
+        is_converted = bool(adapter.raw)
+        if is_converted:
             config = None if of_text else self._module.config
-            adapter = _rename_kohya(adapter, family, of_text=of_text, denoiser_config=config)
+            adapter = _convert(adapter, family, of_text=of_text, denoiser_config=config)
         adaptable = (family.denoiser_name, *family.lora_encoders)
         if foreign := sorted(set(adapter.components) - set(adaptable)):
             raise EngineError(
@@ -93,6 +102,8 @@ class FittedLoras:
                 f"of a {family.class_name}, {', '.join(adaptable)} can be adapted"
             )
         pairs = self._named(adapter.components.get(self._component, {}))
+        if is_converted:
+            pairs = _without_absent(adapter.path, pairs, self._module)
         try:
             return fit_pairs(self._module, pairs)
         except EngineError as error:
@@ -122,54 +133,99 @@ def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> 
     return loras
 
 
-def _rename_kohya(adapter: LoraAdapter, family: Family, *, of_text: bool, denoiser_config: Any = None) -> LoraAdapter:
+def _without_absent(path: Path, pairs: Pairs, module: nn.Module) -> Pairs:
+    """Leave out pairs for modules that are not there, as stock does for a file with some more; all, if none is."""
+    known = {name for name, _ in module.named_modules()}
+    there = {name: pair for name, pair in pairs.items() if name in known}
+    absent = [name for name in pairs if name not in known]
+    if not there or not absent:
+        return pairs
+    logger.warning(
+        f"{path}: {len(absent)} of {len(pairs)} modules are not in a {type(module).__name__} and have no effect "
+        f"({absent[0]!r} first)"
+    )
+    return there
+
+
+def _convert(adapter: LoraAdapter, family: Family, *, of_text: bool, denoiser_config: Any = None) -> LoraAdapter:
     """Return what the adapter changes in text encoders, or else in the denoiser, with modules named as diffusers does.
 
     A UNet's names depend on `denoiser_config`. The adapter's tensors are not written. Raises EngineError naming the
     file, for one of another family or kind.
     """
-    from diffusers import loaders  # which nobody else needs, and which take their time
-
-    if family.lora_loader is None:
+    if family.lora_loader is None and any(map(is_kohya, adapter.raw)):
         raise EngineError(f"{adapter.path}: {family.class_name} takes LoRAs in the layout of diffusers, not of kohya")
-    loader: Any = getattr(loaders, family.lora_loader)
-    options = {"unet_config": denoiser_config} if family.denoiser_name == "unet" else {"return_alphas": True}
     others = "lora_unet_" if of_text else "lora_te"
     # HAZARD: stock scales the matrices of Flux's text encoder in place.
     own = {
-        name: tensor.clone() if of_text else tensor
-        for name, tensor in adapter.kohya.items()
+        name: tensor if name.startswith("lora_unet_") else tensor.clone()
+        for name, tensor in adapter.raw.items()
         if not name.startswith(others)
     }
     if not own:
         return LoraAdapter(adapter.path, {})
     try:
-        state, alphas = loader.lora_state_dict(own, **options)[:2]
-        names = {_peft_name(name): name for name in state}
+        tensors = _named_by_stock(own, family, denoiser_config)
+        tensors |= _magnitudes(own, family, denoiser_config)
+    except EngineError as error:
+        raise EngineError(f"{adapter.path}: {error}") from None
     except Exception as error:  # the converters know the layouts of their models, and fail in their own ways
-        raise EngineError(f"{adapter.path}: is no LoRA of kohya's for a {family.class_name}: {error}") from error
+        raise EngineError(f"{adapter.path}: is no LoRA for a {family.class_name} that can be read: {error}") from error
+    try:
+        return parse_named(adapter.path, tensors, {})
+    except AdapterError as error:
+        raise EngineError(str(error)) from None
+
+
+def _named_by_stock(own: Mapping[str, torch.Tensor], family: Family, denoiser_config: Any) -> dict[str, torch.Tensor]:
+    """Return tensors by the names that diffusers saves them with, as the family's loader renames them."""
+    state, alphas = dict(own), {}
+    if family.lora_loader is not None:
+        from diffusers import loaders  # which nobody else needs, and which take their time
+
+        loader: Any = getattr(loaders, family.lora_loader)
+        options = {"unet_config": denoiser_config} if family.denoiser_name == "unet" else {"return_alphas": True}
+        state, alphas = loader.lora_state_dict(state, **options)[:2]
+    names = {peft_name(name): name for name in state if "lora" in name}  # stock looks at no others
     alpha_of = {_module_of(name.removesuffix(".alpha")): alpha for name, alpha in (alphas or {}).items()}
     tensors = {new: state[old] for new, old in names.items()}
     for new, old in names.items():
         module, is_down, _ = new.rpartition(".lora_A.weight")
         if is_down and (alpha := alpha_of.get(_module_of(old))) is not None:
             tensors[f"{module}.alpha"] = torch.as_tensor(alpha)
-    try:
-        return parse_adapter(adapter.path, tensors, {})
-    except AdapterError as error:
-        raise EngineError(str(error)) from None
+    return tensors
 
 
-def _peft_name(name: str) -> str:
-    from diffusers.utils import state_dict_utils as stock
+def _magnitudes(own: Mapping[str, torch.Tensor], family: Family, denoiser_config: Any) -> dict[str, torch.Tensor]:
+    """Return the magnitudes of a kohya DoRA, which stock drops, by the names that diffusers saves them with.
 
-    if name.startswith("text_encoder"):
-        known = stock.PEFT_STATE_DICT_MAPPINGS
-        kinds = stock.StateDictType
-        (renamed,) = stock.convert_state_dict({name: None}, {**known[kinds.DIFFUSERS_OLD], **known[kinds.DIFFUSERS]})
-    else:
-        (renamed,) = stock.convert_unet_state_dict_to_peft({name: None})
-    return str(renamed)
+    Each takes the place of its module's matrix in a LoRA of rank 1, so that the loader renames, and divides, it alike.
+    Raises EngineError for what no layer can have.
+    """
+    found: dict[str, torch.Tensor] = {}
+    by_axis: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
+    for name, scale in own.items():
+        module, is_scale, _ = name.rpartition(_DORA_SCALE)
+        if not is_scale:
+            continue
+        down, up = own[f"{module}.lora_down.weight"][:1], own[f"{module}.lora_up.weight"][:, :1]
+        by_input = scale.shape[0] == 1 != len(up)
+        if scale.numel() != (down.shape[1] if by_input else len(up)) or not scale.is_floating_point():
+            raise EngineError(f"{name} has the shape {tuple(scale.shape)}, which no layer of its LoRA has")
+        if by_input and family.denoiser_name != "unet":  # stock divides its layers by outputs, and norms of inputs not
+            raise EngineError(f"{name} is by input, which is not supported for a {family.class_name}")
+        part = by_axis[by_input]
+        row = scale.reshape(1, -1, *[1] * (down.ndim - 2)).expand(1, -1, *down.shape[2:])
+        part[f"{module}.lora_down.weight"] = row if by_input else down
+        part[f"{module}.lora_up.weight"] = up if by_input else scale.reshape(up.shape)
+        part[f"{module}.alpha"] = torch.tensor(1.0)
+    for by_input, part in by_axis.items():
+        half = "lora_A.weight" if by_input else "lora_B.weight"
+        for name, tensor in (_named_by_stock(part, family, denoiser_config) if part else {}).items():
+            if name.endswith(half):
+                row = tensor[:1].flatten(2)[..., 0] if by_input and tensor.ndim > 2 else tensor
+                found[name.removesuffix(half) + "lora_magnitude_vector"] = row if by_input else tensor.flatten()
+    return found
 
 
 def _module_of(name: str) -> str:

@@ -37,7 +37,11 @@ class ImageCodec:
     def __init__(self, vae: Any, max_bytes: float = math.inf) -> None:
         self.vae = vae
         self._max_bytes = max_bytes
-        self.scale_factor = 2 ** (len(self.vae.config.block_out_channels) - 1)  # pixels per latent
+        self._is_of_video = "temperal_downsample" in self.vae.config  # an image is a video of one frame to it
+        # Pixels per latent.
+        self.scale_factor = 2 ** (
+            len(vae.config.temperal_downsample) if self._is_of_video else len(vae.config.block_out_channels) - 1
+        )
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
         # Asked once: diffusers goes through all modules for either.
@@ -58,7 +62,13 @@ class ImageCodec:
         """
         posterior = self.posterior(images_BCHW, upcasts=upcasts, may_change=may_change)
         latents: torch.Tensor = posterior.sample(generator)
-        return latents
+        return latents[:, :, 0] if self._is_of_video else latents
+
+    def most_likely(
+        self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the most likely latents of images from -1 to 1, scaled by `scale` of them and the VAE."""
+        return scale(self.posterior(images_BCHW).mode(), self.vae)
 
     def posterior(
         self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True
@@ -69,9 +79,10 @@ class ImageCodec:
         memory goes in tiles, which changes it a little.
         """
         vae = self._vae_for_float32() if upcasts and self.vae.config.get("force_upcast") else self._safe_vae()
-        images_BCHW = images_BCHW.to(self._device, self._dtype_of(vae))
+        images = images_BCHW.to(self._device, self._dtype_of(vae))
+        images = images.unsqueeze(2) if self._is_of_video else images
         with torch.no_grad():
-            found = self._in_tiles_if_large(vae, vae.encode, images_BCHW, images_BCHW.shape[-2:], may_change)
+            found = self._in_tiles_if_large(vae, vae.encode, images, images.shape[-2:], may_change)
         posterior: DiagonalGaussianDistribution = found.latent_dist
         return posterior
 
@@ -83,11 +94,11 @@ class ImageCodec:
         `may_change` is as for `encode`.
         """
         vae = self._safe_vae()
-        latents_BCHW = latents_BCHW.to(self._device, self._dtype_of(vae))
-        height, width = (side * self.scale_factor for side in latents_BCHW.shape[-2:])
+        latents = latents_BCHW.to(self._device, self._dtype_of(vae))
+        height, width = (side * self.scale_factor for side in latents.shape[-2:])
         with torch.no_grad():
-            decode = partial(vae.decode, return_dict=False)
-            (image_BCHW,) = self._in_tiles_if_large(vae, decode, latents_BCHW, (height, width), may_change)
+            decode = partial(_decode_videos if self._is_of_video else _decode_images, vae)
+            image_BCHW = self._in_tiles_if_large(vae, decode, latents, (height, width), may_change)
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
@@ -105,7 +116,7 @@ class ImageCodec:
             if is_large or not may_change or len(batch) > 1 or not is_out_of_memory(error):
                 raise
             forget_frames(error)  # they know the activations, whose memory the tiles need
-        logger.warning("an image of %dx%d pixels finds no memory in one piece; it goes in tiles", size[1], size[0])
+        logger.warning("an image of %dx%d pixels does not fit in memory; it goes in tiles", size[1], size[0])
         with _tiling(vae, True):
             return run(batch)
 
@@ -128,12 +139,16 @@ class ImageCodec:
         of 4,096 in float32 at 512x512 pixels. Its widest layers at full resolution have the second number of channels.
         An encode takes less.
         """
-        channels = max(vae.config.block_out_channels[:2])
+        config = vae.config
+        if self._is_of_video:
+            channels = config.base_dim * max(config.dim_mult[:2])
+        else:
+            channels = max(config.block_out_channels[:2])
         return int(LIVE_ACTIVATIONS * channels * self._dtype_of(vae).itemsize)
 
 
-class NotingCodec(ImageCodec):
-    """A codec that notes the posteriors that were asked for, as parameters on the host."""
+class RecordingCodec(ImageCodec):
+    """A codec that notes what was asked of it, on the host: parameters of posteriors, and most likely latents."""
 
     def __init__(self, codec: ImageCodec) -> None:
         super().__init__(codec.vae)
@@ -145,20 +160,45 @@ class NotingCodec(ImageCodec):
         self.noted.append(found.parameters.cpu())
         return found
 
+    def most_likely(
+        self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]
+    ) -> torch.Tensor:
+        found = self._codec.most_likely(images_BCHW, scale)
+        self.noted.append(found.cpu())
+        return found
 
-class ToldCodec(ImageCodec):
-    """A codec of a blank VAE that is told its posteriors, in the order in which they are asked for."""
+
+class ReplayingCodec(ImageCodec):
+    """A codec of a blank VAE that replays what another has recorded, in the order in which it is asked for."""
 
     def __init__(self, vae: Any, noted: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__(vae)
-        self._told = iter(noted)
+        self._noted = iter(noted)
         self._device = device
 
     def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> DiagonalGaussianDistribution:
-        parameters = next(self._told, None)
-        if parameters is None:
+        return DiagonalGaussianDistribution(self._next())
+
+    def most_likely(
+        self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]
+    ) -> torch.Tensor:
+        return self._next()
+
+    def _next(self) -> torch.Tensor:
+        noted = next(self._noted, None)
+        if noted is None:
             raise EngineError("the VAE is not here, and has not encoded the images of this request")
-        return DiagonalGaussianDistribution(parameters.to(self._device))
+        return noted.to(self._device)
+
+
+def _decode_images(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
+    images: torch.Tensor = vae.decode(latents_BCHW, return_dict=False)[0]
+    return images
+
+
+def _decode_videos(vae: Any, latents_BCHW: torch.Tensor) -> torch.Tensor:
+    """Decode images as videos of a frame, one by one: convolutions over time go to kernels by the size of the batch."""
+    return torch.cat([_decode_images(vae, one[None, :, None])[:, :, 0] for one in latents_BCHW])
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family, Rows
-from deployments.engines.diffusion.rows import Part
+from deployments.engines.diffusion.rows import Condition
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.forwards import replaced_forwards
 from weights.memory.devices import computes_on_host
@@ -56,7 +56,7 @@ class Modulation:
         self._modules: list[nn.Module] = [*self._embeddings, *self._layers, *self._text_layers]
         self._embedded = frozenset(part for embedding in self._embeddings for part in embedding.modules())
 
-    def rows_of(self, group: Sequence[Part]) -> tuple[torch.Tensor, ...]:
+    def rows_of(self, group: Sequence[Condition]) -> tuple[torch.Tensor, ...]:
         """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
         device = group[0].state.latents.device
         if not self._modules or len(group) > MAX_PARTS or not computes_on_host(device):
@@ -80,7 +80,7 @@ class Modulation:
         found = zip(self._modules, map(_constant, outputs), strict=False)  # a long text's layers compute for themselves
         return replaced_forwards(dict(found))
 
-    def _compute(self, parts: Sequence[Part], num_steps: int) -> None:
+    def _compute(self, parts: Sequence[Condition], num_steps: int) -> None:
         """Compute the next `num_steps` of each part, or what is left of them, all at once."""
         times, guidance, pooled, counts = [], [], [], []
         for state, branch in parts:
@@ -111,7 +111,7 @@ class Modulation:
         return [layer(prompt) for layer in self._text_layers] if num_bytes <= MAX_TEXT_BYTES else []
 
 
-def _rows_of_step(part: Part) -> tuple[torch.Tensor, ...]:
+def _rows_of_step(part: Condition) -> tuple[torch.Tensor, ...]:
     """Return what is known of the next step of a part, for each of its images."""
     ahead: _Ahead = part.state.ahead[id(part.branch)]
     step, count = part.state.step_index - ahead.first, len(part.state.latents)
@@ -125,6 +125,6 @@ def _constant(output: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda *args, **options: output
 
 
-def _has_step(part: Part) -> bool:
+def _has_step(part: Condition) -> bool:
     ahead: _Ahead | None = part.state.ahead.get(id(part.branch))
     return ahead is not None and 0 <= part.state.step_index - ahead.first < len(ahead.outputs[0])

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,19 +19,20 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import build_skeleton, read_config
+from deployments.engines.build import build_skeleton
+from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
-from deployments.engines.diffusion.image_codec import ImageCodec, NotingCodec, ToldCodec
+from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
     DEFAULT_BOUNDS,
     BatchBounds,
-    Part,
+    Condition,
     Work,
     batch_key,
     build_rows,
@@ -84,8 +86,8 @@ class DenoisePipeline:
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
-        self.family = family
         self.model_index = read_config(folder / "model_index.json")
+        self.family = family = family.variant(self.model_index)
         self.denoiser: Any = modules[family.denoiser_name]
         self.device = torch.device(device)
         self._dtype: Any = self.denoiser.dtype  # asked once: diffusers goes through all modules for it
@@ -98,7 +100,8 @@ class DenoisePipeline:
         for name in (family.denoiser_name, "vae"):
             make_batch_invariant(modules[name])
             make_quick(modules[name])
-        if reason := family.refusal(self.denoiser):
+        config: Any = self.denoiser.config
+        if reason := family.refusal(config):
             raise EngineError(f"{folder}: {reason}")
 
     def start_request(
@@ -114,7 +117,7 @@ class DenoisePipeline:
         the ControlNets that the request names. What a LoRA does to text encoders is in the conditioning.
         `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
         """
-        codec = ToldCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
+        codec = ReplayingCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
         return self._start(request, conditioning, adapters, codec)
 
     def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, LoraAdapter | nn.Module]) -> None:
@@ -131,7 +134,7 @@ class DenoisePipeline:
 
         The denoiser may be blank. Raises as `start_request` does; LoRAs are not looked at.
         """
-        codec = NotingCodec(self._codec)
+        codec = RecordingCodec(self._codec)
         self._start(replace(request, adapters=(), merges_adapter=False), conditioning, adapters, codec)
         return tuple(codec.noted)
 
@@ -160,18 +163,19 @@ class DenoisePipeline:
         pairs, merged = self._loras.forms_of(request, known)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
         widths = family.text_widths(self.denoiser)
-        masks_text = family.masks_text and not request.control  # no ControlNet of diffusers heeds a mask
-        branches = take_branches(conditioning, widths, is_guided, self.device, self._dtype, masks_text=masks_text)
-        schedule = family.schedule(request, self._solvers.config, size)
-        solver = self._solvers.create_solver(self.device, request.scheduler, **schedule)
+        # No ControlNet of diffusers heeds a mask.
+        padded_length = family.padded_text_length if family.masks_text and not request.control else None
+        branches = take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
+        solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
+        drawn_dtype = torch.float32 if family.float32_latents else conditioning["prompt_embeds"].dtype
         with _kernels(runs_alone):
-            first = maker.first_latents(request, size, solver, generator, conditioning["prompt_embeds"].dtype)
-        latents = first.latents.to(self.device, self._dtype)
+            first = maker.first_latents(request, size, solver, generator, drawn_dtype)
+        latents = first.latents.to(self.device, torch.float32 if family.float32_latents else self._dtype)
         cfg_scale = family.cfg_scale(request)
         return DenoiseState(
             request,
@@ -223,7 +227,8 @@ class DenoisePipeline:
                 noise = self._predict(group := by_adapters(mates))
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}
             predictions = [
-                (state, guided(state, [noises[id(branch)] for branch in state.branches])) for state in states
+                (state, guided(self.family, state, [noises[id(branch)] for branch in state.branches]))
+                for state in states
             ]
             for state, prediction in predictions:
                 self._advance(state, prediction)
@@ -292,9 +297,9 @@ class DenoisePipeline:
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         images = self.family.unpack_latents(latents, self._size(height, width))
-        return self.family.unscale_latents(images, self._codec.vae.config)
+        return self.family.unscale_latents(images, self._codec.vae)
 
-    def _predict(self, group: Sequence[Part]) -> torch.Tensor:
+    def _predict(self, group: Sequence[Condition]) -> torch.Tensor:
         """The denoiser's prediction for all rows of the group, in as few forwards as bounds and memory allow."""
         first = group[0].state
         height, width = image_size(first)
@@ -362,8 +367,9 @@ def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
 def blank_module(component: Component, folder: Path) -> nn.Module:
     """Return a module of a pipeline without its weights, for `DenoisePipeline`. Raises EngineError."""
     shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
-    module = build_skeleton(component.library, component.class_name, folder, shapes).module
-    first = component.tensors.get(next(name for name, _ in module.named_parameters()))
+    kinds = component.block_types
+    module = build_skeleton(component.library, component.class_name, folder, shapes, kinds=kinds).module
+    first = component.tensors.get(next(name for name, _ in module.named_parameters() if name not in kinds))
     dtype = TORCH_DTYPES.get(first.dtype) if first else None
     return module if dtype is None else nn.Module.to(module, dtype)  # diffusers' own warns of what is not the case
 

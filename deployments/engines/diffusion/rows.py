@@ -4,7 +4,7 @@ Each image of each request is one row, two under classifier-free guidance. Rows 
 its number of patches) and padded text length go through the denoiser together, whatever their step, schedule, guidance,
 seed or LoRAs. Those of a merged LoRA have forwards of their own.
 
-On the CPU a row's prediction is that of the row alone, bit for bit, in any company and any split
+On the CPU a row's prediction is that of the row alone, bit for bit, in any batch and any split
 (`nn/batch_invariant.py`; tests/unit/deployments/engines/diffusion/test_batch_invariance.py). On a GPU it differs by
 rounding: its libraries choose kernels by the number of rows.
 """
@@ -18,14 +18,14 @@ from typing import Final, NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.diffusion.families.base import Branch, ControlRows, Rows
+from deployments.engines.diffusion.families.base import Branch, ControlRows, Family, Rows
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
 
 T = TypeVar("T")
 
 
-class Part(NamedTuple):
+class Condition(NamedTuple):
     """One text condition of a request: its negative prompt may be longer or shorter than its prompt."""
 
     state: DenoiseState
@@ -80,12 +80,12 @@ def decode_key(state: DenoiseState) -> Hashable:
     return image_size(state), _solitude(state)
 
 
-def parts_of(states: Sequence[DenoiseState]) -> list[Part]:
+def parts_of(states: Sequence[DenoiseState]) -> list[Condition]:
     """Return the parts of the states, in the order state, branch."""
-    return [Part(state, branch) for state in states for branch in state.branches]
+    return [Condition(state, branch) for state in states for branch in state.branches]
 
 
-def batch_key(part: Part) -> Hashable:
+def batch_key(part: Condition) -> Hashable:
     """Return the key of a part: those with equal keys share a forward.
 
     ControlNets read images, which have one size.
@@ -93,12 +93,13 @@ def batch_key(part: Part) -> Hashable:
     shape = image_size(part.state) if part.state.acting_controls else part.state.shape
     is_padded = part.branch.mask is not None
     length = part.branch.prompt.shape[1]
+    shape = (shape, part.state.extra_channels is None)
     return shape, length, is_padded, _control_key(part), _solitude(part.state), id(part.state.merged)
 
 
-def memory_kind(part: Part) -> Hashable:
+def memory_kind(part: Condition) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
-    lengths = part.branch.prompt.shape[1], len(part.state.acting_controls)
+    lengths = part.branch.prompt.shape[1], len(part.state.acting_controls), part.state.extra_channels is None
     return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
 
 
@@ -106,7 +107,7 @@ def _solitude(state: DenoiseState) -> Hashable:
     return state.request.request_id if state.runs_alone else None
 
 
-def _control_key(part: Part) -> Hashable:
+def _control_key(part: Condition) -> Hashable:
     """Return the ControlNets of the next step, and the length of the text that they may read in place of the part's."""
     acting = part.state.acting_controls
     text_length = part.state.branches[-1].prompt.shape[1] if acting else 0
@@ -121,16 +122,16 @@ def grouped(things: Sequence[T], key: Callable[[T], Hashable]) -> list[list[T]]:
     return list(groups.values())
 
 
-def by_adapters(group: Sequence[Part]) -> list[Part]:
+def by_adapters(group: Sequence[Condition]) -> list[Condition]:
     """Return the parts with those of equal adapters beside each other, in order of appearance."""
     return [part for equals in grouped(group, _adapters_key) for part in equals]
 
 
-def _adapters_key(part: Part) -> Hashable:
+def _adapters_key(part: Condition) -> Hashable:
     return tuple((id(pairs), strength) for pairs, strength in part.state.adapters)
 
 
-def build_rows(group: Sequence[Part], modulation: tuple[torch.Tensor, ...]) -> Rows:
+def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...]) -> Rows:
     """Return the rows of a forward, in the order part, image. `modulation` is that of `Rows`."""
     latents, timesteps, prompts, guidance, pooled, masks = [], [], [], [], [], []
     for state, branch in group:
@@ -159,7 +160,7 @@ def build_rows(group: Sequence[Part], modulation: tuple[torch.Tensor, ...]) -> R
     )
 
 
-def _adapted_spans(group: Sequence[Part]) -> Iterator[AdaptedSpan]:
+def _adapted_spans(group: Sequence[Condition]) -> Iterator[AdaptedSpan]:
     """Yield the adapters of the rows of a group, of neighbours with equal ones together."""
     start = 0
     for _, equals in itertools.groupby(group, _adapters_key):
@@ -170,7 +171,7 @@ def _adapted_spans(group: Sequence[Part]) -> Iterator[AdaptedSpan]:
         start = stop
 
 
-def _control_rows(group: Sequence[Part], place: int) -> ControlRows:
+def _control_rows(group: Sequence[Condition], place: int) -> ControlRows:
     """Return the rows of one of the ControlNets that all parts of the group have."""
     images, scales, prompts, pooled = [], [], [], []
     for state, branch in group:
@@ -187,17 +188,17 @@ def _control_rows(group: Sequence[Part], place: int) -> ControlRows:
     return ControlRows(net, torch.cat(images), torch.cat(scales), torch.cat(prompts), all_pooled)
 
 
-def split_rows(noise: torch.Tensor, group: Sequence[Part]) -> Sequence[torch.Tensor]:
+def split_rows(noise: torch.Tensor, group: Sequence[Condition]) -> Sequence[torch.Tensor]:
     """Split predictions in the order of `build_rows` into one (num_images, …) per part."""
     return torch.split(noise, [len(part.state.latents) for part in group])
 
 
-def guided(state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
+def guided(family: Family, state: DenoiseState, noises: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return one prediction, made of those of the state's branches."""
     if len(noises) == 1:
         return noises[0]
     negative, prompt = noises
-    return negative + state.cfg_scale * (prompt - negative)
+    return family.combine_guidance(negative, prompt, state.cfg_scale)
 
 
 def _model_input(state: DenoiseState) -> torch.Tensor:

@@ -7,13 +7,43 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import diffusers
 import torch
+from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 
-from deployments.engines.build import read_config
-from deployments.engines.protocol import EngineError
+from deployments.engines.config_files import read_config
+from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
+from deployments.engines.protocol import DiffusionRequest, EngineError
+
+Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
+
+# Solvers over a schedule of betas: each runs with the config of any other, as stock's users exchange them. LCM and TCD
+# are none's `compatibles` in diffusers, though they read the same config; EDM is everybody's, and reads another one.
+_OF_BETAS: Final = frozenset(
+    {*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"} - {"EDMEulerScheduler"}
+)
+_OF_FLOWS: Final = frozenset(
+    {"FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler"}
+)
+# What a request may change of a solver's config, with what it may be: a type, a range of numbers, or choices.
+_OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]] = {
+    "use_karras_sigmas": bool,
+    "use_exponential_sigmas": bool,
+    "use_beta_sigmas": bool,
+    "use_lu_lambdas": bool,
+    "euler_at_final": bool,
+    "lower_order_final": bool,
+    "rescale_betas_zero_snr": bool,
+    "timestep_spacing": frozenset({"linspace", "leading", "trailing"}),
+    "final_sigmas_type": frozenset({"zero", "sigma_min"}),
+    "algorithm_type": frozenset({"dpmsolver", "dpmsolver++", "sde-dpmsolver", "sde-dpmsolver++", "deis"}),
+    "solver_type": frozenset({"midpoint", "heun", "logrho", "bh1", "bh2"}),
+    "solver_order": (1, 3),
+    "original_inference_steps": (1, 1000),
+    "shift": (0.01, 100.0),
+}
 
 
 class SolverFactory:
@@ -23,40 +53,78 @@ class SolverFactory:
     """
 
     def __init__(self, folder: Path, model_index: Mapping[str, Any]) -> None:
-        library, class_name = (model_index.get("scheduler") or (None, None))[:2]
-        if library != "diffusers" or _solver_class(class_name) is None:
-            raise EngineError(
-                f"{folder}: model_index.json names solver {library}.{class_name}, expected one of diffusers"
-            )
-        self._template: Any = _solver_class(class_name).from_config(
-            read_config(folder / "scheduler" / "scheduler_config.json")
-        )
+        class_name = check_solver(folder, model_index)
+        cls = _solver_class(class_name)
+        if cls is None:
+            raise EngineError(f"{folder}: the packages that {class_name} needs are not installed")
+        self._template: Any = cls.from_config(read_config(folder / "scheduler" / "scheduler_config.json"))
         self.config: Mapping[str, Any] = self._template.config
 
-    def create_solver(self, device: torch.device, scheduler: str | None = None, **schedule: Any) -> Any:
-        """Return a solver with its timesteps set by `schedule`, arguments of `set_timesteps`.
+    def create_solver(
+        self,
+        device: torch.device,
+        request: DiffusionRequest,
+        schedule: Schedule,
+    ) -> Any:
+        """Return the solver of a request with its timesteps set by what `schedule` makes of its config.
 
-        `scheduler` names another class than the pipeline's, which gets its config, as stock's `from_config` does.
-        Raises EngineError when there is none, or it cannot make such a schedule (more steps than it was trained with,
-        say).
+        A request's `scheduler` is another class than the pipeline's, which gets its config, as stock's `from_config`
+        does, with the `scheduler_options` in place of what is there. Raises EngineError when there is none, or it
+        cannot make such a schedule (more steps than it was trained with, say).
         """
-        solver = self._template_of(scheduler)
+        solver = self.configured(request.scheduler, request.scheduler_options)
         try:
-            solver.set_timesteps(device=device, **schedule)
-        except (ValueError, TypeError) as error:
+            solver.set_timesteps(device=device, **schedule(solver.config))
+        except (ValueError, TypeError, ImportError) as error:
             raise EngineError(f"{type(solver).__name__} cannot make this schedule: {error}") from error
         if hasattr(solver, "set_begin_index"):
             solver.set_begin_index(0)
         return solver
 
-    def _template_of(self, scheduler: str | None) -> Any:
-        if scheduler is None or scheduler == type(self._template).__name__:
+    def configured(self, scheduler: str | None, options: Mapping[str, bool | float | str]) -> Any:
+        """Return a solver without a schedule, of the template's class or another. Raises EngineError."""
+        cls: Any = type(self._template)
+        if scheduler not in (None, cls.__name__):
+            known = self._known_classes()
+            if scheduler not in known:
+                reason = f" ({scheduler} {REFUSED[scheduler]})" if scheduler in REFUSED else ""
+                raise EngineError(
+                    f"scheduler {scheduler!r}: expected one that fits the model's{reason} (known: {', '.join(known)})"
+                )
+            cls = _solver_class(scheduler)
+        elif not options:
             return copy.deepcopy(self._template)
-        compatible = {cls.__name__ for cls in self._template.compatibles}
-        if scheduler not in compatible:
-            known = ", ".join(sorted({type(self._template).__name__, *compatible}))
-            raise EngineError(f"scheduler {scheduler!r}: expected one that fits the model's (known: {known})")
-        return _solver_class(scheduler).from_config(self.config)
+        _check_options(cls, options)
+        try:
+            return cls.from_config(self.config, **options)
+        except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+            raise EngineError(f"{cls.__name__} cannot be configured so: {error}") from error
+
+    def _known_classes(self) -> list[str]:
+        """Return the names of the classes that take the template's config, and can be run."""
+        own = {cls.__name__ for cls in self._template.compatibles}
+        groups = (group for group in (_OF_BETAS, _OF_FLOWS) if group & own)
+        names = {type(self._template).__name__}.union(*groups)
+        return sorted(name for name in names if _solver_class(name) is not None)
+
+
+def _check_options(cls: Any, options: Mapping[str, bool | float | str]) -> None:
+    accepted = set(inspect.signature(cls.__init__).parameters) & _OPTIONS.keys()
+    for name, value in options.items():
+        if name not in accepted:
+            known = ", ".join(sorted(accepted)) or "none"
+            raise EngineError(f"scheduler_options: {cls.__name__} has no {name!r} to choose (known: {known})")
+        rule = _OPTIONS[name]
+        if isinstance(rule, frozenset):
+            fits, expected = value in rule, f"one of {', '.join(sorted(rule))}"
+        elif isinstance(rule, tuple):
+            is_number = isinstance(value, int if isinstance(rule[0], int) else int | float)
+            fits = is_number and not isinstance(value, bool) and rule[0] <= value <= rule[1]  # type: ignore[operator]
+            expected = f"{'a whole number' if isinstance(rule[0], int) else 'a number'} from {rule[0]} to {rule[1]}"
+        else:
+            fits, expected = isinstance(value, bool), "true or false"
+        if not fits:
+            raise EngineError(f"scheduler_options: {name} is {value!r}, expected {expected}")
 
 
 def step_options(solver: Any, generator: torch.Generator) -> dict[str, Any]:
@@ -72,9 +140,10 @@ def _step_parameters(step: Callable[..., Any]) -> frozenset[str]:
 
 
 def _solver_class(class_name: str | None) -> Any:
-    """Return a solver's class, None for a name that is none's."""
+    """Return a solver's class, None for a name that is none's, or one's whose packages are not installed."""
     cls = getattr(diffusers, str(class_name), None)
-    return cls if isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin) else None
+    is_solver = isinstance(cls, type) and issubclass(cls, diffusers.SchedulerMixin)
+    return cls if is_solver and class_name not in REFUSED else None
 
 
 def add_noise(solver: Any, images: torch.Tensor, noise: torch.Tensor, timesteps: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # they need diffusers, and text encoders come by here too
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
 MAX_IMAGES = 32
-MIN_TEXT_LENGTH = 16
 SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
 
 
@@ -41,7 +40,7 @@ class DenoiseState:
     `FirstLatents`.
 
     One that `runs_alone` shares no forward, and its rows go one by one: on a device that rounds by batch nothing else
-    gives the same bits in any company and however little memory there is.
+    gives the same bits in any batch and however little memory there is.
 
     `ahead` is what `Modulation` has computed of steps to come.
 
@@ -149,12 +148,12 @@ def take_branches(
     device: torch.device,
     dtype: torch.dtype,
     *,
-    masks_text: bool = False,
+    padded_length: Callable[[int], int] | None = None,
 ) -> tuple[Branch, ...]:
     """Return (prompt,) or, when `guided`, (negative, prompt). The two may differ in length.
 
-    With `masks_text` each is padded to `_padded_length`, and masked there. `widths` is the model's (D, P); P None for
-    a model without pooled text. Raises EngineError for tensors that are missing or of another shape.
+    Each is padded to the `padded_length` of its own, and masked there; None pads nothing. `widths` is the model's
+    (D, P); P None for a model without pooled text. Raises EngineError for tensors that are missing or of another shape.
     """
     prefixes = ("negative_", "") if guided else ("",)
     branches = []
@@ -164,21 +163,13 @@ def take_branches(
         if widths[1] is not None:
             pooled = _conditioning(conditioning, prefix + "pooled_prompt_embeds", (1, widths[1])).to(device, dtype)
         branch = Branch(prompt.to(device, dtype), pooled)
-        branches.append(_padded(branch) if masks_text else branch)
+        branches.append(_padded(branch, padded_length) if padded_length else branch)
     return tuple(branches)
 
 
-def _padded_length(num_tokens: int) -> int:
-    """Return the length that a text has in a forward: a power of two that follows from its own length alone.
-
-    So texts of many lengths share forwards, and none depends on its company. The usual lengths of T5 are such powers.
-    """
-    return max(MIN_TEXT_LENGTH, 1 << (num_tokens - 1).bit_length())
-
-
-def _padded(branch: Branch) -> Branch:
+def _padded(branch: Branch, padded_length: Callable[[int], int]) -> Branch:
     num_tokens = branch.prompt.shape[1]
-    length = _padded_length(num_tokens)
+    length = padded_length(num_tokens)
     if length == num_tokens:
         return branch
     mask = (torch.arange(length, device=branch.prompt.device) < num_tokens)[None]

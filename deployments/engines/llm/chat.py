@@ -5,14 +5,39 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainValidator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 
 
-class _ChatPart(BaseModel):
+class NullIsDefault(BaseModel):
+    """An object whose optional members may be null, as OpenAI's types allow: that is as good as leaving them out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        return {name: value for name, value in given.items() if value is not None or name not in cls.model_fields}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        shown = handler(schema)
+        form = handler.resolve_ref_schema(shown)
+        for name, member in form.get("properties", {}).items():
+            if name not in form.get("required", ()) and {"type": "null"} not in member.get("anyOf", ()):
+                about = {key: member.pop(key) for key in ("title", "description", "default") if key in member}
+                form["properties"][name] = {"anyOf": [member, {"type": "null"}], **about}
+        return shown
+
+
+class _ChatPart(NullIsDefault):
     """A part of a chat. Members that nobody here knows are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
@@ -48,13 +73,30 @@ class ToolCall(_ChatPart):
     function: FunctionCall
 
 
+def _as_part(value: Any) -> str | npt.NDArray[np.uint8]:
+    if isinstance(value, str):
+        return value
+    pixels = np.asarray(value)
+    if pixels.ndim != 3 or pixels.shape[2] != 3 or not pixels.size or pixels.dtype != np.uint8:
+        found = f"{pixels.dtype} {pixels.shape}"
+        raise ValueError(f"a part is a text, or an image as uint8 (height, width, 3); got {found}")
+    return pixels
+
+
+MAX_PARTS: Final = 1024
+Part = Annotated[str | npt.NDArray[np.uint8], PlainValidator(_as_part)]
+
+
 class Message(BaseModel):
-    """One message of a chat: text, an assistant's tool calls, or (role `tool`) the result of one of them."""
+    """One message of a chat: text, an assistant's tool calls, or (role `tool`) the result of one of them.
+
+    A content in parts has texts and images, uint8 (height, width, 3); a PIL image in RGB will do.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = ""
+    content: str | Annotated[tuple[Part, ...], Field(max_length=MAX_PARTS)] = ""
     tool_calls: tuple[ToolCall, ...] = Field((), max_length=128)
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
 
@@ -68,9 +110,27 @@ class Message(BaseModel):
             raise ValueError("a message without tool_calls needs a content")
         return self
 
+    @property
+    def text(self) -> str:
+        """Return the content without its images."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part for part in self.content if isinstance(part, str))
+
+    @property
+    def images(self) -> tuple[npt.NDArray[np.uint8], ...]:
+        """Return the images of the content, in their order."""
+        if isinstance(self.content, str):
+            return ()
+        return tuple(part for part in self.content if not isinstance(part, str))
+
     def for_template(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it: the arguments of calls as objects."""
-        message: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Return the message as chat templates expect it: the arguments of calls as objects, images as their places."""
+        message: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.images:
+            message["content"] = [
+                {"type": "text", "text": part} if isinstance(part, str) else {"type": "image"} for part in self.content
+            ]
         if self.tool_calls:
             message["tool_calls"] = [
                 {

@@ -99,7 +99,14 @@ class Completion:
         return cls(
             index=index,
             sequence=Sequence(
-                request.request_id, list(prompt), len(prompt), scope_of(loras), loras, prompt_logprobs, pooled
+                request.request_id,
+                list(prompt),
+                len(prompt),
+                scope_of(loras),
+                loras,
+                prompt_logprobs,
+                pooled,
+                request.images,
             ),
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()

@@ -6,19 +6,29 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Items
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from deployments.engines.build import converted_bytes
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
+from deployments.engines.llm.engine_config import LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
+from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, StepAborted
-from deployments.engines.llm.models.registry import create_model, decoder_spec, load_config
+from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
+from deployments.engines.llm.models.registry import create_any_model, decoder_spec, is_stock, load_config
+from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.own_cache_runner import OwnCacheRunner
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
@@ -32,7 +42,7 @@ from deployments.engines.llm.tokenizer import (
     load_tokenizer,
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.nn.packed_linear import Arithmetic
+from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
 from weights.memory.devices import allocated_bytes
 
@@ -58,100 +68,104 @@ class LLMEngine:
         self,
         folder: Path,
         tensors: Mapping[str, torch.Tensor],
+        config: LLMEngineConfig,
         *,
-        device: str | torch.device = "cpu",
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 512,
-        max_prefill_beside_decode: int = 512,
-        max_decode_delay: float = 2.0,
-        is_deterministic: bool = False,
-        kv_cache_bytes: int = 64 * 2**20,
-        kv_dtype: KvDtype = "auto",
-        max_model_len: int | None = None,
-        arithmetic: Arithmetic = "fast",
-        decode_threads: int | None = None,
-        prefill_threads: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
-        never written.
+        never written. `clock` measures steps in seconds.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
-        dtype, which is also that of the computation and, unless `kv_dtype` is int8, of the KV cache.
-        `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed
-        weights (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they
-        take without prompts, by the seconds of `clock`, and have at most `max_prefill_beside_decode` prompt tokens.
-        Steps of completions alone run on `decode_threads` of torch's threads, others on `prefill_threads`; None leaves
-        their number as it is.
+        dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
 
         Raises:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
         """
-        _check_sizes(max_num_seqs, max_num_batched_tokens)
-        config = load_config(folder)
-        model = create_model(config, tensors, torch.device(device), arithmetic=arithmetic)
-        if is_deterministic and model.pads_rows:
-            _check_threads(decode_threads, prefill_threads)
-        plan = plan_cache(
-            model.spec,
-            model.dtype,
-            kv_cache_bytes=kv_cache_bytes,
-            max_num_seqs=max_num_seqs,
-            max_model_len=max_model_len,
-            kv_dtype=kv_dtype,
-        )
-        self.max_model_len, self.embedding_rules = plan.max_model_len, load_embedding_rules(folder, config)
+        model_config = load_config(folder)
+        model = create_any_model(model_config, tensors, torch.device(config.device), arithmetic=config.arithmetic)
+        if model.pads_rows:
+            config.check_padded_threads()
+        limits: Any = {
+            "kv_cache_bytes": config.kv_cache_bytes,
+            "max_num_seqs": config.max_num_seqs,
+            "max_model_len": config.max_model_len,
+        }
+        self._runner: ModelRunner | OwnCacheRunner
+        if isinstance(model, OwnCacheModel):
+            plan, self._runner = plan_states(model.spec, **limits), OwnCacheRunner(model)
+        else:
+            plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
+            self._runner = ModelRunner(model, plan.num_blocks, config.kv_dtype)
+        self._config, self._clock = config, clock
+        self._shares_prompts = isinstance(self._runner, ModelRunner)
+        self.max_model_len = plan.max_model_len
+        self.embedding_rules = load_embedding_rules(folder, model_config)
         self.tokenizer, self.generation_defaults = load_tokenizer(folder), load_generation_defaults(folder)
-        self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, config)
+        self._eyes = model.eyes if isinstance(model, StockModel) else None
+        self._images = ImageReader.load(folder, self.tokenizer, model_config) if self._eyes else None
+        self._vocab_size, self._eos_token_ids = model.spec.vocab_size, load_eos_token_ids(folder, model_config)
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
-        self._pace, self._clock = PrefillPace(max_decode_delay, max_prefill_beside_decode), clock
+        self._pace = PrefillPace(config.max_decode_delay, config.max_prefill_beside_decode)
         self._blocks = BlockPool(plan.num_blocks)
         self._scheduler = Scheduler(
             self._blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             pace=self._pace,
-            shares_completions=not is_deterministic,
+            shares_completions=not config.is_deterministic,
+            shares_prefixes=self._shares_prompts,
         )
-        self._runner, self._loras = ModelRunner(model, plan.num_blocks, kv_dtype), DecoderLoras(model)
-        self._memory = MemoryLimits()
-        self._decode_threads, self._prefill_threads = decode_threads, prefill_threads
+        self._loras, self._memory = DecoderLoras(model), MemoryLimits()
         self._requests: dict[str, list[Completion]] = {}
-        self._forsaken: set[str] = set()
+        self._cancelled: set[str] = set()
+        self._other_step_s: float | None = None
         self.failures: dict[str, Exception] = {}
 
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
 
-    @property
-    def num_running(self) -> int:
-        return self._scheduler.num_running
-
-    @property
-    def num_waiting(self) -> int:
-        """Return how many requests have not begun to decode, or were preempted."""
-        return self._scheduler.num_waiting
-
-    @property
-    def num_preemptions(self) -> int:
-        """Return how often, since the start, a sequence gave up its blocks for an older one."""
-        return self._scheduler.num_preemptions
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the KV cache, used and free."""
-        return self._blocks.num_blocks
-
-    @property
-    def _num_free_blocks(self) -> int:
-        return self._blocks.num_free
+    def stats(self) -> LLMEngineStats:
+        """Return the sequences and blocks as they are now."""
+        scheduler, blocks = self._scheduler, self._blocks
+        return LLMEngineStats(
+            scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions, blocks.num_blocks, blocks.num_free
+        )
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
     ) -> tuple[int, ...]:
         """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        return encode_chat(self.tokenizer, messages, tools or [], begun)
+        return self.read_chat(messages, (), tools, begun)[0]
+
+    def read_images(self, pixels: Iterable[npt.NDArray[np.uint8]]) -> list[PromptImage]:
+        """Return images, uint8 (height, width, 3), as the model takes them. Takes a while; uses no tokenizer.
+
+        Raises EngineError for images where the model sees none, and for one that it does not take.
+        """
+        if self._images is None:
+            if list(pixels):
+                raise EngineError("the model sees no images")
+            return []
+        return [self._images.read(one) for one in pixels]
+
+    def read_chat(
+        self,
+        messages: list[dict[str, Any]],
+        images: Items[PromptImage],
+        tools: list[dict[str, Any]] | None = None,
+        begun: str = "",
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return the token ids of a chat with the images of its image parts, in their order.
+
+        Raises EngineError as `encode_chat` does, and where there are not as many parts as images.
+        """
+        if self._images is None or self._eyes is None:
+            return encode_chat(self.tokenizer, messages, tools or [], begun), None
+        text = self._images.expand(self._images.render(messages, tools or []) + begun, images)
+        token_ids = self._images.encode(text)
+        rows = self._images.place(token_ids, images)
+        return token_ids, self._eyes.placed(token_ids, images, rows) if images else None
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a plain prompt."""
@@ -188,25 +202,30 @@ class LLMEngine:
             )
             for index in range(request.n)
         ]
-        first = completions[0].sequence
-        first.num_siblings = request.n - 1
         self._requests[request.request_id] = completions
-        self._scheduler.add_sequence(first)
+        if self._shares_prompts:
+            completions[0].sequence.num_siblings = request.n - 1
+        for completion in completions[: 1 if self._shares_prompts else None]:
+            self._scheduler.add_sequence(completion.sequence)
 
-    def forsake(self, request_id: str) -> None:
+    def request_cancel(self, request_id: str) -> None:
         """Have a step that runs end before its next layer, if half of its tokens or more are wanted no more.
 
         Callable from any thread, at any time; `abort` follows. The step then begins anew with its other requests.
         """
-        self._forsaken.add(request_id)
+        self._cancelled.add(request_id)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks at once; no delta of it follows. Unknown ids are ignored."""
-        self._forsaken.discard(request_id)
+        self._cancelled.discard(request_id)
         completions = self._requests.pop(request_id, [])
         has_forked = bool(completions) and not completions[0].sequence.num_siblings
         for completion in completions if has_forked else completions[:1]:
             self._scheduler.finish(completion.sequence)
+
+    def make_way(self, other_step_s: float | None) -> None:
+        """Let the next steps hold another engine up by a few of its steps at most; None: no other one has work."""
+        self._other_step_s = other_step_s
 
     def step(self) -> list[TextDelta]:
         """Move the scheduled requests on by one token, or compute a part of a long prompt.
@@ -215,13 +234,14 @@ class LLMEngine:
         """
         self.failures = {}
         begin_s = self._clock()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._other_step_s)
         if plan.copies:
             self._runner.copy_blocks(plan.copies)
-        with _torch_threads(self._prefill_threads if plan.num_prompt_tokens else self._decode_threads):
+        num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
+        with _torch_threads(num_threads):
             chunks, tokens = self._run_wanted(plan.chunks)
         deltas = self._postprocess(chunks, tokens)
-        if plan.num_decoding and not self.failures and chunks == plan.chunks:
+        if plan.chunks and not self.failures and chunks == plan.chunks:
             self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
         return deltas
 
@@ -232,16 +252,16 @@ class LLMEngine:
                 return chunks, self._run(chunks)
             except StepAborted:
                 for chunk in chunks:
-                    if chunk.sequence.request_id in self._forsaken:
+                    if chunk.sequence.request_id in self._cancelled:
                         self.abort(chunk.sequence.request_id)
                 chunks = tuple(chunk for chunk in chunks if chunk.sequence.request_id in self._requests)
 
     def _check_wanted(self, chunks: tuple[Chunk, ...]) -> None:
         """Raise StepAborted where others would hardly get less if the step began anew without what is not wanted."""
-        if not self._forsaken:
+        if not self._cancelled:
             return
-        sizes = [(chunk.num_tokens, chunk.sequence.request_id in self._forsaken) for chunk in chunks]
-        if 2 * sum(size for size, is_forsaken in sizes if is_forsaken) >= sum(size for size, _ in sizes):
+        sizes = [(chunk.num_tokens, chunk.sequence.request_id in self._cancelled) for chunk in chunks]
+        if 2 * sum(size for size, is_cancelled in sizes if is_cancelled) >= sum(size for size, _ in sizes):
             raise StepAborted
 
     def _run(self, chunks: tuple[Chunk, ...]) -> dict[Completion, SampledToken]:
@@ -260,7 +280,8 @@ class LLMEngine:
         except Exception as error:
             if len(chunks) == 1:
                 request_id = chunks[0].sequence.request_id
-                logger.exception("request %r ends: the model failed", request_id)
+                if not isinstance(error, EngineError):  # which is the request's own fault
+                    logger.exception("request %r ends: the model failed", request_id)
                 self.failures[request_id] = error.with_traceback(None)  # frames would keep the step's tensors
                 return {}
             logger.warning("a step of %d requests failed (%s); running them one by one", len(chunks), error)
@@ -304,7 +325,7 @@ class LLMEngine:
                 advanced = [self._advance(one, token) for one, token in zip(completions, drawn, strict=True)]
                 deltas += [delta for delta in advanced if delta is not None]
         for request_id in self.failures:
-            self._give_up(request_id)
+            self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
@@ -317,7 +338,8 @@ class LLMEngine:
         try:
             delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
         except Exception as error:
-            logger.exception("request %r ends: its text failed", sequence.request_id)
+            if not isinstance(error, EngineError):
+                logger.exception("request %r ends: its text failed", sequence.request_id)
             self.failures[sequence.request_id] = error.with_traceback(None)
             return None
         if delta.finish_reason is not None:
@@ -327,29 +349,16 @@ class LLMEngine:
                 del self._requests[sequence.request_id]
         return delta
 
-    def _give_up(self, request_id: str) -> None:
+    def _fail(self, request_id: str) -> None:
         """Drop a request that failed, and say of its failure how far it came."""
         completions = self._requests.get(request_id, [])
         num_tokens = sum(completion.sequence.num_completion_tokens for completion in completions)
         reason = self.failures[request_id]
-        self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
+        if isinstance(reason, EngineError):
+            self.failures[request_id] = EngineError(f"after {num_tokens} tokens: {reason}")
+        else:
+            self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
-
-
-def _check_sizes(max_num_seqs: int, max_num_batched_tokens: int) -> None:
-    if max_num_seqs < 1 or max_num_batched_tokens < 1:
-        raise EngineError(
-            f"max_num_seqs is {max_num_seqs} and max_num_batched_tokens is {max_num_batched_tokens}; "
-            "expected at least 1"
-        )
-
-
-def _check_threads(decode_threads: int | None, prefill_threads: int | None) -> None:
-    if decode_threads != prefill_threads:
-        raise EngineError(
-            f"{decode_threads} threads decode and {prefill_threads} compute prompts; expected as many where "
-            "results are the same bit for bit: torch rounds products by the number of threads"
-        )
 
 
 @contextlib.contextmanager
@@ -374,15 +383,21 @@ def working_bytes(
     kv_cache_bytes: int,
     max_num_seqs: int,
     kv_dtype: KvDtype = "auto",
+    tensor_bytes: Mapping[str, int] = MappingProxyType({}),
 ) -> int:
     """Return the bytes of its device that an engine of these settings takes beside its weights, all its life.
 
+    `tensor_bytes` are those of its checkpoint: transformers' classes want some of them converted.
+
     Raises EngineError as the engine does.
     """
-    spec = decoder_spec(load_config(folder))
+    config = load_config(folder)
+    if is_stock(config):  # what its layers keep is known when it runs
+        return kv_cache_bytes + converted_bytes(config, tensor_bytes)
+    spec = decoder_spec(config)
     plan = plan_cache(
         spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None, kv_dtype=kv_dtype
     )
     sizes = [math.prod(shape) * kind.itemsize for shape, kind in cache_tensors(spec, plan.num_blocks, dtype, kv_dtype)]
     frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
-    return 2 * sum(allocated_bytes(device, size) for size in sizes) + allocated_bytes(device, frequencies_bytes)
+    return sum(allocated_bytes(device, size) for size in sizes) + allocated_bytes(device, frequencies_bytes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -12,13 +14,18 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
 from deployments.engines.protocol import ComputationFailed, EngineError
 
-MAX_SCHEMA_CHARS: Final = 2**16
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
 # Below llguidance's own: a schema from outside may not hold a thread, nor a step, for long.
 _LIMITS: Final[Any] = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_000, "max_lexer_states": 50_000}
+
+_MISFIT: Final = "doesn't satisfy the grammar"  # every other error of a matcher is a limit of it
+_NUM_REHEARSALS: Final = 3
+_REHEARSED_BYTES: Final = 96
+_BYTES: Final = LLTokenizer("byte")  # a vocabulary of single bytes, in which a step costs microseconds
 
 
 class GrammarCompiler:
@@ -34,12 +41,11 @@ class GrammarCompiler:
         """Return the grammar of all JSON documents of a schema.
 
         Raises:
-            EngineError: the schema is too large, says what llguidance does not know, or no document fits it.
+            EngineError: the schema is too large, says what llguidance does not know, no document fits it, or it
+            is too complex to be kept to.
         """
         try:
-            text = json.dumps(schema, ensure_ascii=False)
-            if len(text) > MAX_SCHEMA_CHARS:
-                raise EngineError(f"the schema has {len(text)} characters; expected {MAX_SCHEMA_CHARS} at most")
+            text = json.dumps(prepare_schema(schema), ensure_ascii=False)
             grammar = LLMatcher.grammar_from_json_schema(text, overrides=_OPTIONS)
         except RecursionError:
             raise EngineError("the schema is nested too deeply") from None
@@ -60,6 +66,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         if matcher.is_error():  # as of a schema that refers to nothing but itself: it compiles, and nothing can begin
             raise EngineError(f"no document fits the schema ({_reason(matcher.get_error())})")
+        _rehearse(grammar)
         return Grammar(matcher)
 
     def _known_tokens(self) -> LLTokenizer:
@@ -70,6 +77,31 @@ class GrammarCompiler:
             except Exception as error:  # of several kinds; all mean that these tokens are not understood
                 raise EngineError(f"no grammar works with this model's tokenizer: {error}") from error
         return self._tokens
+
+
+@functools.lru_cache(maxsize=64)  # most clients send the same schema again and again
+def _rehearse(grammar: str) -> None:
+    """Write a few texts by the grammar, byte by byte. Raises EngineError where that is too much for the parser.
+
+    A grammar of too many choices at once compiles, and fails at the first token that opens them: this finds it before
+    a prompt is computed. What it does not find fails the request that meets it, in the same words.
+    """
+    first = LLMatcher(_BYTES, grammar, log_level=0, limits=LLParserLimits(**_LIMITS))
+    for seed in range(_NUM_REHEARSALS):
+        draw, matcher = random.Random(seed), first.deep_copy()
+        for _ in range(_REHEARSED_BYTES):
+            if matcher.is_stopped():
+                break
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+            if not matcher.is_error() and len(allowed):
+                matcher.consume_token(int(draw.choice(allowed)))
+            if matcher.is_error():
+                raise _too_complex(matcher)
+
+
+def _too_complex(matcher: LLMatcher) -> EngineError:
+    return EngineError(f"the schema is too complex to be kept to ({_reason(matcher.get_error())})")
 
 
 class Grammar:
@@ -89,7 +121,10 @@ class Grammar:
         mask[: len(found)] = found[: len(mask)]
 
     def advance(self, token_id: int) -> None:
-        """Note that this token came. Raises ComputationFailed when the grammar does not go on with it."""
+        """Note that this token came.
+
+        Raises ComputationFailed when the grammar does not go on with it, EngineError when it is too complex to.
+        """
         if not self._matcher.is_stopped():
             self._matcher.consume_token(token_id)
             self._check()
@@ -101,11 +136,15 @@ class Grammar:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise ComputationFailed(f"the grammar ends: {_reason(self._matcher.get_error())}")
+            if _MISFIT not in (reason := _reason(self._matcher.get_error())):
+                raise _too_complex(self._matcher)
+            raise ComputationFailed(f"the grammar ends: {reason}")
 
 
 def _reason(text: str) -> str:
-    """Return the first line, with the line of a regular expression's error, which follows the expression itself."""
+    """Return the first line, with that of a regular expression's error, which follows the expression itself."""
+    if "coerce_one_of" in text:
+        return "the members of oneOf may overlap; use anyOf, or a property with another constant in each of them"
     first, *others = text.strip().splitlines() or [""]
     found = [line for line in others if line.startswith("error: ")] if first.endswith(":") else []
     return " ".join([first, *(line.removeprefix("error: ") for line in found[:1])])[:400]

@@ -1,42 +1,57 @@
 """The memory of past keys and values: how much of it there is, and the tensors that hold it.
 
-They are kept in the dtype of the computation, or as int8 with a float16 scale for each head of each token: half of
-bfloat16's memory, and an error of at most 0.4 % of the largest element of a head's vector. A token's int8 follow from
-its own vectors alone, so what is read is the same whoever wrote it, and when.
+They are kept in the dtype of the computation (in float16 where packed weights are computed with in float32: the keys
+of some models have elements of tens, which bfloat16 rounds too much), or as int8 with a float16 scale for each head of
+each token: half of bfloat16's memory, and an error of at most 0.4 % of the largest element of a head's vector. What is
+read of a token's int8 follows from its own vectors alone: it is the same whoever wrote it, and when.
 
-Suffixes: L layers, S slots (one token each), K key/value heads, D head dimension, N tokens.
+Suffixes: L layers of one shape, S slots (one token each), K key/value heads, D head dimension, N tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE, blocks_for
-from deployments.engines.llm.models.llama import DecoderSpec
+from deployments.engines.llm.models.llama import KvHeads
 from deployments.engines.protocol import EngineError
 
 KvDtype = Literal["auto", "int8"]  # auto: the dtype of the computation
 _STEPS: Final = 127  # of int8, on either side of 0
-_MAX_SCALE: Final = torch.finfo(torch.float16).max
+_MAX_FLOAT16: Final = torch.finfo(torch.float16).max
+
+
+class CachedSpec(Protocol):
+    """The facts of a model that a cache is planned by."""
+
+    @property
+    def kv_layers(self) -> Sequence[KvHeads]:
+        """The heads of each layer that attends."""
+
+    @property
+    def max_positions(self) -> int:
+        """The longest sequence that the model was made for."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The plan of a KV cache: the number of blocks, and the greatest sequence length (prompt and completion)."""
+    """The plan of a KV cache: blocks, the greatest sequence length (prompt and completion), sequences at a time."""
 
     num_blocks: int
     max_model_len: int
+    max_num_seqs: int
 
 
 def plan_cache(
-    spec: DecoderSpec,
+    spec: CachedSpec,
     dtype: torch.dtype,
     *,
     kv_cache_bytes: int,
@@ -52,23 +67,41 @@ def plan_cache(
         EngineError: not one block fits, or the length that was asked for is more than the model or the cache
         allows.
     """
-    vector_bytes = spec.head_dim * dtype.itemsize
-    if kv_dtype == "int8":
-        vector_bytes = spec.head_dim + torch.float16.itemsize
-    block_bytes = 2 * spec.num_layers * BLOCK_SIZE * spec.num_kv_heads * vector_bytes
+    block_bytes = BLOCK_SIZE * sum(
+        heads.num_heads
+        * (_vector_bytes(heads.key_size, dtype, kv_dtype) + _vector_bytes(heads.value_size, dtype, kv_dtype))
+        for heads in spec.kv_layers
+    )
+    return plan_blocks(
+        block_bytes,
+        spec.max_positions,
+        kv_cache_bytes=kv_cache_bytes,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+
+
+def plan_blocks(
+    block_bytes: int, max_positions: int, *, kv_cache_bytes: int, max_num_seqs: int, max_model_len: int | None
+) -> CachePlan:
+    """Fit blocks of so many bytes into `kv_cache_bytes`, for a model of so many positions. Raises as `plan_cache`."""
     affordable = kv_cache_bytes // block_bytes
     if affordable < 1:
         raise EngineError(
             f"kv_cache_bytes is {kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens needs {block_bytes}"
         )
     if max_model_len is None:
-        max_model_len = min(spec.max_positions, affordable * BLOCK_SIZE)
-    if not 2 <= max_model_len <= spec.max_positions:
-        raise EngineError(f"max_model_len is {max_model_len}, expected 2 to {spec.max_positions} (the model's)")
+        max_model_len = min(max_positions, affordable * BLOCK_SIZE)
+    if not 2 <= max_model_len <= max_positions:
+        raise EngineError(f"max_model_len is {max_model_len}, expected 2 to {max_positions} (the model's)")
     if blocks_for(max_model_len) > affordable:
         needed = blocks_for(max_model_len) * block_bytes
         raise EngineError(f"max_model_len {max_model_len} needs {needed} bytes of KV cache, got {kv_cache_bytes}")
-    return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len)
+    return CachePlan(min(affordable, max_num_seqs * blocks_for(max_model_len)), max_model_len, max_num_seqs)
+
+
+def _vector_bytes(size: int, dtype: torch.dtype, kv_dtype: KvDtype) -> int:
+    return size + torch.float16.itemsize if kv_dtype == "int8" else size * dtype.itemsize
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int:
@@ -90,16 +123,27 @@ def free_memory(device: torch.device, root: Path = Path("/")) -> int:
 
 
 def cache_tensors(
-    spec: DecoderSpec, num_blocks: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
+    spec: CachedSpec, num_blocks: int, dtype: torch.dtype, kv_dtype: KvDtype = "auto"
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of the tensors that hold the keys, and again the values.
+    """Return the shape and dtype of all tensors of a cache: of the keys first, then of the values.
 
-    There is one slot behind the last block. Of int8, the second tensor has the scales.
+    Layers of one shape share a tensor, with one slot behind the last block. Of int8, a second one has the scales.
     """
-    heads = spec.num_layers, num_blocks * BLOCK_SIZE + 1, spec.num_kv_heads
+    sizes = [heads[:2] for heads in spec.kv_layers], [(heads.num_heads, heads.value_size) for heads in spec.kv_layers]
+    return [
+        tensor
+        for of_layers in sizes
+        for (count, size), num_layers in Counter(of_layers).items()
+        for tensor in _shapes((num_layers, num_blocks * BLOCK_SIZE + 1, count), size, dtype, kv_dtype)
+    ]
+
+
+def _shapes(
+    heads: tuple[int, ...], size: int, dtype: torch.dtype, kv_dtype: KvDtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     if kv_dtype == "int8":
-        return [((*heads, spec.head_dim), torch.int8), (heads, torch.float16)]
-    return [((*heads, spec.head_dim), dtype)]
+        return [((*heads, size), torch.int8), (heads, torch.float16)]
+    return [((*heads, size), dtype)]
 
 
 class LayerSlots(NamedTuple):
@@ -120,25 +164,24 @@ class KVCache:
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        spec: CachedSpec,
         num_blocks: int,
         dtype: torch.dtype,
         device: torch.device,
         kv_dtype: KvDtype = "auto",
+        *,
+        stored: torch.dtype | None = None,
     ) -> None:
+        """Make room for `num_blocks` blocks. Vectors are read in `dtype`, and kept in `stored`, of as many bytes."""
         self.null_slot = num_blocks * BLOCK_SIZE
-        tensors = cache_tensors(spec, num_blocks, dtype, kv_dtype)
-        self._keys = _Half([_zeros(shape, kind, device) for shape, kind in tensors], dtype)
-        self._values = _Half([_zeros(shape, kind, device) for shape, kind in tensors], dtype)
+        slots = num_blocks * BLOCK_SIZE + 1, stored or dtype, kv_dtype
+        self._keys = _Half([heads[:2] for heads in spec.kv_layers], slots, dtype, device)
+        self._values = _Half([(heads.num_heads, heads.value_size) for heads in spec.kv_layers], slots, dtype, device)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """Return the memory of a layer."""
-        keys, values = self._keys, self._values
-        if keys.scales_LSK is None or values.scales_LSK is None:
-            return LayerSlots(keys.vectors_LSKD[layer], values.vectors_LSKD[layer])
-        return LayerSlots(
-            keys.vectors_LSKD[layer], values.vectors_LSKD[layer], keys.scales_LSK[layer], values.scales_LSK[layer]
-        )
+        (keys, key_scales), (values, value_scales) = self._keys.layers[layer], self._values.layers[layer]
+        return LayerSlots(keys, values, key_scales, value_scales)
 
     def write_slots(self, layer: int, slots_N: torch.Tensor, k_NKD: torch.Tensor, v_NKD: torch.Tensor) -> None:
         """Store N tokens' keys and values."""
@@ -153,7 +196,7 @@ class KVCache:
                 tensor[:, end : end + BLOCK_SIZE] = tensor[:, begin : begin + BLOCK_SIZE]
 
     def read_run(self, layer: int, first_slot: int, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of slots that follow each other, each (N, K, D): views, unless they are int8."""
+        """Return keys and values of slots that follow each other, each (N, K, D): views, unless they are converted."""
         run = slice(first_slot, first_slot + num_slots)
         return self._keys.read(layer, run), self._values.read(layer, run)
 
@@ -165,29 +208,53 @@ class KVCache:
 
 
 class _Half:
-    """The keys, or the values."""
+    """The keys, or the values: of each layer a view (S, K, D), and one of its scales (S, K) where they are int8."""
 
-    def __init__(self, tensors: list[torch.Tensor], dtype: torch.dtype) -> None:
-        self.tensors, self._dtype = tensors, dtype
-        self.vectors_LSKD = tensors[0]
-        self.scales_LSK = tensors[1] if len(tensors) > 1 else None
+    def __init__(
+        self,
+        sizes: list[tuple[int, int]],
+        slots: tuple[int, torch.dtype, KvDtype],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`sizes` are (K, D) of each layer, `slots` their number, and how they are stored."""
+        self._dtype = dtype
+        num_slots, stored, kv_dtype = slots
+        num_layers = Counter(sizes)
+        groups = {
+            (heads, size): [
+                _zeros(shape, kind, device)
+                for shape, kind in _shapes((num_layers[heads, size], num_slots, heads), size, stored, kv_dtype)
+            ]
+            for heads, size in num_layers
+        }
+        self.tensors = [tensor for group in groups.values() for tensor in group]  # each (L, S, K, ...)
+        self.layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        places: Counter[tuple[int, int]] = Counter()
+        for one in sizes:
+            vectors, *scales = (tensor[places[one]] for tensor in groups[one])
+            self.layers.append((vectors, scales[0] if scales else None))
+            places[one] += 1
 
     def write(self, layer: int, slots_N: torch.Tensor, x_NKD: torch.Tensor) -> None:
-        if self.scales_LSK is not None:
+        vectors, scales = self.layers[layer]
+        if scales is not None:
             wide_NKD = x_NKD.float()
-            scales_NK = (wide_NKD.abs().amax(-1) / _STEPS).clamp(max=_MAX_SCALE).half()
+            scales_NK = (wide_NKD.abs().amax(-1) / _STEPS).clamp(max=_MAX_FLOAT16).half()
             divisors_NK1 = scales_NK.float().masked_fill(scales_NK == 0, 1)[..., None]
             x_NKD = (wide_NKD / divisors_NK1).round().clamp(-_STEPS, _STEPS).masked_fill(scales_NK[..., None] == 0, 0)
             x_NKD = x_NKD.to(torch.int8)
-            self.scales_LSK[layer].index_copy_(0, slots_N, scales_NK)
-        self.vectors_LSKD[layer].index_copy_(0, slots_N, x_NKD)
+            scales.index_copy_(0, slots_N, scales_NK)
+        elif vectors.dtype == torch.float16:
+            x_NKD = x_NKD.clamp(-_MAX_FLOAT16, _MAX_FLOAT16).half()
+        vectors.index_copy_(0, slots_N, x_NKD)
 
     def read(self, layer: int, slots: torch.Tensor | slice) -> torch.Tensor:
-        vectors = _chosen(self.vectors_LSKD[layer], slots)
-        if self.scales_LSK is None:
-            return vectors
-        scales = _chosen(self.scales_LSK[layer], slots).float()
-        return (vectors * scales[..., None]).to(self._dtype)
+        stored, scales = self.layers[layer]
+        vectors = _chosen(stored, slots)
+        if scales is None:
+            return vectors.to(self._dtype)
+        return (vectors * _chosen(scales, slots).float()[..., None]).to(self._dtype)
 
 
 def _chosen(tensor_S: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor:

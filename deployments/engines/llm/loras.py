@@ -6,10 +6,13 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from deployments.engines.llm.models.feed_forward import renamed_experts
-from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.models.registry import AnyModel, LoadedModel
+from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.nn.lora import Pairs, check_targets
 from deployments.engines.protocol import EngineError, TextLora
 from weights.adapters import LoraAdapter, LoraPair
@@ -46,7 +49,7 @@ class SequenceLora:
 class DecoderLoras:
     """The LoRAs of all requests of one decoder."""
 
-    def __init__(self, model: LoadedModel) -> None:
+    def __init__(self, model: AnyModel) -> None:
         self._model = model
         self._fitted: weakref.WeakKeyDictionary[LoraAdapter, _Fitted] = weakref.WeakKeyDictionary()
         self._serials = itertools.count()
@@ -70,6 +73,9 @@ class DecoderLoras:
             raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
         dotted = renamed_experts({f"{path}.": pair for path, pair in given.items()})
         pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
+        scope = model.lora_scope() if isinstance(model, StockModel) else None
+        if scope and (outside := [path for path in pairs if not path.startswith((f"{scope}.", _HEAD))]):
+            raise EngineError(f"{adapter.path}: changes {outside[0]!r}; what sees images is the same for all requests")
         try:
             check_targets(model.module, pairs)
         except EngineError as error:
@@ -77,12 +83,24 @@ class DecoderLoras:
         return {path: self._placed(path, pair) for path, pair in pairs.items()}
 
     def _placed(self, path: str, pair: LoraPair) -> LoraPair:
-        spec = self._model.spec
-        heads = {"q_proj": spec.num_heads, "k_proj": spec.num_kv_heads}.get(path.rpartition(".")[2])
-        if heads and self._model.rotary.is_interleaved:  # the base's rows are in the order of neighbouring pairs
-            up = pair.up.view(heads, 2, spec.head_dim // 2, pair.rank).transpose(1, 2).reshape(pair.up.shape)
-            pair = LoraPair(pair.down, up, pair.scale)
+        heads = self._interleaved_heads(path)
+        if heads:  # the base's rows are in the order of neighbouring pairs
+            magnitude = None if pair.magnitude is None else _interleaved(pair.magnitude, heads)
+            up = _interleaved(pair.up, heads)
+            pair = replace(pair, up=up, magnitude=magnitude)
         return pair.to(self._model.device, self._model.dtype)
+
+    def _interleaved_heads(self, path: str) -> int | None:
+        """Return the heads of a layer whose rows lie in another order than its checkpoint's; None of any other."""
+        model = self._model
+        if not isinstance(model, LoadedModel) or not model.rotary.is_interleaved:
+            return None
+        return {"q_proj": model.spec.num_heads, "k_proj": model.spec.num_kv_heads}.get(path.rpartition(".")[2])
+
+
+def _interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """Return rows (out, ...) of heads whose halves follow each other, in the order of neighbouring pairs."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def scope_of(loras: Sequence[SequenceLora]) -> bytes:

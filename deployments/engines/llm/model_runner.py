@@ -11,11 +11,13 @@ from torch.nn import functional as F
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
+from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
-from deployments.engines.llm.paged_attention import LayerAttention, plan_attention
+from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
+from deployments.engines.prompt_images import PromptImages
 from weights.memory.devices import computes_on_host
 
 
@@ -26,9 +28,10 @@ class StepAborted(Exception):
 class ModelRunner:
     """Prefill and decode alike: every chunk's tokens go through the layers in one flat batch."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
         self._model = model
-        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype)
+        stored = NativeDecoder.cache_dtype(model)
+        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored)
         self._decoder = NativeDecoder.create(model, self._cache)
         self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
 
@@ -64,13 +67,21 @@ class ModelRunner:
         """Run the module, layer by layer."""
         model = self._model
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
-        positions = [position for chunk in chunks for position in range(chunk.start, chunk.end)]
-        angles = model.rotary.angles(self._padded(torch.tensor(positions)).to(model.device), model.dtype)
-        windows = model.spec.windows or (0,) * model.spec.num_layers
-        plans = {window: plan_attention(chunks, self._cache, model.device, window) for window in set(windows)}
-        attend = LayerAttention(tuple(plans[window] for window in windows), check)
+        token_ids_T = self._padded(torch.tensor(tokens)).to(model.device)
+        positions_T = self._padded(_positions(chunks)).to(model.device)
+        eyes = model.eyes if isinstance(model, StockModel) else None
+        seen = eyes.seen(token_ids_T, _shown(chunks)) if eyes else None
+
+        def plan(window: int, visible: Visible | None) -> StepAttention:
+            sees_spans = eyes is not None and eyes.sees_itself(window)
+            return plan_attention(chunks, self._cache, model.device, window, visible, sees_spans=sees_spans)
+
+        arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
-            hidden = model.module(self._padded(torch.tensor(tokens)).to(model.device), angles, attend)
+            if isinstance(model, StockModel):
+                hidden = model.hidden_states(*arguments, seen)
+            else:
+                hidden = model.hidden_states(*arguments)
         self._read_prompts(chunks, hidden)
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
@@ -110,13 +121,36 @@ class ModelRunner:
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not rows:
             return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
-        logits = self._model.module.logits(self._padded(hidden[rows]))
+        logits = self._model.logits(self._padded(hidden[rows]))
         return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
         """`rows` with zeros behind it up to a multiple of `_row_multiple` rows."""
         missing = -len(rows) % self._row_multiple
         return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+
+
+def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
+    """Return the positions of a step's tokens, (T,), or (T, 3) where a prompt's images have rows and columns."""
+    found, is_plain = [], True
+    for chunk in chunks:
+        images = chunk.sequence.images
+        if images is None or images.known_positions is None:
+            found.append(torch.arange(chunk.start, chunk.end))
+        else:
+            is_plain = False
+            found.append(images.positions(chunk.start, chunk.end).T)
+    return torch.cat(found if is_plain else [one if one.ndim == 2 else one[:, None].expand(-1, 3) for one in found])
+
+
+def _shown(chunks: Collection[Chunk]) -> list[tuple[int, int, int, PromptImages]]:
+    """Return the first row, the tokens and the images of each chunk of a prompt that has some."""
+    shown, first = [], 0
+    for chunk in chunks:
+        if chunk.sequence.images is not None and chunk.start < chunk.sequence.num_prompt_tokens:
+            shown.append((first, chunk.start, chunk.end, chunk.sequence.images))
+        first += chunk.num_tokens
+    return shown
 
 
 def _last_rows(chunks: Collection[Chunk]) -> list[int]:

@@ -20,10 +20,11 @@ from torch import nn
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import KVCache, LayerSlots
 from deployments.engines.llm.models.registry import LoadedModel
+from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.native.library import ELEMENTS, Kernels, MatrixPointers, PackedMatrix, load_kernels
 from deployments.engines.nn.packed_linear import PackedEmbedding, PackedLinear, product_path
 
-_INT8_CACHE: Final = 2  # attention.h's, behind ELEMENTS
+_CACHE_ELEMENTS: Final = {**ELEMENTS, torch.int8: 2, torch.float16: 3}  # attention.h's
 _VECTOR: Final = 16  # elements: attention.h and dense_product.h leave no remainder
 _DENSE: Final = {torch.float32: "F32", torch.bfloat16: "BF16"}  # kinds of products, and one of packed weights
 _INT8: Final = "int8"
@@ -115,13 +116,12 @@ class NativeDecoder:
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []
         spec, rotary, head = model.spec, model.rotary, model.module.lm_head
-        self._hidden_size = spec.hidden_size
         # A head of another kind than the layers is the module's to compute.
         self.vocab_size = spec.vocab_size if _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj) else 0
         self._layers = (_Layer * spec.num_layers)(
             *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
         )
-        element = ELEMENTS.get(cache.layer_slots(0).keys.dtype, _INT8_CACHE)
+        element = _CACHE_ELEMENTS[cache.layer_slots(0).keys.dtype]
         self._decoder = _Decoder(
             self._layers,
             spec.num_layers,
@@ -138,12 +138,24 @@ class NativeDecoder:
         )
 
     @classmethod
-    def create(cls, model: LoadedModel, cache: KVCache) -> Self | None:
+    def create(cls, model: LoadedModel | StockModel, cache: KVCache) -> Self | None:
         """Return the decoder, or None where the model has something that decoder.h does not compute."""
         kernels = load_kernels() if model.device.type == "cpu" else None
-        if kernels is None or not _is_computed(model):
+        if kernels is None or not isinstance(model, LoadedModel) or not _is_computed(model):
             return None
         return cls(model, cache, kernels)
+
+    @classmethod
+    def cache_dtype(cls, model: LoadedModel | StockModel) -> torch.dtype:
+        """Return the dtype in which a model's keys and values lose least, of two bytes where activations have two.
+
+        Packed weights are computed with in float32 here, of which float16 keeps three bits more than bfloat16.
+        """
+        if not isinstance(model, LoadedModel):
+            return model.dtype
+        is_packed = isinstance(model.module.model.embed_tokens, PackedEmbedding)
+        is_wide = is_packed and model.device.type == "cpu" and load_kernels() is not None and _is_computed(model)
+        return torch.float16 if is_wide and model.dtype == torch.bfloat16 else model.dtype
 
     @torch.inference_mode()
     def run_step(

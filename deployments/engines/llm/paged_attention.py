@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -28,6 +29,23 @@ from weights.memory.devices import computes_on_host
 TILE = 64  # tokens of a prompt that attend together
 MAX_PADDED = 512  # tokens of a sequence that is padded and batched when it decodes
 MAX_GATHER_TOKENS = 16384  # of one group: bounds the copy of keys and values that a decode step makes
+
+
+# Query positions and key positions, which broadcast -> which of the keys are seen.
+Visible = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Scores(NamedTuple):
+    """The way from scores to weights: a factor (None: 1 over the root of a key's size), the bound that a tanh keeps
+    them in, and one more score (H,) that every query has and that has no value.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+_PLAIN = Scores()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +83,11 @@ class _LongDecode:
     num_tokens: int
     slots: torch.Tensor
     run: int | None
+    mask: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
-class _StepAttention:
+class StepAttention:
     """`Attend` for the chunks of one step; `slots` is where its (N,) tokens are stored.
 
     Rows behind the last chunk are padding and give zeros.
@@ -80,32 +99,38 @@ class _StepAttention:
     groups: tuple[_DecodeGroup, ...]
     long: tuple[_LongDecode, ...]
 
-    def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor, scores: Scores = _PLAIN
+    ) -> torch.Tensor:
         num_tokens = len(self.slots)
         self.cache.write_slots(layer, self.slots, k_TKD[:num_tokens], v_TKD[:num_tokens])
-        out_THD = torch.zeros_like(q_THD)
+        out_THD = q_THD.new_zeros(*q_THD.shape[:2], v_TKD.shape[2])
         for part in self.parts:
             rows = slice(part.first, part.last)
             keys, values = self._read(layer, part.context, part.run)
-            _attend_part(q_THD[rows], keys, values, part, out_THD[rows])
+            _attend_part(q_THD[rows], keys, values, part, out_THD[rows], scores)
         for group in self.groups:
             keys, values = self.cache.read_slots(layer, group.slots)
-            out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask)
+            out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask, scores)
         for one in self.long:
             keys, values = self._read(layer, one.slots, one.run)
             row = slice(one.row, one.row + 1)
-            out_THD[row] = _attend_group(q_THD[row], keys[None], values[None], None)
+            out_THD[row] = _attend_group(q_THD[row], keys[None], values[None], one.mask, scores)
         return out_THD
 
     def _read(self, layer: int, slots: torch.Tensor, run: int | None) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, len(slots))
 
 
+# A window and what is visible of it -> where the step's tokens are stored, and what each attends to.
+Planner = Callable[[int, Visible | None], StepAttention]
+
+
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
     """`Attend` of a step in which layers may see unequally far. `check` may end the step before any of them."""
 
-    layers: tuple[_StepAttention, ...]
+    layers: tuple[StepAttention, ...]
     check: Callable[[], None]
 
     def __call__(self, layer: int, q_THD: torch.Tensor, k_TKD: torch.Tensor, v_TKD: torch.Tensor) -> torch.Tensor:
@@ -113,12 +138,24 @@ class LayerAttention:
         return self.layers[layer](layer, q_THD, k_TKD, v_TKD)
 
 
-def plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device, window: int) -> _StepAttention:
-    """Plan where the step's tokens are stored, and what each of them attends to: of a `window`, its last tokens."""
+def plan_attention(
+    chunks: Iterable[Chunk],
+    cache: KVCache,
+    device: torch.device,
+    window: int,
+    visible: Visible | None = None,
+    *,
+    sees_spans: bool = False,
+) -> StepAttention:
+    """Plan where the step's tokens are stored, and what each of them attends to.
+
+    That is all before it and itself; of a `window`, the last tokens; and of these what is `visible`. With `sees_spans`
+    it is also what is behind it in its image.
+    """
     is_exact = computes_on_host(device)
     parts: list[_PromptPart] = []
     long: list[_LongDecode] = []
-    decoding: dict[int, list[tuple[int, torch.Tensor]]] = {}
+    decoding: dict[int, list[_Decoding]] = {}
     written: list[torch.Tensor] = []
     first = 0
     for chunk in chunks:
@@ -131,22 +168,37 @@ def plan_attention(chunks: Iterable[Chunk], cache: KVCache, device: torch.device
         prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)
         if prompt_end > chunk.start:
             tile = TILE if is_exact else None
-            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, tile, window, device))
+            spans = sequence.images.spans if sees_spans and sequence.images is not None else ()
+            seen = _Visibility(window, visible, spans)
+            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, tile, device, seen))
         for position in range(prompt_end, chunk.end):
             row, length = first + position - chunk.start, position + 1
             unseen = max(0, length - window) if window else 0
-            seen = slots[unseen:length]
-            if is_exact and len(seen) > MAX_PADDED:
-                long.append(_LongDecode(row, len(seen), seen.to(device), None if run is None else run + unseen))
+            one = _Decoding(row, slots[unseen:length], None)
+            if visible is not None:
+                one = one._replace(mask=visible(torch.tensor([position]), torch.arange(unseen, length)))
+            num_seen = length - unseen
+            if is_exact and num_seen > MAX_PADDED:
+                first_slot = None if run is None else run + unseen
+                mask = None if one.mask is None else one.mask[None].to(device)
+                long.append(_LongDecode(row, num_seen, one.slots.to(device), first_slot, mask))
             else:
-                decoding.setdefault(_padded_length(len(seen)), []).append((row, seen))
+                decoding.setdefault(_padded_length(num_seen), []).append(one)
         first += chunk.num_tokens
     groups = []
     for length, members in decoding.items():
         size = max(1, MAX_GATHER_TOKENS // length)
         for i in range(0, len(members), size):
             groups.append(_decode_group(members[i : i + size], length, cache.null_slot, device))
-    return _StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups), tuple(long))
+    return StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups), tuple(long))
+
+
+class _Decoding(NamedTuple):
+    """A token of a completion: its row, the slots of what is before it, and which of these it sees, None for all."""
+
+    row: int
+    slots: torch.Tensor
+    mask: torch.Tensor | None
 
 
 def _is_run(blocks: list[int]) -> bool:
@@ -164,6 +216,32 @@ def _slots(sequence: Sequence, end: int) -> torch.Tensor:
     return (first_slots[:, None] + torch.arange(BLOCK_SIZE)).flatten()[:end]
 
 
+class _Visibility(NamedTuple):
+    """The sight of a prompt's tokens: of a window (0: of all before them) what is `visible`, and all of their span."""
+
+    window: int
+    visible: Visible | None
+    spans: tuple[tuple[int, int], ...]
+
+    def last_key(self, begin: int, end: int) -> int:
+        """Return where the keys end that the tokens `begin` to `end` see."""
+        return max([end, *(last for first, last in self.spans if first < end and begin < last)])
+
+    def mask(self, begin: int, num_rows: int, unseen: int, num_keys: int, device: torch.device) -> torch.Tensor:
+        """Return which of the keys `unseen` to `num_keys` the tokens from `begin` on see."""
+        mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(begin)
+        if self.window:
+            mask = mask.triu(begin - self.window + 1)[:, unseen:].contiguous()
+        rows = torch.arange(begin, begin + num_rows, device=device)[:, None]
+        keys = torch.arange(unseen, num_keys, device=device)[None]
+        if self.visible is not None:
+            mask &= self.visible(rows, keys)
+        for first, last in self.spans:
+            if first < begin + num_rows and begin < last:
+                mask |= (first <= rows) & (rows < keys) & (keys < last)
+        return mask
+
+
 def _prompt_part(
     start: int,
     end: int,
@@ -171,35 +249,38 @@ def _prompt_part(
     slots: torch.Tensor,
     run: int | None,
     tile: int | None,
-    window: int,
     device: torch.device,
+    seen: _Visibility,
 ) -> _PromptPart:
     """Plan the tokens `start` to `end` of a prompt, which are the step's rows from `first` on."""
     tiles = []
     for begin in range(start // tile * tile, end, tile) if tile else [start]:
-        num_rows, num_keys = (tile, begin + tile) if tile else (end - start, end)
-        mask = torch.ones(num_rows, num_keys, dtype=torch.bool, device=device).tril(begin)
+        num_rows = tile or end - start
+        num_keys = seen.last_key(begin, begin + num_rows)
         # Keys that no row of the tile sees are left out, as many for every part of it.
-        unseen = max(0, begin - window + 1) if window else 0
-        if window:
-            mask = mask.triu(begin - window + 1)[:, unseen:].contiguous()
+        unseen = max(0, begin - seen.window + 1) if seen.window else 0
+        mask = seen.mask(begin, num_rows, unseen, num_keys, device)
         tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, unseen, num_keys, mask))
     return _PromptPart(first, first + end - start, slots[:end].to(device), run, tuple(tiles), tile, start)
 
 
-def _decode_group(
-    members: list[tuple[int, torch.Tensor]], length: int, null_slot: int, device: torch.device
-) -> _DecodeGroup:
+def _decode_group(members: list[_Decoding], length: int, null_slot: int, device: torch.device) -> _DecodeGroup:
     slots = torch.full((len(members), length), null_slot)
-    for padded, (_, own) in zip(slots, members, strict=True):
-        padded[: len(own)] = own
-    rows = torch.tensor([row for row, _ in members], device=device)
-    mask = (slots != null_slot)[:, None, None, :]
-    return _DecodeGroup(rows, slots.to(device), mask.to(device))
+    mask = torch.zeros(len(members), length, dtype=torch.bool)
+    for place, one in enumerate(members):
+        slots[place, : len(one.slots)] = one.slots
+        mask[place, : len(one.slots)] = True if one.mask is None else one.mask
+    rows = torch.tensor([one.row for one in members], device=device)
+    return _DecodeGroup(rows, slots.to(device), mask[:, None, None, :].to(device))
 
 
 def _attend_part(
-    q_NHD: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, part: _PromptPart, out_NHD: torch.Tensor
+    q_NHD: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    part: _PromptPart,
+    out_NHD: torch.Tensor,
+    scores: Scores,
 ) -> None:
     for begin, end, first_key, last_key, mask in part.tiles:
         queries, own_keys, own_values = q_NHD[begin:end], keys[first_key:last_key], values[first_key:last_key]
@@ -209,20 +290,43 @@ def _attend_part(
             queries = F.pad(queries, (0, 0, 0, 0, before, behind))
         if missing := last_key - first_key - len(own_keys):
             own_keys, own_values = (F.pad(one, (0, 0, 0, 0, 0, missing)) for one in (own_keys, own_values))
-        out_1HND = F.scaled_dot_product_attention(
-            queries.transpose(0, 1)[None],
-            own_keys.transpose(0, 1)[None],
-            own_values.transpose(0, 1)[None],
-            attn_mask=mask,
-            enable_gqa=True,
-        )
+        own_keys, own_values = own_keys.transpose(0, 1)[None], own_values.transpose(0, 1)[None]
+        out_1HND = _attend(queries.transpose(0, 1)[None], own_keys, own_values, mask, scores)
         out_NHD[begin:end] = out_1HND[0].transpose(0, 1)[before : before + end - begin]
 
 
 def _attend_group(
-    q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor | None
+    q_GHD: torch.Tensor, k_GLKD: torch.Tensor, v_GLKD: torch.Tensor, mask: torch.Tensor | None, scores: Scores
 ) -> torch.Tensor:
     # The query heads of one key/value head stand in for query positions: no repeated keys and values.
     q_GKRD = q_GHD.view(len(q_GHD), k_GLKD.shape[2], -1, q_GHD.shape[2])
-    out_GKRD = F.scaled_dot_product_attention(q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), attn_mask=mask)
-    return out_GKRD.flatten(1, 2)
+    if scores.sinks is not None:
+        scores = scores._replace(sinks=scores.sinks.view(*q_GKRD.shape[1:3]))
+    return _attend(q_GKRD, k_GLKD.transpose(1, 2), v_GLKD.transpose(1, 2), mask, scores).flatten(1, 2)
+
+
+def _attend(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scores: Scores
+) -> torch.Tensor:
+    """Attend with (batch, heads, N, D), where several heads of queries may share one of keys.
+
+    The sinks are those of each head, or of each row where the rows of a head are heads themselves.
+    """
+    if scores.softcap is None and scores.sinks is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask, scale=scores.scale, enable_gqa=queries.shape[1] != keys.shape[1]
+        )
+    repeats = queries.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
+    scale = queries.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+    weights = (queries @ keys.transpose(2, 3) * scale).float()
+    if scores.softcap is not None:
+        weights = torch.tanh(weights / scores.softcap) * scores.softcap
+    if mask is not None:
+        weights = weights.masked_fill(~mask, -torch.inf)
+    if scores.sinks is not None:
+        sinks = scores.sinks.float().view(1, queries.shape[1], -1, 1).expand(len(weights), -1, weights.shape[2], 1)
+        weights = torch.cat([weights, sinks], -1).softmax(-1)[..., :-1]
+    else:
+        weights = weights.softmax(-1)
+    return weights.to(values.dtype) @ values

@@ -28,7 +28,7 @@ def perplexity(
     """Return exp of the mean negative log-likelihood of a text's tokens.
 
     The text is cut into windows that know nothing of each other; the first token of each is only read. Products are in
-    float32 whatever the weights are. `progress` hears of tokens done and all. Raises EngineError for texts of less
+    float32 whatever the weights are. `progress` gets tokens done and all. Raises EngineError for texts of less
     than two tokens.
     """
     # Longer than the model's context as a rule, of which the tokenizer would warn.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.embedding_rules import check_dimensions, read_pooling_rule
+from deployments.engines.embedding_rules import Prompts, check_dimensions, read_pooling_rule, read_prompts
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.protocol import ComputationFailed, EngineError, Pooling
 from weights.formats.untrusted import shown
@@ -23,11 +23,15 @@ _GGUF_NONE: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRules:
-    """The size of a model's embeddings, the pooling that it was trained with, and the config that says of others."""
+    """The size of a model's embeddings, the pooling that it was trained with, and the config that says of others.
+
+    `prompts` stand before texts to embed.
+    """
 
     size: int
     pooling: Pooling
     config: Any
+    prompts: Prompts = field(default_factory=Prompts)
 
     def shorten(self, vector_C: npt.NDArray[np.float32], dimensions: int | None) -> npt.NDArray[np.float32]:
         """Return the first `dimensions` of an embedding, of length 1; all of them as they are."""
@@ -58,7 +62,7 @@ def load_embedding_rules(folder: Path, config: Any) -> EmbeddingRules:
         if len(rule.modes) > 1:
             raise EngineError(f"{folder}: pooling {' and '.join(rule.modes)}; a language model has one of them")
         pooling = _POOLINGS[rule.modes[0]]
-    return EmbeddingRules(config.hidden_size, pooling, config)
+    return EmbeddingRules(config.get_text_config().hidden_size, pooling, config, read_prompts(folder))
 
 
 class PooledStates:

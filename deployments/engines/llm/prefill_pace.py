@@ -3,6 +3,9 @@
 Every sequence that decodes waits for the whole step. So a step is allowed `max_delay` times what it takes without
 prompts, and gets the most prompt tokens that are believed to fit. Pure: tokens and seconds come in, tokens go out.
 
+Where another engine waits for the device between two steps, prompts take no more of it at a time than `MAX_HELD_STEPS`
+of that engine's own steps, also where nothing decodes.
+
 Costs are those of `StepCosts`: a kind is a number of decoding sequences, a size all tokens of the step. Sizes that were
 never measured are approached by at most doubling, and what was slow once is tried again. What a step takes without
 prompts is measured whenever none wait; while they always do, one step in `MAX_BESIDE` goes without them.
@@ -16,6 +19,8 @@ from typing import Final
 from deployments.engines.step_costs import StepCosts
 
 FEWEST: Final = 4  # tokens; a prompt may be cut anywhere, but products of fewer rows are padded
+MAX_HELD_STEPS: Final = 2.0  # of another engine, which a step with prompts may hold up
+FREE_GROWTH: Final = 1.25  # a few tokens take a step's fixed time: those that add no more than this to it are free
 MAX_BESIDE: Final = 64  # steps with prompts for one without, which measures what decoding alone takes
 FIRST_BESIDE: Final = 4  # the same while it was measured once: a first step is often slow
 TRUSTED_CALLS: Final = 32  # of one number of sequences, for which a size that was slow is believed to be slow
@@ -53,9 +58,21 @@ class PrefillPace:
         allowed_s = self._max_delay * idle_s
         if fewest_s > allowed_s:  # prompts go on all the same: what they may cost counts from there
             allowed_s += fewest_s - idle_s
+        return self._most_within(num_decoding, allowed_s, self._max_tokens)
+
+    def tokens_beside(self, num_decoding: int, other_step_s: float, max_tokens: int) -> int:
+        """Return the most prompt tokens, up to `max_tokens`, of a step that an engine with such steps waits for."""
+        fewest_s = self._costs.seconds(_name(num_decoding), num_decoding + FEWEST)
+        is_known = self._costs.is_measured(_name(num_decoding), num_decoding + FEWEST)
+        allowed_s = max(MAX_HELD_STEPS * other_step_s, FREE_GROWTH * fewest_s if is_known else 0.0)
+        return self._most_within(num_decoding, allowed_s, max_tokens)
+
+    def _most_within(self, num_decoding: int, allowed_s: float, max_tokens: int) -> int:
+        """Return the most prompt tokens with which a step is believed to take no longer, `FEWEST` at the least."""
+        kind = _name(num_decoding)
         most = self._costs.max_rows_to_try(kind) - num_decoding
         chosen = size = FEWEST
-        while size < self._max_tokens and (size := _next_size(size)) <= most:
+        while size < max_tokens and (size := _next_size(size)) <= most:
             total, smaller = num_decoding + size, num_decoding + chosen
             seconds = self._costs.seconds(kind, total)
             # Where larger steps take another way, what lies between is not on the line to them: it is tried.
@@ -63,7 +80,7 @@ class PrefillPace:
                 seconds = min(seconds, self._costs.friendly_guess(kind, total, smaller))
             if seconds <= allowed_s:
                 chosen = size
-        return min(chosen, self._max_tokens)
+        return min(chosen, max_tokens)
 
     def note_step(self, num_decoding: int, num_tokens: int, seconds: float) -> None:
         """Take in what a step of so many decoding sequences and prompt tokens took."""

@@ -4,7 +4,7 @@ A row is changed and filtered in this order, each filter on what the one before 
 penalty, frequency and presence penalty, logit bias, constraint, temperature, top-k, top-p, min-p, typical. Tokens that
 are as good as the last one that a filter keeps are kept as well, so what is left depends on the logits alone.
 
-A row's token does not depend on its company, bit for bit: every sum runs in an order of its own row's.
+A row's token does not depend on the rows beside it, bit for bit: every sum runs in an order of its own row's.
 
 Suffixes: N rows, V vocabulary, B blocks of `_BLOCK` tokens, S candidates of a row.
 """
@@ -208,7 +208,7 @@ def _shares(
     if (kernels := _kernels_for(logits_NV)) is not None:
         factors = [1 / max(scale, _LEAST_TEMPERATURE) for scale in temperatures]
         unscaled = kernels.exponential_sums(logits_NV, list(rows), best_N[list(rows)], factors, _BLOCK)
-        share_N = 1 / unscaled.cumsum(-1)[:, -1]  # added one by one: the same in any company
+        share_N = 1 / unscaled.cumsum(-1)[:, -1]  # added one by one: the same in any batch
         return unscaled * share_N[:, None], share_N
     size = _ROWS_AT_ONCE if logits_NV.device.type == "cpu" else len(rows)
     sums, best = [], []

@@ -13,8 +13,10 @@ from deployments.engines.llm.prefill_pace import PrefillPace
 
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
+    from deployments.engines.llm.models.own_cache import SequenceState
     from deployments.engines.llm.pooling import PooledStates
     from deployments.engines.llm.prompt_logprobs import PromptLogprobs
+    from deployments.engines.prompt_images import PromptImages
 
 MAX_PREFILLING: Final = 4  # prompts that share a step when each could fill it
 MIN_SHARE: Final = 16  # tokens of a prompt's share of a step
@@ -37,6 +39,8 @@ class Sequence:
     there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
     sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`, or
     where its hidden states are `pooled` and all count, every token of the prompt is computed, whatever is in the cache.
+    A model with a cache of its own keeps its `state` here, for as long as the sequence has its blocks. Some of the
+    prompt's tokens stand for its `images`.
     """
 
     request_id: str
@@ -46,15 +50,24 @@ class Sequence:
     loras: tuple[SequenceLora, ...] = ()
     prompt_logprobs: PromptLogprobs | None = None
     pooled: PooledStates | None = None
+    images: PromptImages | None = None
     num_siblings: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
+    state: SequenceState | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def key_behind(self, before: bytes, start: int) -> bytes:
+        """Return the identity of the block of the tokens from `start` on, behind all that `before` stands for."""
+        end = start + BLOCK_SIZE
+        if self.images is not None:
+            before += self.images.identity(start, end)
+        return block_key(before, self.token_ids[start:end])
 
     @property
     def num_completion_tokens(self) -> int:
@@ -120,7 +133,7 @@ class Scheduler:
 
     One sequence of the greatest length must fit into the pool: then the oldest always proceeds. With
     `shares_completions` False only blocks of prompts are found again: those of completions were computed token by
-    token, and differ from a prompt's by rounding.
+    token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found again.
     """
 
     def __init__(
@@ -131,12 +144,13 @@ class Scheduler:
         max_num_batched_tokens: int,
         pace: PrefillPace | None = None,
         shares_completions: bool = True,
+        shares_prefixes: bool = True,
     ) -> None:
         self._blocks = blocks
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
-        self._shares_completions = shares_completions
+        self._shares_completions, self._shares_prefixes = shares_completions, shares_prefixes
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # all that have a seat, the oldest first
         self._prefilling: deque[Sequence] = deque()  # of these, those whose turn it is first
@@ -176,14 +190,19 @@ class Scheduler:
         child.status = SequenceStatus.RUNNING
         self._running.insert(self._running.index(parent) + 1, child)
 
-    def schedule(self) -> StepPlan:
-        """Choose the next step's work; empty only when there is none. `complete` follows for each chunk."""
+    def schedule(self, other_step_s: float | None = None) -> StepPlan:
+        """Choose the next step's work; empty only when there is none. `complete` follows for each chunk.
+
+        `other_step_s` is what a step of another engine takes that waits for the device, None where none does.
+        """
         self._copies = []
         chunks = self._schedule_decode()
         num_decoding = len(chunks)
         budget = self._max_num_batched_tokens - num_decoding
         if chunks and self._pace is not None:
             budget = min(budget, self._pace.choose_tokens(num_decoding))
+        if other_step_s is not None and self._pace is not None:
+            budget = min(budget, self._pace.tokens_beside(num_decoding, other_step_s, budget))
         self._seat_waiting(budget)
         chunks += self._schedule_prefill(budget)
         return StepPlan(tuple(chunks), tuple(self._copies), num_decoding)
@@ -247,6 +266,8 @@ class Scheduler:
         ):
             if share:
                 start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share
+                if sequence.images is not None:
+                    end = sequence.images.whole_end(start, end)
                 chunks.append(Chunk(sequence, start, end, is_last=end == len(sequence)))
                 self._prefilling.remove(sequence)
                 self._prefilling.append(sequence)  # its next turn comes after the others'
@@ -256,7 +277,7 @@ class Scheduler:
         """Give a waiting sequence the blocks of all its tokens, of which it computes at least the last one."""
         keys, key = [], sequence.scope
         for start in range(0, len(sequence) - BLOCK_SIZE, BLOCK_SIZE):
-            key = block_key(key, sequence.token_ids[start : start + BLOCK_SIZE])
+            key = sequence.key_behind(key, start)
             keys.append(key)
         pooled, scores = sequence.pooled, sequence.prompt_logprobs
         is_read = (scores is not None and not sequence.num_completion_tokens) or (
@@ -294,13 +315,12 @@ class Scheduler:
         return True
 
     def _publish_blocks(self, sequence: Sequence) -> None:
-        end = sequence.num_computed_tokens
+        end = sequence.num_computed_tokens if self._shares_prefixes else 0
         if not self._shares_completions:
             end = min(end, sequence.num_prompt_tokens)
         keys = sequence.block_keys
         for place in range(len(keys), end // BLOCK_SIZE):
-            tokens = sequence.token_ids[place * BLOCK_SIZE : (place + 1) * BLOCK_SIZE]
-            keys.append(block_key(keys[-1] if keys else sequence.scope, tokens))
+            keys.append(sequence.key_behind(keys[-1] if keys else sequence.scope, place * BLOCK_SIZE))
             self._blocks.publish(sequence.block_table[place], keys[-1])
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -320,6 +340,7 @@ class Scheduler:
         sequence.block_table.clear()
         sequence.block_keys.clear()
         sequence.num_computed_tokens = 0
+        sequence.state = None
 
 
 def _even_shares(wanted: Items[int], budget: int) -> list[int]:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engines.build import read_config
-from deployments.engines.llm.chat_rendering import prepare_chat_template, render_chat_template
+from deployments.engines.chat_rendering import prepare_chat_template, render_chat_template
+from deployments.engines.config_files import read_config
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
+from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+
+logger = logging.getLogger(__name__)
+
+_FOLDER_SAMPLING: Final = {  # transformers' names -> those of SamplingParams
+    name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")
+} | {"max_new_tokens": "max_tokens"}
+_GGUF_SAMPLING: Final = {
+    "general.sampling.temp": "temperature",
+    "general.sampling.top_p": "top_p",
+    "general.sampling.top_k": "top_k",
+    "general.sampling.min_p": "min_p",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -22,9 +37,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if headers := gguf_headers(folder):
         tokenizer = gguf_tokenizer(headers[0].metadata)
     else:
+        check_tokenizer_files(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
+            check_tokenizer(folder)
             raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error
     found = tokenizer.chat_template or ""
     for source in found.values() if isinstance(found, dict) else [found]:
@@ -37,7 +54,9 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
     path = folder / "generation_config.json"
     eos = read_config(path).get("eos_token_id") if path.exists() else None
     if eos is None:
-        eos = config.eos_token_id
+        eos = getattr(config, "eos_token_id", None)
+    if eos is None:  # of a model of several parts, its decoder's
+        eos = getattr(config.get_text_config(), "eos_token_id", None)
     if eos is None:
         return frozenset()
     return frozenset(eos if isinstance(eos, list) else [eos])
@@ -48,7 +67,7 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
 
     Raises EngineError for a text that is no Unicode.
     """
-    return tuple(tokenizer(_characters(text))["input_ids"])
+    return tuple(tokenizer(checked_characters(text))["input_ids"])
 
 
 def encode_chat(
@@ -59,9 +78,21 @@ def encode_chat(
 ) -> tuple[int, ...]:
     """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
 
+    Raises EngineError as `render_chat` does, or where the text is no Unicode.
+    """
+    text = render_chat(tokenizer, messages, tools)
+    # The template has written the special tokens already.
+    return tuple(tokenizer(checked_characters(text + begun), add_special_tokens=False)["input_ids"])
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
+) -> str:
+    """Return the text of a chat, up to where the assistant begins to speak.
+
     Raises:
         EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
-        knows no tool messages, or the text is no Unicode.
+        knows no tool messages.
     """
     template = chat_template(tokenizer, has_tools=bool(tools))
     uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
@@ -69,12 +100,10 @@ def encode_chat(
         raise EngineError("the model's chat template does not know tools")
     named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     name = next((found for found, source in named.items() if source == template), "default")
-    text = render_chat_template(template, name, messages, tools, tokenizer.special_tokens_map)
-    # The template has written the special tokens already.
-    return tuple(tokenizer(_characters(text + begun), add_special_tokens=False)["input_ids"])
+    return render_chat_template(template, name, messages, tools, tokenizer.special_tokens_map)
 
 
-def _characters(text: str) -> str:
+def checked_characters(text: str) -> str:
     """Return the text. Raises EngineError for half of a surrogate pair, which JSON can say and no tokenizer knows."""
     if not text.isascii():
         try:
@@ -96,22 +125,32 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str
 
 
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:
-    """Return what generation_config.json says of sampling, under the names of `SamplingParams`.
+    """Return what generation_config.json or a GGUF file says of sampling, under the names of `SamplingParams`.
 
     `do_sample: false` is temperature 0. Values that are no numbers, or switched off by null, are left out.
     """
+    headers = gguf_headers(folder)
+    metadata = headers[0].metadata if headers else {}
+    found = _numbers(metadata, _GGUF_SAMPLING)
+    others = [key for key in metadata if key.startswith("general.sampling.") and key not in _GGUF_SAMPLING]
+    if others:
+        logger.warning("%s: no sampler here knows %s; texts are drawn without", folder, ", ".join(sorted(others)))
     path = folder / "generation_config.json"
     given = read_config(path) if path.exists() else {}
-    names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty")}
-    names["max_new_tokens"] = "max_tokens"
-    found = {
+    found |= _numbers(given, _FOLDER_SAMPLING)
+    if given.get("do_sample") is False:
+        found["temperature"] = 0.0
+    if found.get("top_k", 0) < 0:  # as others write "off"
+        found["top_k"] = 0
+    return found
+
+
+def _numbers(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, float | int]:
+    return {
         ours: given[theirs]
         for theirs, ours in names.items()
         if isinstance(given.get(theirs), int | float) and not isinstance(given[theirs], bool)
     }
-    if given.get("do_sample") is False:
-        found["temperature"] = 0.0
-    return found
 
 
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, bytes]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from deployments.engines.llm.chat import CalledTool, Function
+from deployments.engines.llm.schemas import prepare_schema
 from deployments.engines.protocol import EngineError
 
 _HEAD: Final = re.compile(
@@ -32,11 +33,14 @@ class ToolForm:
     arguments: str
 
     def grammar(self, functions: Sequence[Function]) -> str:
-        """Return a Lark grammar of llguidance: one call of one of the functions, behind the opening."""
+        """Return a Lark grammar of llguidance: one call of one of the functions, behind the opening.
+
+        Raises EngineError for parameters that no grammar can keep to.
+        """
         lines = ["start: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
         for number, function in enumerate(functions):
             head = f'{{"name": {json.dumps(function.name)}, "{self.arguments}": '
-            schema = {"type": "object", **function.parameters, "x-guidance": _AS_TEMPLATES_WRITE}
+            schema = {"type": "object", **prepare_schema(function.parameters), "x-guidance": _AS_TEMPLATES_WRITE}
             lines.append(f'call_{number}: {json.dumps(head)} args_{number} "}}"')
             lines.append(f"args_{number}: %json {json.dumps(schema)}")
         return "\n".join(lines)

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int kInt8 = 2;  // of the cache alone; FLOAT32 and BFLOAT16 are those of activations
+constexpr int kInt8 = 2, kFloat16 = 3;  // of the cache alone; FLOAT32 and BFLOAT16 are those of activations
 constexpr int64_t kKeys = 64;
 constexpr int64_t kQueries = 128;  // of a tile, where several tokens are there
 
@@ -94,6 +94,11 @@ inline void load_vector(const void* from, const uint16_t* scales, int element, i
         return;
     }
     const uint16_t* bits = static_cast<const uint16_t*>(from) + row * size;
+    if (element == kFloat16) {
+        for (int64_t i = 0; i < size; i += 8)
+            _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits + i))));
+        return;
+    }
     for (int64_t i = 0; i < size; ++i) {
         const uint32_t wide = static_cast<uint32_t>(bits[i]) << 16;
         std::memcpy(to + i, &wide, 4);
@@ -101,6 +106,16 @@ inline void load_vector(const void* from, const uint16_t* scales, int element, i
 }
 
 inline void store_vector(void* to, uint16_t* scales, int element, int64_t row, int64_t size, const float* from) {
+    if (element == kFloat16) {
+        uint16_t* bits = static_cast<uint16_t*>(to) + row * size;
+        const __m256 most = _mm256_set1_ps(65504.0f), least = _mm256_set1_ps(-65504.0f);
+        for (int64_t i = 0; i < size; i += 8) {
+            // What is beyond float16 becomes its greatest number; a NaN, the second of two, stays one.
+            const __m256 values = _mm256_max_ps(least, _mm256_min_ps(most, _mm256_loadu_ps(from + i)));
+            _mm_storeu_si128(reinterpret_cast<__m128i*>(bits + i), _mm256_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT));
+        }
+        return;
+    }
     if (element != kInt8) {
         for (int64_t i = 0; i < size; ++i) store_element(to, element, row * size + i, from[i]);
         return;

@@ -12,7 +12,14 @@
 
 namespace {
 
-enum Type { F32 = 0, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12, Q5_K = 13, Q6_K = 14, BF16 = 30, GROUP_INT8 = 100 };
+enum Type {
+    F32 = 0, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14,
+    IQ4_NL = 20, IQ4_XS = 23, BF16 = 30, MXFP4 = 39, GROUP_INT8 = 100
+};
+
+// What the sixteen nibbles of a format stand for: kvalues_iq4nl, and twice the numbers of E2M1.
+alignas(16) constexpr int8_t kIq4Values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+alignas(16) constexpr int8_t kFp4Values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct Matrix {
     int type;
@@ -49,6 +56,28 @@ inline __m256i fifth_bits(uint32_t bits) {
     const __m256i chosen = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
     const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, chosen), chosen);
     return _mm256_and_si256(is_set, _mm256_set1_epi8(16));
+}
+
+// Half of the power of two that a byte of E8M0 says; below the smallest normal float, 0.
+inline float half_power(uint8_t exponent) {
+    const uint32_t bits = exponent > 1 ? static_cast<uint32_t>(exponent - 1) << 23 : 0;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// 16 bytes as the values of 32 nibbles and 128 more, the low ones of all bytes first.
+inline void look_up_32(uint8_t* u, const uint8_t* q, const int8_t (&values)[16]) {
+    for (int j = 0; j < 16; ++j) {
+        u[j] = static_cast<uint8_t>(values[q[j] & 15] + 128);
+        u[16 + j] = static_cast<uint8_t>(values[q[j] >> 4] + 128);
+    }
+}
+
+// The 6-bit scale number `i` of the 16 in the 12 bytes of a Q3_K block, which are 32 more.
+inline int q3_scale(const uint8_t* packed, int i) {
+    const int low = i < 8 ? packed[i] & 15 : packed[i - 8] >> 4;
+    return (low | (packed[8 + i % 4] >> 2 * (i / 4) & 3) << 4) - 32;
 }
 
 inline void store_32(uint8_t* u, __m256i bytes) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(u), bytes); }
@@ -99,6 +128,43 @@ void unpack_row(const Matrix& m, int64_t row, uint8_t* __restrict u, float* __re
             }
             break;
         }
+        case Q2_K:
+        case Q3_K: {
+            const bool is_q3 = m.type == Q3_K;
+            for (int64_t b = 0; b < k / 256; ++b, at += is_q3 ? 110 : 84, u += 256) {
+                const float d = half(at + (is_q3 ? 108 : 80));
+                for (int j = 0; j < 256; ++j) {
+                    u[j] = at[(is_q3 ? 32 : 16) + j / 128 * 32 + j % 32] >> 2 * (j / 32 % 4) & 3;
+                    if (is_q3) u[j] |= (at[j % 32] >> j / 32 & 1) << 2;
+                }
+                for (int i = 0; i < 16; ++i) {
+                    scale[b * 16 + i] = d * (is_q3 ? q3_scale(at + 96, i) : at[i] & 15);
+                    offset[b * 16 + i] = is_q3 ? 4 * scale[b * 16 + i] : half(at + 82) * (at[i] >> 4);
+                }
+            }
+            break;
+        }
+        case IQ4_NL:
+        case MXFP4: {
+            const bool is_fp4 = m.type == MXFP4;
+            for (int64_t b = 0; b < k / 32; ++b, at += is_fp4 ? 17 : 18, u += 32) {
+                const float d = is_fp4 ? half_power(at[0]) : half(at);
+                look_up_32(u, at + (is_fp4 ? 1 : 2), is_fp4 ? kFp4Values : kIq4Values);
+                fill(scale + 2 * b, 2, d);
+                fill(offset + 2 * b, 2, 128 * d);
+            }
+            break;
+        }
+        case IQ4_XS:
+            for (int64_t b = 0; b < k / 256; ++b, at += 136)
+                for (int i = 0; i < 8; ++i, u += 32) {
+                    const int high = (word(at) >> (16 + 2 * i) & 3) << 4, low = at[4 + i / 2] >> 4 * (i % 2) & 15;
+                    const float d = half(at) * static_cast<float>((high | low) - 32);
+                    look_up_32(u, at + 8 + 16 * i, kIq4Values);
+                    fill(scale + 16 * b + 2 * i, 2, d);
+                    fill(offset + 16 * b + 2 * i, 2, 128 * d);
+                }
+            break;
         case Q4_K:
         case Q5_K: {
             const bool is_q5 = m.type == Q5_K;

@@ -39,6 +39,11 @@ inline Floats add_product(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps
 inline Floats subtract_product(Floats a, Floats b, Floats c) { return _mm512_fnmadd_ps(a, b, c); }  // c - a b
 inline Floats low_half(Ints words) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(words)); }
 inline Ints from_signed(Ints bytes) { return _mm512_xor_si512(bytes, _mm512_set1_epi8(-128)); }
+inline Ints greater(Ints a, Ints b) { return _mm512_max_epi32(a, b); }
+inline Ints look_up(const int8_t (&values)[16], Ints nibbles) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
+}
 
 // The dot product of each lane's bytes, none above MOST, with those of x, in STEPS steps; `IS_ALONE`, there is no other.
 template <int MOST, int STEPS, bool IS_ALONE = false>
@@ -80,6 +85,11 @@ inline Floats low_half(Ints words) {
     return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)));
 }
 inline Ints from_signed(Ints bytes) { return bytes; }
+inline Ints greater(Ints a, Ints b) { return _mm256_max_epi32(a, b); }
+inline Ints look_up(const int8_t (&values)[16], Ints nibbles) {
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(values));
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), nibbles);
+}
 
 // Pairs of products of bytes are int16: as many of them are added there as surely fit (x is 127 at most), and int8 gives
 // its sign to x, for -128 x 127 x 2 fits once. All of it is exact. HAZARD: of several sums, GCC 12 delays the additions to

@@ -14,6 +14,7 @@ import torch
 
 from deployments.engines.native.building import VARIANTS, BuildFailed, built_library
 from weights.private_folder import cache_folder, check_cache_folder
+from weights.processor import processor_flags
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +26,15 @@ KERNEL_TYPES: Final = {
     "Q5_0": 6,
     "Q5_1": 7,
     "Q8_0": 8,
+    "Q2_K": 10,
+    "Q3_K": 11,
     "Q4_K": 12,
     "Q5_K": 13,
     "Q6_K": 14,
+    "IQ4_NL": 20,
+    "IQ4_XS": 23,
     "BF16": 30,
+    "MXFP4": 39,
     "GROUP_INT8": 100,
 }
 ELEMENTS: Final = {torch.float32: 0, torch.bfloat16: 1}
@@ -201,14 +207,7 @@ def load_kernels() -> Kernels | None:
         return None
     try:
         check_cache_folder(cache_folder())  # whoever can write there is trusted with code
-        return Kernels(built_library(cache_folder() / "native"), _processor_flags())
+        return Kernels(built_library(cache_folder() / "native"), processor_flags())
     except (BuildFailed, OSError, AttributeError) as error:
         logger.warning("language models and short texts are computed by torch, which is slower: %s", error)
         return None
-
-
-def _processor_flags() -> frozenset[str]:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("flags"):
-            return frozenset(line.partition(":")[2].split())
-    return frozenset()

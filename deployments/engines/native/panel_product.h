@@ -1,11 +1,11 @@
 // Products of panels (panels.h) with any number of rows of x. A result is one sum over the groups of its row, in their
-// order: y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers. So it has the same bits
+// order: y = fma(scale * dx, dot(u - bias, xq), y) - min * dx * sum(xq), with dot in integers, half by half where it has them. So it has the same bits
 // however many rows x has, and wherever a panel or a chunk begins.
 
 #pragma once
 
 #include "activations.h"
-#include "panels.h"
+#include "narrow_panels.h"
 
 namespace {
 
@@ -27,6 +27,12 @@ struct RowsOfX {
           starts(x.starts + row * x.stride / 32 + group),
           half_starts(x.half_starts + row * x.stride / 16 + 2 * group),
           stride(x.stride) {}
+    // dx * sum(xq) of group number `group`, or of its half `part`.
+    template <class Format>
+    float sum_of(int64_t row, int64_t group, int part) const {
+        const int64_t at = row * stride / 32 + group;
+        return Format::kHasHalves ? scale[at] * static_cast<float>(-half_starts[2 * at + part]) : sum[at];
+    }
     // What the dot product of group number `group`, or of its half `part`, begins with, since u has a bias.
     template <class Format>
     Ints start(int64_t row, int64_t group, int part) const {
@@ -69,9 +75,9 @@ void add_groups(const uint8_t* panels, int64_t panel_bytes, int64_t num_groups, 
                     total[r][p] = add_product(both, to_floats(dot[r][p].total), total[r][p]);
                 }
                 if constexpr (Format::kHasMins) {
-                    const Floats min = load(scales + kLanes);
+                    const Floats min = load(scales + kParts * kLanes);
                     for (int r = 0; r < R; ++r)
-                        total[r][p] = subtract_product(min, every_float(x.sum[r * x.stride / 32 + g]), total[r][p]);
+                        total[r][p] = subtract_product(min, every_float(x.template sum_of<Format>(r, g, part)), total[r][p]);
                 }
             }
         }
@@ -104,7 +110,7 @@ int64_t chunk_groups(const Matrix& matrix, int64_t m) {
 }
 
 size_t product_scratch_bytes(const Matrix& matrix, int64_t m) {
-    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 3 * kNumberBytes) + m * 4 * kLanes);
+    return kTilePanels * (chunk_groups(matrix, m) * (kByteBytes + 4 * kNumberBytes) + m * 4 * kLanes);
 }
 
 // A panel's columns of y from `column` on, those that W has.
@@ -171,11 +177,10 @@ struct GroupProduct {
                 const Ints whole = kSums == 2 ? sum(dot[r][0].total, dot[r][kSums - 1].total) : dot[r][0].total;
                 const Floats both = group.scale[part] * every_float(x.scale[r * by_group]);
                 total[r] = add_product(both, to_floats(whole), total[r]);
+                if constexpr (Format::kHasMins)
+                    total[r] = subtract_product(group.min[part], every_float(x.template sum_of<Format>(r, 0, part)), total[r]);
             }
         }
-        if constexpr (Format::kHasMins)
-            for (int r = 0; r < R; ++r)
-                total[r] = subtract_product(group.min, every_float(x.sum[r * by_group]), total[r]);
         x.q += 32;
         x.scale += 1;
         x.sum += 1;
@@ -228,6 +233,11 @@ void multiply_rows(const Matrix& matrix, int64_t first, int64_t last, const Acti
         case Q4_K: BY(Q45KPanel<false>);
         case Q5_K: BY(Q45KPanel<true>);
         case Q6_K: BY(Q6KPanel);
+        case Q2_K: BY(Q23KPanel<false>);
+        case Q3_K: BY(Q23KPanel<true>);
+        case IQ4_NL: BY(TablePanel<false>);
+        case IQ4_XS: BY(Iq4XsPanel);
+        case MXFP4: BY(TablePanel<true>);
         case GROUP_INT8:
             if (matrix.columns % 32 || matrix.group % 32) BY(OddInt8Panel);
             BY(Int8Panel);

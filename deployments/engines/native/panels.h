@@ -159,23 +159,25 @@ inline Ints turn_word(const PanelRows& rows, int64_t offset) {
 
 #endif
 
-// What a format's `unpack` gives its sink: a group's bytes, its scale or the two of its halves, its minimum if it has one.
+// What a format's `unpack` gives its sink: a group's bytes, its scale and, if it has one, its minimum, or two of its halves.
 struct Group {
     Ints u[8];
-    Floats scale[2], min;
+    Floats scale[2], min[2];
 };
 
 // Memory [count][group_bytes] for groups that many rows of x will meet.
 template <class Format>
 struct GroupStore {
-    static constexpr int64_t kBytes = kByteBytes + kNumberBytes * (1 + Format::kHasMins + Format::kHasHalves);
+    static constexpr int64_t kBytes = kByteBytes + kNumberBytes * (1 + Format::kHasMins) * (1 + Format::kHasHalves);
     uint8_t* to;
     void operator()(const Group& group) {
         for (int j = 0; j < 8; ++j) store(to + kNumberBytes * j, group.u[j]);
         float* numbers = reinterpret_cast<float*>(to + kByteBytes);
         store(numbers, group.scale[0]);
         if constexpr (Format::kHasHalves) store(numbers + kLanes, group.scale[1]);
-        if constexpr (Format::kHasMins) store(numbers + kLanes, group.min);
+        constexpr int kParts = 1 + Format::kHasHalves;
+        for (int part = 0; Format::kHasMins && part < kParts; ++part)
+            store(numbers + (kParts + part) * kLanes, group.min[part]);
         to += kBytes;
     }
 };
@@ -228,7 +230,7 @@ struct NibblePanel {
             if constexpr (HAS_MINS) {
                 const Ints pair = turn_word(rows, at);
                 group.scale[0] = low_half(pair);
-                group.min = every_float(0) - high_half(pair);
+                group.min[0] = every_float(0) - high_half(pair);
             } else {
                 group.scale[0] = turn_half(rows, at);
             }
@@ -264,7 +266,7 @@ struct Q45KPanel {
                     return factor * every_float(divisor) * byte;
                 };
                 group.scale[0] = number(scales[i / 4], d);
-                group.min = number(mins[i / 4], dmin);
+                group.min[0] = number(mins[i / 4], dmin);
             };
 #pragma GCC unroll 4
             for (int i = 0; i < 8; i += 2) {

@@ -3,10 +3,12 @@
 Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL multiplies one row, two or three, and four
 or more in three ways, and with several threads the first dozen rows in yet others; a convolution goes to oneDNN or
 elsewhere by the size of the batch. Here few rows are padded, and every convolution goes to oneDNN, whose fixed cost of
-about 60 us is felt by convolutions of less than a million multiplications only. Other operations that diffusers' models
-use, and all of bfloat16, need nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at
-each), as long as a row has a multiple of 32 elements: what is left over after pairs of vectors, of 8 floats with AVX2
-and of 16 with AVX-512, is computed by other code in an elementwise function.
+about 60 us is felt by convolutions of less than a million multiplications only. A half precision product goes to oneDNN
+where the processor has its instructions, but for those of 16^3 multiplications and less (mkldnn_gemm_min_size), so that
+a row of a small layer alone goes elsewhere: it is padded beyond that. Other operations that diffusers' models use need
+nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at each), as long as a row has a
+multiple of 32 elements: what is left over after pairs of vectors, of 8 floats with AVX2 and of 16 with AVX-512, is
+computed by other code in an elementwise function.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ _uninitialized_memory: Any = torch.utils.deterministic  # a module with properti
 _HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
 MIN_ROWS: Final = 4
 MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
+_MAX_SMALL_PRODUCT: Final = 16**3  # multiplications; of half precision, a larger one goes to oneDNN
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -35,12 +38,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if not x.is_contiguous() and x.device.type in _HOSTS and x[:1].is_contiguous():
         x = x.contiguous()
     num_rows = x.numel() // max(1, x.shape[-1])
-    num_threads = torch.get_num_threads()
-    min_rows = MIN_ROWS if num_threads == 1 else MIN_ROWS_PER_THREAD * num_threads
-    if num_rows >= min_rows or not _depends_on_batch(x):
+    min_rows = _min_rows(x, weight)
+    if not 0 < num_rows < min_rows:
         return F.linear(x, weight, bias)
     padded = F.pad(x.reshape(num_rows, -1), (0, 0, 0, min_rows - num_rows))
     return F.linear(padded, weight, bias)[:num_rows].reshape(*x.shape[:-1], -1)
+
+
+def _min_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
+    """Return the number of rows from which on a row's product does not depend on how many there are."""
+    if x.device.type not in _HOSTS or weight.numel() == 0:
+        return 0
+    if x.dtype == torch.float32:
+        num_threads = torch.get_num_threads()
+        return MIN_ROWS if num_threads == 1 else MIN_ROWS_PER_THREAD * num_threads
+    return _MAX_SMALL_PRODUCT // weight.numel() + 1 if x.dtype in (torch.bfloat16, torch.float16) else 0
 
 
 def conv2d(
@@ -55,7 +67,7 @@ def conv2d(
     """Return `F.conv2d`."""
     x = _in_c_order(x)
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not _depends_on_batch(x) or not has_onednn:
+    if x.dtype != torch.float32 or x.device.type not in _HOSTS or x.numel() == 0 or not has_onednn:
         return F.conv2d(x, weight, bias, stride, padding, dilation, groups)
     result: torch.Tensor = torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, groups)
     return result
@@ -67,10 +79,6 @@ def _in_c_order(x: torch.Tensor) -> torch.Tensor:
     What was transposed before, by an attention block say, is in channels-last order, but for a batch of one in both.
     """
     return x if x.is_contiguous() or x.device.type not in _HOSTS else x.contiguous()
-
-
-def _depends_on_batch(x: torch.Tensor) -> bool:
-    return x.dtype == torch.float32 and x.device.type in _HOSTS and x.numel() > 0
 
 
 class _BatchInvariantLinear(nn.Linear):

@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from deployments.engines.library_seam import has_hooks
 from deployments.engines.native.library import load_kernels
 
 MOST_ROWS: Final = 32
@@ -32,7 +33,7 @@ def multiply_few(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _fits_kernel(linear: Any, x: torch.Tensor) -> bool:
     """Return whether the kernels give what the layer does: one with a hook, a LoRA's, gives something else."""
-    if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+    if type(linear) is not nn.Linear or has_hooks(linear):
         return False
     weight = linear.weight
     is_host = x.device.type == "cpu" and weight.device.type == "cpu"

@@ -12,13 +12,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
-_ATTENTION: Final = frozenset(("Attention", "FluxAttention"))
-_POSITIONS: Final = frozenset(("FluxPosEmbed",))
+from deployments.engines.library_seam import QUICK_ATTENTION, QUICK_POSITIONS, has_known_forward
 
 
 @contextlib.contextmanager
@@ -41,12 +40,15 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
 
 
 def make_quick(module: nn.Module) -> None:
-    """Let the attention and the positions of a module, weights and hooks as they are, be quick."""
+    """Let the attention and the positions of a module, weights and hooks as they are, be quick.
+
+    Those whose forward is not the one that is known stay as they are.
+    """
     for part in module.modules():
         stock: Any = type(part)
-        if stock.__name__ in _ATTENTION:
+        if has_known_forward(stock, QUICK_ATTENTION):
             part.__class__ = _quick_attention(stock)
-        elif stock.__name__ in _POSITIONS:
+        elif has_known_forward(stock, QUICK_POSITIONS):
             part.__class__ = _quick_positions(stock)
 
 

@@ -10,12 +10,13 @@ table 2.0 ms, the product with 64 rows 1.9 ms).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import torch
 from torch import nn
 
+from deployments.engines.library_seam import scaled_product
 from deployments.engines.nn.batch_invariant import linear
 
 SCALE_NAME: Final = "weight_scale"
@@ -44,6 +45,13 @@ class _Fp8Linear(nn.Linear):
             weight = self.weight.to(input.dtype)
         return linear(input, weight * self.weight_scale.to(input.dtype), self.bias)
 
+    def weight_tiles(self) -> Iterator[torch.Tensor]:
+        """Yield the rows of the weights in order, some at a time, in float32."""
+        step = max(1, _PART_ELEMENTS // max(1, self.in_features))
+        scale = self.weight_scale.float().expand(self.out_features, 1)
+        for start in range(0, self.out_features, step):
+            yield self.weight[start : start + step].float() * scale[start : start + step]
+
 
 def _multiplies_float8(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Return whether the device of `x` multiplies it with a float8 weight (out, in) as `_scaled_product` does."""
@@ -60,9 +68,7 @@ def _scaled_product(
     scale = largest.clamp(min=_LEAST_SCALE * _MAX_E4M3) / _MAX_E4M3
     values = (rows.float() / scale).to(torch.float8_e4m3fn)
     out_scale = weight_scale.float().expand(len(weight), 1).reshape(1, -1).contiguous()
-    product = torch._scaled_mm(
-        values, weight.t(), scale_a=scale, scale_b=out_scale, bias=bias, out_dtype=torch.bfloat16
-    )
+    product = scaled_product(values, weight.t(), scale_a=scale, scale_b=out_scale, bias=bias, out_dtype=torch.bfloat16)
     return product.view(*x.shape[:-1], len(weight))
 
 

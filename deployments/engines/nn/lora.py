@@ -1,4 +1,4 @@
-"""LoRA in two forms that leave the base weights alone, which replicas share and other requests use next.
+"""LoRA and DoRA in two forms that leave the base weights alone, which replicas share and other requests use next.
 
 As a side path, y = base(x) + strength * scale * up(down(x)), through forward hooks: any adapters in one batch. Merged,
 y = (W + strength * scale * up down) x with a private copy of each layer that it changes: the steps of the base, for
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
+from deployments.engines.nn.dora import add_dora, product_without_bias, row_scales, scaled_inputs
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
 
@@ -42,9 +43,9 @@ class AdaptedSpan(NamedTuple):
 def applied_adapters(spans: Sequence[AdaptedSpan]) -> Iterator[None]:
     """Add to what layers compute within the block, for each span of the batch its own adapters.
 
-    Equal to diffusers' `set_adapters` over PEFT, in the given order, for each span; a row's result does not depend on
-    the others. The first axis of what goes through the layers is the batch. HAZARD: hooks belong to the layers, so one
-    thread at a time may run them; no hook is left behind in any case.
+    Equal to diffusers' `set_adapters` over PEFT, in the given order, for each span, but that a DoRA of strength 0 does
+    nothing at all; a row's result does not depend on the others. The first axis of what goes through the layers is the
+    batch. HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left behind in any case.
     """
     by_layer: dict[nn.Module, list[_SidePath]] = {}
     for span in spans:
@@ -90,7 +91,11 @@ def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torc
     """Return what the layer computes with its weight W + factor * up down, rounded once to the dtype of W."""
     own: torch.Tensor = layer.weight
     delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
-    weight = torch.add(own.float(), delta.view(own.shape), alpha=factor).to(own.dtype)
+    wide = torch.add(own.float(), delta.view(own.shape), alpha=factor)
+    if pair.magnitude is not None:
+        scales = row_scales(layer, pair, factor)
+        wide *= scales.view(1, -1, *[1] * (own.ndim - 2)) if pair.by_input else scales.view(-1, *[1] * (own.ndim - 1))
+    weight = wide.to(own.dtype)
     if isinstance(layer, nn.Conv2d):
         return lambda x: conv2d(x, weight, layer.bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
     return lambda x: linear(x, weight, layer.bias)
@@ -148,7 +153,8 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
 
     Raises EngineError as `check_targets` does.
     """
-    targets, like = check_targets(module, pairs), next(module.parameters())
+    targets = check_targets(module, pairs)
+    like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
     return tuple((targets[path], pair.to(like.device, like.dtype)) for path, pair in pairs.items())
 
 
@@ -177,7 +183,15 @@ def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tenso
             x, own = args[0], output
             if start or stop < len(x):
                 x, own = x[start:stop], output[start:stop]
-            own += _delta(layer, x, pair, factor)
+            if pair.magnitude is None:
+                own += _delta(layer, x, pair, factor)
+                continue
+            scales = row_scales(layer, pair, factor)
+            if pair.by_input:
+                own += product_without_bias(layer, scaled_inputs(layer, x, scales - 1))
+                own += _delta(layer, scaled_inputs(layer, x, scales), pair, factor)
+            else:
+                add_dora(layer, own, _delta(layer, x, pair, factor), scales)
 
     return add
 
@@ -204,12 +218,18 @@ def _rows_side_path(
 ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         routed = None if router is None else router.routed_rows
+        own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
         for use in uses:
             rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
-            pair, x = use.pairs[path], args[0][rows]
+            pair, x = use.pairs[path], args[0].flatten(0, -2)[rows]
             padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
-            delta = linear(linear(padded, pair.down), pair.up)[: len(x)]
-            output.index_add_(0, rows, delta * (pair.scale * use.strength))
-        return output
+            delta = linear(linear(padded, pair.down), pair.up)[: len(x)] * (pair.scale * use.strength)
+            if pair.magnitude is None:
+                own_rows.index_add_(0, rows, delta)
+                continue
+            own = own_rows[rows]  # a copy
+            add_dora(target, own, delta, row_scales(target, pair, pair.scale * use.strength))
+            own_rows[rows] = own
+        return own_rows.view(output.shape)
 
     return add

@@ -5,22 +5,33 @@ Arithmetic, by name:
 - "fast": activations are quantized to int8 by 32 elements, as llama.cpp does (an error of about 0.6 % of the product's
   norm on random data). A row's result is the same beside any other rows, bit for bit;
 - "deterministic": the same on the CPU; on CUDA, tiles of one size for any number of rows.
-On CUDA with triton, "fast" and "deterministic" are bfloat16 products and "exact" is a float32 one, of weights unpacked
-on their way. Without compiled kernels all three unpack tiles and leave the product to torch.
+On CUDA with triton (but for Q2_K, Q3_K, IQ4_NL, IQ4_XS and MXFP4), "fast" and "deterministic" are bfloat16 products and
+"exact" is a float32 one, of weights unpacked on their way. Without compiled kernels all three unpack tiles and leave
+the product to torch.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
-from typing import Final, Literal, get_args
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.native.library import PackedMatrix, load_kernels
-from deployments.engines.nn.packed_weights import DENSE_KINDS, PackedWeight, fits_kernel, unpack_rows
+from deployments.engines.nn.batch_invariant import linear
+from deployments.engines.nn.packed_weights import (
+    DENSE_KINDS,
+    WITHOUT_TRITON,
+    PackedWeight,
+    fits_kernel,
+    packed_weight,
+    unpack_rows,
+)
+from deployments.engines.protocol import EngineError
+from weights.loading.views import memory_form
 
 Arithmetic = Literal["fast", "deterministic", "exact"]
 ARITHMETICS: Final = get_args(Arithmetic)
@@ -34,7 +45,7 @@ def product_path(weight: PackedWeight, arithmetic: Arithmetic) -> str:
     """
     if weight.kind in DENSE_KINDS:
         return "torch"
-    if weight.data.is_cuda and importlib.util.find_spec("triton"):
+    if weight.data.is_cuda and weight.kind not in WITHOUT_TRITON and importlib.util.find_spec("triton"):
         return "triton"
     kernels = load_kernels() if weight.data.device.type == "cpu" else None
     if kernels is None or arithmetic == "exact" or not fits_kernel(weight):
@@ -42,14 +53,19 @@ def product_path(weight: PackedWeight, arithmetic: Arithmetic) -> str:
     return f"int8-{kernels.variant}"
 
 
-def _multiply(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmetic) -> torch.Tensor:
-    """Return x W^T (..., rows) in the dtype of `x` (..., columns)."""
+def _multiply(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    arithmetic: Arithmetic,
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = F.linear,
+) -> torch.Tensor:
+    """Return x W^T (..., rows) in the dtype of `x` (..., columns); `product` is that of rows with an unpacked tile."""
     rows = x.reshape(-1, weight.columns)
     path = product_path(weight, arithmetic)
     if path == "torch" and weight.data.dtype == x.dtype:
         return F.linear(x, weight.data)
     if path in ("torch", "unpack"):
-        wide = torch.cat([F.linear(rows.float(), tile) for tile in _tiles(weight)], dim=-1).to(x.dtype)
+        wide = torch.cat([product(rows.float(), tile) for tile in _tiles(weight)], dim=-1).to(x.dtype)
     elif path == "triton":
         from deployments.engines.nn.triton_products import multiply_packed  # where there is triton, and not before
 
@@ -81,11 +97,60 @@ class PackedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x W^T + bias, in the dtype of `x`."""
         y = _multiply(x, self.packed, self.arithmetic)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else (y + self.bias).to(y.dtype)
+
+    def weight_tiles(self) -> Iterator[torch.Tensor]:
+        """Yield the rows of the weights in order, some at a time, in float32."""
+        return _tiles(self.packed)
 
     def extra_repr(self) -> str:
         path = product_path(self.packed, self.arithmetic)
         return f"in={self.in_features}, out={self.out_features}, {self.packed.kind}, {self.arithmetic}: {path}"
+
+
+class _PackedLayer(nn.Linear):
+    """`nn.Linear` whose `weight` (rows, bytes) has blocks of a ggml type, bound and let go as other parameters are.
+
+    On the CPU a row's result does not depend on the rows beside it.
+    """
+
+    kind: str
+    arithmetic: Arithmetic
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The dtype that an input should have: models of diffusers ask for it where a weight is no float."""
+        return None if self.bias is None else self.bias.dtype
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return x W^T + bias, in the dtype of `input`."""
+        y = _multiply(input, self._packed(), self.arithmetic, linear)
+        return y if self.bias is None else (y + self.bias).to(y.dtype)
+
+    def weight_tiles(self) -> Iterator[torch.Tensor]:
+        """Yield the rows of the weights in order, some at a time, in float32."""
+        return _tiles(self._packed())
+
+    def _packed(self) -> PackedWeight:
+        return packed_weight("weight", self.kind, self.weight)
+
+
+def take_blocks(module: nn.Module, kinds: Mapping[str, str], arithmetic: Arithmetic) -> None:
+    """Make a `_PackedLayer` of every linear layer whose weight is one of `kinds`: types by name.
+
+    Its weight is on the meta device, in the shape of its bytes. Raises EngineError for what is no such weight.
+    """
+    layers = dict(module.named_modules()) if kinds else {}
+    for name, kind in kinds.items():
+        path, _, leaf = name.rpartition(".")
+        found = layers.get(path)
+        if leaf != "weight" or type(found) is not nn.Linear:
+            raise EngineError(f"tensor {name!r} is {kind}, which only the weight of a linear layer can be")
+        layer: Any = found
+        dtype, shape = memory_form(kind, tuple(layer.weight.shape))
+        vars(layer).update(kind=kind, arithmetic=arithmetic)
+        layer.__class__ = _PackedLayer
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
 
 
 class PackedEmbedding(nn.Module):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from weights.memory.block_stream import BlockStream
+from weights.torch_seam import buffers_of, parameters_of
 
 _ATTRIBUTE: Final = "_atelier_streaming"
 
@@ -68,12 +69,13 @@ def _places(part: nn.Module, path: str, names: Mapping[str, int]) -> list[_Place
     found = []
     for below, owner in part.named_modules():
         prefix = ".".join(filter(None, (path, below)))
-        for table in (owner._parameters, owner._buffers):
+        tables: list[dict[str, Any]] = [parameters_of(owner), buffers_of(owner)]
+        for table in tables:
             for leaf, tensor in table.items():
                 name = f"{prefix}.{leaf}"
                 if tensor is not None and name in names:
                     blank: torch.Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-                    if table is owner._parameters:
+                    if table is tables[0]:
                         blank = nn.Parameter(blank, requires_grad=False)
                     found.append(_Place(table, leaf, name, blank))
     return found

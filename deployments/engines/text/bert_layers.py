@@ -7,22 +7,21 @@ called as stock calls them, and the results are the same, bit for bit, but for p
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from deployments.engines.library_seam import attends_by_sdpa, has_known_layers
 from deployments.engines.nn.few_rows import multiply_few
-
-# Classes whose layers have the same parts and order. What they differ in, their positions, is left to stock.
-_CLASSES: Final = frozenset(("BertModel", "RobertaModel", "XLMRobertaModel", "CamembertModel"))
 
 
 def has_bert_layers(module: Any) -> bool:
-    """Return whether `token_vectors` gives what this module does."""
-    config = module.config
-    is_stock = type(module).__name__ in _CLASSES and type(module).__module__.startswith("transformers.")
-    return is_stock and not config.is_decoder and config._attn_implementation == "sdpa"
+    """Return whether `token_vectors` gives what this module does.
+
+    Classes with the same parts in the same order: what they differ in, their positions, is left to stock.
+    """
+    return has_known_layers(type(module)) and not module.config.is_decoder and attends_by_sdpa(module.config)
 
 
 def token_vectors(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:

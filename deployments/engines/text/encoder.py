@@ -1,12 +1,14 @@
-"""One text encoder: strings -> token ids -> embeddings, many texts in few forwards.
+"""One text encoder: strings -> token ids -> embeddings, or a classifier's logits, many texts in few forwards.
 
 The two halves are apart because token ids are what an embedding cache is keyed on.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,19 +16,37 @@ import torch
 from torch import nn
 
 from configs.model import TextPadding
-from deployments.engines.embedding_rules import check_dimensions
+from deployments.engines.embedding_rules import Prompts, check_dimensions
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
-from deployments.engines.protocol import ClipLayer, ComputationFailed, EngineError, check_choice
+from deployments.engines.protocol import (
+    LAST,
+    PENULTIMATE,
+    ClipLayer,
+    ComputationFailed,
+    EngineError,
+    PromptForm,
+    check_choice,
+)
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
-from deployments.engines.text.forwards import PER_TOKEN, encoder_family_of, filler_id
-from deployments.engines.text.sentence_layers import Pooling
-from deployments.engines.text.tokens import TextTokenizer, TokenizedText
+from deployments.engines.text.forwards import (
+    PER_TEXT,
+    clip_layer_name,
+    encoder_family_of,
+    filler_id,
+    layer_name,
+    limits_of,
+    run_layers,
+)
+from deployments.engines.text.known import ScoringRule
+from deployments.engines.text.sentence_layers import Pooling, scores_of
+from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenizer, TokenizedText
+from weights.formats.sentence_stages import SentenceStage
 
 _Outputs = Mapping[str, torch.Tensor]
 
 
 class TextEncoder:
-    """A CLIP, CLIP-with-projection, T5 or BERT-family encoder and its tokenizer.
+    """A CLIP, CLIP-with-projection, T5 or BERT-family encoder or classifier, or a language model, and its tokenizer.
 
     `encode` belongs to one thread at a time; everything else may be called from any.
     """
@@ -38,14 +58,20 @@ class TextEncoder:
         *,
         max_tokens: int | None = None,
         pooling: Pooling | None = None,
+        scoring: ScoringRule | None = None,
+        prompts: Prompts = Prompts(),  # noqa: B008  # it never changes
     ) -> None:
         """`max_tokens` limits every text (None: what tokenizer and model allow). `pooling` makes one vector of a T5's
-        or BERT's many; a T5 without one gives no embedding.
+        or BERT's many; a T5 without one gives no embedding. `scoring` is that of a classifier. `prompts` stand before
+        texts to embed.
         """
         self.module = module
         self._family = encoder_family_of(type(module).__name__)
         self._pooling = pooling
-        self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module))
+        self.scoring = scoring
+        self.prompts = prompts
+        has_types = self._family.is_classifier and _takes_types(module)
+        self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module), has_types=has_types)
         self._memory = MemoryLimits()
         self.lock = threading.Lock()  # of the module: what hooks onto it changes every forward meanwhile
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
@@ -60,6 +86,11 @@ class TextEncoder:
     def max_tokens(self) -> int:
         """Return the limit of a text for which nobody gives one."""
         return self._tokenizer.max_tokens
+
+    @property
+    def later_stages(self) -> tuple[SentenceStage, ...]:
+        """Return the stages behind the pooling, by which others make embeddings of what `encode` gives."""
+        return self._pooling.later if self._pooling else ()
 
     @property
     def _takes_chunks(self) -> bool:
@@ -81,8 +112,19 @@ class TextEncoder:
             return vector_D
         return torch.nn.functional.normalize(vector_D[:dimensions].float(), dim=0)
 
+    def scored(self, logits_C: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
+        """Return the scores of a text's logits, or these themselves. Raises EngineError for what is no classifier."""
+        if self.scoring is None:
+            raise EngineError(f"a {type(self.module).__name__} scores nothing")
+        return logits_C if raw else scores_of(logits_C, self.scoring)
+
     def variant(self, text: TokenizedText) -> str:
         """Return what tells encodings of the same weights and ids apart: padding, layer, or how one vector is made."""
+        if self._family.is_classifier:
+            return f"logits:{','.join(map(str, text.type_ids))}"
+        if text.form:
+            what = text.padded_length and (text.padded_length, self._tokenizer.pad_id, self._tokenizer.pads_left)
+            return f"layers:{text.form.layers}:{text.form.num_dropped}:{what}"
         if text.as_embedding:
             pooling = self._pooling or Pooling()
             how = "pooled" if self._family.is_clip else "+".join((*pooling.modes, *["unit"] * pooling.normalize))
@@ -91,35 +133,84 @@ class TextEncoder:
             return "trimmed"
         # Tokenizers of the same weights may pad with other ids.
         side = "left:" if self._tokenizer.pads_left else ""
-        layer = "last:" if text.layer == "last" else ""
+        layer = (
+            "" if text.layer == PENULTIMATE else "last:" if text.layer == LAST else f"{clip_layer_name(text.layer)}:"
+        )
         return f"{layer}stock:{text.padded_length}:{side}{self._tokenizer.pad_id}"
 
     def tokenize(
         self,
-        texts: Sequence[str],
+        texts: Sequence[str | TextPair],
         max_length: int | None = None,
         *,
         padding: TextPadding = "stock",
         as_embedding: bool = False,
-        layer: ClipLayer = "penultimate",
+        layer: ClipLayer = PENULTIMATE,
+        form: PromptForm | None = None,
+        max_second: int | None = None,
     ) -> list[TokenizedText]:
         """Return token ids per text, cut to `max_length` (None: the model's limit); each knows what it lost.
 
         "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
-        embedding, is the tokens alone.
+        embedding, is the tokens alone. A language model reads texts in a `form`, which says what is padded.
         """
         check_choice("padding", padding, TextPadding)
-        found = self._tokenizer.tokenize(texts, max_length)
+        if form is not None:
+            return self._tokenize_prompts(texts, max_length, form)
+        found = self._tokenizer.tokenize(texts, max_length, max_second)
         return [replace(self._as_asked(text, max_length, padding, as_embedding), layer=layer) for text in found]
 
-    def tokenize_chunks(self, text: str, max_length: int | None = None) -> list[TokenizedText]:
+    def _tokenize_prompts(
+        self, texts: Sequence[str | TextPair], max_length: int | None, form: PromptForm
+    ) -> list[TokenizedText]:
+        padded_length = self._tokenizer.check_length(max_length) if form.keeps_padding else None
+        filled = [self._tokenizer.fill_form(str(text), form) for text in texts]
+        found = self._tokenizer.tokenize(filled, max_length)
+        return [replace(text, form=form, padded_length=padded_length) for text in found]
+
+    def learn_words(self, vectors: Mapping[str, torch.Tensor], identity: str) -> LearnedWords | None:
+        """Return words by their vectors (N, D), which texts may then have; None of an encoder that takes none.
+
+        Raises EngineError for vectors of another size than this encoder's.
+        """
+        if not (self._family.is_clip and vectors):
+            return None
+        width = self.module.get_input_embeddings().embedding_dim  # type: ignore[operator]
+        ids: dict[str, range] = {}
+        begin = self._vocabulary_size
+        for word, rows in vectors.items():
+            if rows.shape[1] != width:
+                raise EngineError(
+                    f"{word!r} has vectors of {rows.shape[1]} numbers, and this text encoder reads {width}: it is for "
+                    "another model"
+                )
+            ids[word] = range(begin, begin := begin + len(rows))
+        return LearnedWords(ids, torch.cat([rows.float() for rows in vectors.values()]), identity)
+
+    def tokenize_words(
+        self, text: str, max_length: int | None, words: LearnedWords, *, layer: ClipLayer = PENULTIMATE
+    ) -> TokenizedText:
+        """Return the token ids of a text that has learned words, as `tokenize` does of others."""
+        found = self._tokenizer.tokenize_words(text, max_length, words)
+        return replace(self._as_asked(found, max_length, "stock", as_embedding=False), layer=layer)
+
+    def tokenize_chunks(
+        self,
+        text: str,
+        max_length: int | None = None,
+        *,
+        layer: ClipLayer = PENULTIMATE,
+        has_weights: bool = False,
+        words: LearnedWords | None = None,
+    ) -> list[TokenizedText]:
         """Cut the whole text into padded pieces, as `TextTokenizer.chunk`. Raises EngineError if this is no CLIP."""
         if not self._takes_chunks:
             raise EngineError(
                 f"long_text 'chunk': a {type(self.module).__name__} takes a text in one piece; use truncate or error"
             )
-        found = self._tokenizer.chunk(text, max_length)
-        return [self._as_asked(piece, max_length, "stock", as_embedding=False) for piece in found]
+        cut = self._tokenizer.chunk_weighted if has_weights else self._tokenizer.chunk
+        found = cut(text, max_length, words)
+        return [replace(self._as_asked(piece, max_length, "stock", as_embedding=False), layer=layer) for piece in found]
 
     def accept_ids(self, ids: Sequence[int]) -> TokenizedText:
         """Accept ids that the caller made, for an embedding. Raises EngineError for what the model cannot take."""
@@ -130,10 +221,10 @@ class TextEncoder:
     def encode(self, texts: Sequence[TokenizedText]) -> list[dict[str, torch.Tensor]]:
         """Return the embeddings of each text, without batch axis, in few forwards.
 
-        CLIP gives "pooled" (P,), with projection the projected one, and the text's layer: "penultimate" or "hidden",
-        which is the last (L, D). T5 gives "hidden" (L, D); sentence encoders, and all for `as_embedding`, "embedding"
-        (D,). L is the text's own `run_length`. Raises EngineError for ids that the model cannot take, ComputationFailed
-        for numbers that are not finite.
+        CLIP gives "pooled" (P,), with projection the projected one, and the text's layer (L, D): "hidden" where the
+        final norm follows, else "penultimate". T5 gives "hidden" (L, D); sentence encoders, and all for `as_embedding`,
+        "embedding" (D,), which of a classifier is its logits. L is the text's own `run_length`. Raises EngineError for
+        ids that the model cannot take, ComputationFailed for numbers that are not finite.
         """
         for text in texts:
             self._check(text)
@@ -149,22 +240,25 @@ class TextEncoder:
         *,
         limits: ForwardLimits = DEFAULT_LIMITS,
         counter: EncodeCounter | None = None,
+        words: LearnedWords | None = None,
     ) -> list[dict[str, torch.Tensor] | Exception]:
         """Encode as `encode` does, with an error per text.
 
-        The texts of a forward that failed run again one by one; one that found no memory becomes smaller ones, and
-        so do the next.
+        Ids behind those of the vocabulary are those of `words`. Texts of a forward that failed run again one by one;
+        one that found no memory becomes smaller ones, and so do the next.
         """
         outcomes: dict[int, dict[str, torch.Tensor] | Exception] = {}
         for index, text in enumerate(texts):
             try:
-                self._check(text)
+                self._check(text, len(words.vectors) if words else 0)
             except EngineError as error:
                 outcomes[index] = error
         sound = [index for index in range(len(texts)) if index not in outcomes]
-        for group in plan_forwards([texts[index].run_length for index in sound], limits):
-            places = [sound[number] for number in group]
-            outcomes |= zip(places, self._run_or_retry([texts[index] for index in places], counter), strict=True)
+        own_limits = limits_of(self.module, self._family, limits)
+        with _read_words(self.module, words):
+            for group in plan_forwards([texts[index].run_length for index in sound], own_limits):
+                places = [sound[number] for number in group]
+                outcomes |= zip(places, self._run_or_retry([texts[index] for index in places], counter), strict=True)
         return [outcomes[index] for index in range(len(texts))]
 
     def _run_or_retry(
@@ -192,10 +286,22 @@ class TextEncoder:
         device = next(self.module.parameters()).device
         rows = [(*self._tokenizer.pad(text), *[self._filler] * (longest - text.run_length)) for text in texts]
         ids_BL = torch.tensor(rows, device=device)
-        lengths_B = torch.tensor(lengths, device=device)
-        mask_BL = (torch.arange(longest, device=device) < lengths_B[:, None]).long()
+        mask_BL = torch.tensor([self._tokenizer.attended(text, longest) for text in texts], device=device)
+        more: dict[str, Any] = {}
+        if self._family.is_clip:
+            more["layers"] = {text.layer for text in texts}
+        if any(text.type_ids for text in texts):
+            type_rows = [(*text.type_ids, *[0] * (longest - len(text.type_ids))) for text in texts]
+            more["token_type_ids"] = torch.tensor(type_rows, device=device)
+        layers = sorted({layer for text in texts if text.form for layer in text.form.layers})
+        outputs: dict[str, torch.Tensor] = {}
         with torch.no_grad():
-            outputs = self._family.run(module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling)
+            if layers:
+                outputs |= run_layers(self.module, ids_BL, mask_BL, layers)
+            if any(text.form is None for text in texts):
+                outputs |= self._family.run(
+                    module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling, **more
+                )
         wanted = {source for text in texts for source in self._sources_of(text).values()}
         # Embeddings are cached and sent to other processes, and a card's memory is for weights.
         outputs = {name: output.cpu() for name, output in outputs.items() if name in wanted}
@@ -207,16 +313,23 @@ class TextEncoder:
         self, text: TokenizedText, row: int, outputs: _Outputs
     ) -> dict[str, torch.Tensor] | ComputationFailed:
         own = {name: _own_rows(outputs[source][row], text, source) for name, source in self._sources_of(text).items()}
+        if text.form:
+            own = {"hidden": torch.cat(list(own.values()), dim=-1)}
         if not all(output.isfinite().all() for output in own.values()):  # in a cache they would spoil every image
             return ComputationFailed(f"the {type(self.module).__name__} made numbers of the text that are not finite")
         return own
 
     def _sources_of(self, text: TokenizedText) -> dict[str, str]:
         """Return the names of what a text gets, and those of the family's outputs that they are made of."""
+        if text.form:
+            return {layer_name(layer): layer_name(layer) for layer in text.form.layers}
         if text.as_embedding:
             return {"embedding": "pooled" if self._family.is_clip else "embedding"}
-        if self._family.is_clip and text.layer == "last":
-            return {"pooled": "pooled", "hidden": "hidden"}
+        if self._family.is_clip:
+            return {
+                "pooled": "pooled",
+                "hidden" if text.layer.is_normed else "penultimate": clip_layer_name(text.layer),
+            }
         return {name: name for name in self._family.outputs}
 
     def _as_asked(
@@ -228,20 +341,63 @@ class TextEncoder:
             return text
         return replace(text, padded_length=self._tokenizer.check_length(max_length))
 
-    def _check(self, text: TokenizedText) -> None:
+    def _check(self, text: TokenizedText, num_learned: int = 0) -> None:
         limit, ids = _position_limit(self.module), text.token_ids
         if not ids or (limit is not None and text.run_length > limit):
             raise EngineError(f"a text of {text.run_length} tokens: expected 1 to {limit or 'any number of'} tokens")
-        if not 0 <= min(ids) <= max(ids) < self._vocabulary_size:
+        if text.run_length <= text.num_dropped:
+            raise EngineError(f"a text of {text.run_length} tokens, of which the first {text.num_dropped} give nothing")
+        if not 0 <= min(ids) <= max(ids) < self._vocabulary_size + num_learned:
             raise EngineError(f"token ids {min(ids)} to {max(ids)}: expected 0 to {self._vocabulary_size - 1}")
         if text.as_embedding:
             self.check_embeds()
+        config: Any = self.module.config
+        if self._family.is_clip and text.layer.num_skipped > config.num_hidden_layers:
+            raise EngineError(
+                f"clip_skip: {text.layer.num_skipped} layers were to be left out of a text encoder that has "
+                f"{config.num_hidden_layers}"
+            )
+
+
+@contextlib.contextmanager
+def _read_words(module: nn.Module, words: LearnedWords | None) -> Iterator[None]:
+    """Let a module's forwards read `words`' vectors at ids behind its vocabulary. Its weights stay as they are."""
+    if words is None:
+        yield
+        return
+    table: Any = module.get_input_embeddings()  # type: ignore[operator]
+    size, asked = table.num_embeddings, list[torch.Tensor]()
+
+    def look_up_known(_: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        asked.append(arguments[0])
+        return (arguments[0].clamp(max=size - 1),)
+
+    def put_learned(_: nn.Module, __: Any, vectors: torch.Tensor) -> torch.Tensor:
+        ids = asked.pop()
+        is_learned = ids >= size
+        vectors = vectors.clone()
+        vectors[is_learned] = words.vectors.to(vectors)[ids[is_learned] - size]
+        return vectors
+
+    hooks = table.register_forward_pre_hook(look_up_known), table.register_forward_hook(put_learned)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _own_rows(output: torch.Tensor, text: TokenizedText, name: str) -> torch.Tensor:
     """Without the filler, and in memory of its own: a view would keep the whole batch alive in a cache."""
-    own = output[: text.run_length] if name in PER_TOKEN else output
+    is_per_token = name not in PER_TEXT
+    own = output[text.num_dropped : text.run_length] if is_per_token else output
     return own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
+
+
+def _takes_types(module: nn.Module) -> bool:
+    """Return whether a classifier is told which text of a pair a token is of."""
+    is_told = "token_type_ids" in inspect.signature(module.forward).parameters
+    return is_told and getattr(module.config, "type_vocab_size", 2) > 1
 
 
 def _position_limit(module: nn.Module) -> int | None:
@@ -249,6 +405,7 @@ def _position_limit(module: nn.Module) -> int | None:
     limit = getattr(module.config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None
-    table = getattr(getattr(module, "embeddings", None), "position_embeddings", None)
+    base = getattr(module, "base_model", module)  # of a classifier
+    table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding_index = getattr(table, "padding_idx", None)  # RoBERTa counts from behind it
     return limit if padding_index is None else limit - padding_index - 1

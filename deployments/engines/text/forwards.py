@@ -5,6 +5,7 @@ Texts are padded at the end to the longest of the forward. What keeps the paddin
 - CLIP is causal, so a token never sees what comes after it; it needs no mask. Its positions count from the first
   token. It pools at the first end token: the filler must not be taken for one (`filler_id`).
 - T5 attends both ways, under a mask. Its relative positions are differences, which padding at the end leaves alone.
+- A language model that conditions images is causal, and masks padding.
 - BERT and its relatives attend both ways, under a mask. Positions count from the first token; RoBERTa counts tokens
   that are not padding.
 
@@ -16,52 +17,77 @@ kernel of a matrix product by its number of rows. Sources: transformers 5.23, `m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 
+from deployments.engines.protocol import LAST, PENULTIMATE, ClipLayer, EngineError
 from deployments.engines.text.bert_layers import has_bert_layers, token_vectors
+from deployments.engines.text.forward_plan import ForwardLimits
+from deployments.engines.text.known import PROMPT_READERS
 from deployments.engines.text.sentence_layers import Pooling
+from weights.formats.classifier import SUFFIX
 
-PER_TOKEN = ("hidden", "penultimate")  # outputs with a row per token; the others have one per text
-
-
-class _Forward(Protocol):
-    def __call__(
-        self, module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling | None
-    ) -> dict[str, torch.Tensor]:
-        """Ids and a 0/1 mask, both (B, L), to outputs with a leading batch axis."""
+PER_TEXT = ("pooled", "embedding")  # outputs with one vector per text; the others have a row per token
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFamily:
-    """A family of text encoders: how one is `run`, and the names of its `outputs`, whatever it pools."""
+    """A family of text encoders: how one is `run`, and the names of its `outputs`, whatever it pools.
 
-    run: _Forward
+    `run` makes outputs with a leading batch axis of a module, ids, a 0/1 mask, both (B, L), and a pooling; those of
+    classifiers also take `token_type_ids`.
+    """
+
+    run: Callable[..., dict[str, torch.Tensor]]
     outputs: tuple[str, ...]
     is_clip: bool = False
+    is_classifier: bool = False
 
 
 def encoder_family_of(class_name: str) -> EncoderFamily:
     """Return the family of a class; an unknown one is taken for one that gives token vectors, as BERT does."""
-    return FAMILIES.get(class_name, SENTENCES)
+    return FAMILIES.get(class_name, CLASSIFIERS if class_name.endswith(SUFFIX) else SENTENCES)
 
 
 def filler_id(family: EncoderFamily, config: Any, pad_id: int) -> int:
-    """Return the filler of shorter texts. CLIP pools at the first end token, by old configs at the highest id."""
+    """Return the filler of shorter texts. CLIP pools at the first end token, by old configs at the highest id.
+
+    Decoders read their scores at the last token that is no filler of their config.
+    """
+    if family.is_classifier:
+        own: int | None = config.get_text_config().pad_token_id
+        return pad_id if own is None else own
     if not family.is_clip:
         return pad_id
     return 0 if config.eos_token_id != 0 else 1
 
 
 def _run_clip(
-    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling | None
+    module: Any,
+    ids_BL: torch.Tensor,
+    mask_BL: torch.Tensor,
+    pooling: Pooling | None,
+    layers: Collection[ClipLayer] = (PENULTIMATE,),
 ) -> dict[str, torch.Tensor]:
     out = module(ids_BL, output_hidden_states=True)
     pooled = out.text_embeds if hasattr(out, "text_embeds") else out.pooler_output
-    return {"pooled": pooled, "penultimate": out.hidden_states[-2], "hidden": out.last_hidden_state}
+    return {"pooled": pooled} | {clip_layer_name(layer): _clip_layer(module, out, layer) for layer in layers}
+
+
+def _clip_layer(module: Any, out: Any, layer: ClipLayer) -> torch.Tensor:
+    if layer == LAST:
+        return out.last_hidden_state
+    vectors_BLD = out.hidden_states[-1 - layer.num_skipped]
+    norm = getattr(module, "text_model", module).final_layer_norm
+    return norm(vectors_BLD) if layer.is_normed else vectors_BLD
+
+
+def clip_layer_name(layer: ClipLayer) -> str:
+    """Return the name under which a CLIP gives a layer's vectors."""
+    return f"layer -{layer.num_skipped}{' normed' * layer.is_normed}"
 
 
 def _run_t5(
@@ -81,10 +107,56 @@ def _run_sentences(
     return {"embedding": (pooling or Pooling())(hidden_BLD, mask_BL)}
 
 
+def _run_nothing(
+    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling | None
+) -> dict[str, torch.Tensor]:
+    raise EngineError(f"a {type(module).__name__} is asked for layers of its hidden states, and gives nothing else")
+
+
+def _run_classifier(
+    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, pooling: Pooling | None, **types: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    return {"embedding": module(ids_BL, attention_mask=mask_BL, **types).logits.float()}
+
+
+def run_layers(
+    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, layers: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """Return hidden states (B, L, D) of a language model by `layer_name`. Its head is not computed.
+
+    Raises EngineError for a layer that it has not.
+    """
+    base = getattr(module, module.base_model_prefix, module)
+    states = base(input_ids=ids_BL, attention_mask=mask_BL, output_hidden_states=True, use_cache=False).hidden_states
+    if beyond := [layer for layer in layers if not -len(states) <= layer < len(states)]:
+        raise EngineError(f"a text encoder of {len(states) - 1} layers has no hidden states number {beyond[0]}")
+    return {layer_name(layer): states[layer] for layer in layers}
+
+
+def layer_name(layer: int) -> str:
+    """Return the name of the hidden states of a layer among an encoder's outputs."""
+    return f"layer {layer}"
+
+
+# Models that mix tokens of any mask: by Fourier transforms, convolutions, hashes or landmarks. Found by running tiny
+# random models of transformers' classes alone and with padding behind them.
+_MIXING: Final = frozenset(("convbert", "fnet", "funnel", "longformer", "nystromformer", "reformer", "xlnet", "yoso"))
+
+
+def limits_of(module: Any, family: EncoderFamily, limits: ForwardLimits) -> ForwardLimits:
+    """Return limits within which the outputs of a text are its own, whatever texts share its forward."""
+    config = module.config
+    if family.is_classifier and config.get_text_config().pad_token_id is None:
+        return replace(limits, max_tokens=1)  # a decoder would not find the last token of a text before its filler
+    return replace(limits, max_padding=0.0) if config.model_type in _MIXING else limits
+
+
 CLIP = EncoderFamily(_run_clip, ("pooled", "penultimate"), is_clip=True)
 FAMILIES: Mapping[str, EncoderFamily] = {
     "CLIPTextModel": CLIP,
     "CLIPTextModelWithProjection": CLIP,
     "T5EncoderModel": EncoderFamily(_run_t5, ("hidden",)),
+    **dict.fromkeys(PROMPT_READERS, EncoderFamily(_run_nothing, ())),
 }
 SENTENCES = EncoderFamily(_run_sentences, ("embedding",))
+CLASSIFIERS = EncoderFamily(_run_classifier, ("embedding",), is_classifier=True)  # their one vector are the logits

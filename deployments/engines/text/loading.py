@@ -10,12 +10,17 @@ import torch
 from torch import nn
 from transformers import AutoTokenizer
 
-from deployments.engines.build import IMPORT_LOCK, build_module, read_config
+from deployments.engines.build import IMPORT_LOCK, build_module
+from deployments.engines.config_files import read_config
+from deployments.engines.embedding_rules import read_prompts
 from deployments.engines.native.library import load_kernels
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forwards import FAMILIES
+from deployments.engines.text.known import encoder_class, read_scoring_rule
 from deployments.engines.text.sentence_layers import load_pooling
+from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+from weights.formats.classifier import SUFFIX
 
 OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
 
@@ -37,10 +42,7 @@ def load_text_encoder(
     Reads the sentence-transformers files if there are any: what pools a BERT, and what makes a T5 give embeddings
     beside its token vectors. Raises EngineError naming the folder.
     """
-    class_name = class_name or next(iter(read_config(folder / "config.json").get("architectures") or ()), "")
-    if not (class_name in FAMILIES or class_name.endswith("Model")):  # BertModel has them, BertForMaskedLM not
-        known = ", ".join(FAMILIES)
-        raise EngineError(f"{folder}: {class_name} gives no token vectors, expected {known} or another …Model")
+    class_name = encoder_class(folder, class_name)
     module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
     load_kernels()  # compiled now, where need be, and not while the first text waits
     tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
@@ -49,13 +51,19 @@ def load_text_encoder(
         return TextEncoder(module, tokenizer)
     sentence_config = folder / "sentence_bert_config.json"
     max_tokens = read_config(sentence_config).get("max_seq_length") if sentence_config.exists() else None
-    return TextEncoder(module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder))
+    if class_name.endswith(SUFFIX):
+        return TextEncoder(module, tokenizer, max_tokens=max_tokens, scoring=read_scoring_rule(folder))
+    return TextEncoder(
+        module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder), prompts=read_prompts(folder)
+    )
 
 
 def load_tokenizer(folder: Path) -> Any:
     """Load the Hugging Face tokenizer of `folder`. Raises EngineError."""
+    check_tokenizer_files(folder)
     try:
         with IMPORT_LOCK:
-            return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by tokenizer class
+        check_tokenizer(folder)
         raise EngineError(f"{folder}: no tokenizer can be loaded: {error}") from error

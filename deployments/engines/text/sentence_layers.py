@@ -5,7 +5,7 @@ Pooling makes one vector of many token vectors. Dense makes class scores, or vec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -15,27 +15,27 @@ from torch.nn import functional as F
 
 from deployments.engines.embedding_rules import read_pooling_rule
 from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.text.known import ACTIVATIONS, POOLINGS, SOFTMAX, ScoringRule, check_head
 from weights.errors import FormatError
-from weights.formats.dense_head import POOLED, DenseConfig, check_dense_tensors, read_dense_config
+from weights.formats.dense_head import DenseConfig, check_dense_tensors, read_dense_config
+from weights.formats.sentence_stages import SentenceStage
 from weights.torch_dtypes import DTYPE_NAMES
 
-_MODES: Final = ("cls", "max", "mean")
-# A closed table: the stock class imports whatever name the config has, which may be anybody's code.
-ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
-    "torch.nn.modules.linear.Identity": lambda scores_BC: scores_BC,
-    "torch.nn.modules.activation.Tanh": torch.tanh,
-    "torch.nn.modules.activation.ReLU": torch.relu,
-    "torch.nn.modules.activation.GELU": F.gelu,
-    "torch.nn.modules.activation.Sigmoid": torch.sigmoid,
-}
+_ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = dict(
+    zip(ACTIVATIONS, (lambda scores_BC: scores_BC, torch.tanh, torch.relu, F.gelu, torch.sigmoid), strict=True)
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """Pooling of token vectors into one vector: `modes` are concatenated, `normalize` scales the result to length 1."""
+    """Pooling of token vectors into one vector: `modes` are concatenated, `normalize` scales the result to length 1.
+
+    `later` are the stages that make the embedding of it, if there are any.
+    """
 
     modes: tuple[str, ...] = ("mean",)
     normalize: bool = False
+    later: tuple[SentenceStage, ...] = ()
 
     def __call__(self, hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
         """(B, L, D) and a 0/1 mask (B, L) -> (B, D * len(modes))."""
@@ -45,8 +45,21 @@ class Pooling:
 
 def load_pooling(folder: Path) -> Pooling:
     """Read what `folder`'s modules.json says; mean pooling without one, as sentence-transformers does."""
-    rule = read_pooling_rule(folder, _MODES)
-    return Pooling(rule.modes or ("mean",), rule.normalize) if rule else Pooling()
+    rule = read_pooling_rule(folder, POOLINGS, takes_dense=True)
+    return Pooling(rule.modes or ("mean",), rule.normalize, rule.later) if rule else Pooling()
+
+
+def apply_stages(
+    stages: Sequence[SentenceStage], heads: Mapping[str, DenseHead], pooled: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what the stages behind the pooling make of vectors (D,); `heads` are the Dense layers by folder.
+
+    Raises EngineError and ComputationFailed as `DenseHead.apply` does.
+    """
+    x_BD = torch.stack([vector.float() for vector in pooled])
+    for stage in stages:
+        x_BD = heads[stage.folder].apply(x_BD) if stage.folder in heads else F.normalize(x_BD, dim=-1)
+    return list(x_BD)
 
 
 def _pool(mode: str, hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
@@ -55,9 +68,25 @@ def _pool(mode: str, hidden_BLD: torch.Tensor, mask_BL: torch.Tensor) -> torch.T
     mask_BL1 = mask_BL.unsqueeze(-1)
     if mode == "max":
         return hidden_BLD.masked_fill(mask_BL1 == 0, float("-inf")).amax(dim=1)
+    if mode == "lasttoken":
+        last_B = mask_BL.sum(dim=1) - 1
+        return hidden_BLD[torch.arange(len(last_B), device=last_B.device), last_B]
     # Sums of half-precision vectors lose bits; the stock library adds them up in float32 as well.
-    summed_BD = (hidden_BLD * mask_BL1.to(hidden_BLD.dtype)).sum(dim=1, dtype=torch.float32)
-    return (summed_BD / mask_BL1.sum(dim=1).clamp(min=1)).to(hidden_BLD.dtype)
+    weights_BL1 = mask_BL1.float()
+    if mode == "weightedmean":  # the later a token, the more it counts
+        weights_BL1 = weights_BL1.cumsum(dim=1) * mask_BL1
+        summed_BD = (hidden_BLD * weights_BL1).sum(dim=1)
+    else:
+        summed_BD = (hidden_BLD * mask_BL1.to(hidden_BLD.dtype)).sum(dim=1, dtype=torch.float32)
+    size_B1 = weights_BL1.sum(dim=1).clamp(min=1)
+    return (summed_BD / (size_B1.sqrt() if mode == "mean_sqrt_len_tokens" else size_B1)).to(hidden_BLD.dtype)
+
+
+def scores_of(logits_C: torch.Tensor, rule: ScoringRule) -> torch.Tensor:
+    """Return a classifier's scores of one text, float32 (C,)."""
+    if rule.activation == SOFTMAX:
+        return logits_C.float().softmax(-1)
+    return _ACTIVATIONS[rule.activation](logits_C.float())
 
 
 class DenseHead:
@@ -71,17 +100,13 @@ class DenseHead:
             )
         except FormatError as error:
             raise EngineError(str(error)) from None
-        if config.activation_function not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise EngineError(f"{where}: unknown activation_function {config.activation_function!r} (known: {known})")
-        if config.module_input_name != POOLED:
-            raise EngineError(f"{where}: a Dense module over {config.module_input_name!r}, expected {POOLED!r}")
+        check_head(config, where)
         self.in_features = config.in_features
         self.out_features = config.out_features
         self.labels = config.labels
         self._weight_CD = tensors["linear.weight"]
         self._bias_C = tensors.get("linear.bias")
-        self._activation = ACTIVATIONS[config.activation_function]
+        self._activation = _ACTIVATIONS[config.activation_function]
         self._use_residual = config.use_residual
         self._residual_CD = tensors.get("residual.weight")
         # Half-precision weights are read in float32: scores of close classes differ by less than a half can hold.

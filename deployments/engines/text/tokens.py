@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from deployments.engines.protocol import ClipLayer, EngineError
+from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
+from deployments.engines.text.prompt_weights import WeightedText, parse_weights
+from weights.formats.learned_words import pattern_of
 
 TokenIds = tuple[int, ...]
 # What tokenizers without a limit of their own get: the length that the stock Flux pipeline pads T5 to.
 DEFAULT_MAX_TOKENS = 512
 MAX_CHUNKS = 16  # of one text: 1,200 CLIP tokens. Each one lengthens every denoise step.
+
+
+class TextPair(NamedTuple):
+    """Two texts that a classifier reads together: a query and a document, say."""
+
+    first: str
+    second: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +36,61 @@ class TokenizedText:
     `token_ids` have the special tokens and no padding. `padded_length`: the length to which stock pipelines pad them,
     with padding that the model attends to and that is part of the output; None runs the tokens alone.
     `as_embedding` asks for one vector instead of one per token; `layer` says whose token vectors a CLIP gives.
-    `num_ignored` tokens were cut off.
+    `form` says which layers of a language model give vectors, and of which tokens.
+    `type_ids` tell the tokens of a pair's second text from those of the first, () where the model is not told.
+    `num_ignored` tokens were cut off. `weights` are factors of the vectors of the tokens: those of the model are kept
+    without them, and no two texts differ in them alone.
     """
 
     token_ids: TokenIds
     padded_length: int | None = None
     as_embedding: bool = False
-    layer: ClipLayer = "penultimate"
+    layer: ClipLayer = PENULTIMATE
+    form: PromptForm | None = None
+    type_ids: TokenIds = ()
     num_ignored: int = field(default=0, compare=False)
+    weights: tuple[float, ...] = field(default=(), compare=False)
 
     @property
     def run_length(self) -> int:
         """Return the tokens that a forward works on for this text alone."""
         return max(len(self.token_ids), self.padded_length or 0)
 
+    @property
+    def num_dropped(self) -> int:
+        """Return the first tokens that give no vectors."""
+        return self.form.num_dropped if self.form else 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LearnedWords:
+    """Words that a text encoder has learned vectors of: their ids, behind those of its vocabulary, and the vectors.
+
+    `vectors` (N, D) are in the order of the ids. `identity` tells them from all others.
+    """
+
+    ids: Mapping[str, Sequence[int]]
+    vectors: torch.Tensor
+    identity: str
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Return what finds a word in a text."""
+        return pattern_of(self.ids)
+
 
 class TextTokenizer:
     """A Hugging Face tokenizer and the longest text of its model. Thread-safe."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int | None, position_limit: int | None) -> None:
-        """`max_tokens` limits texts of which nobody says how long they may be; `position_limit` limits all."""
+    def __init__(
+        self, tokenizer: Any, max_tokens: int | None, position_limit: int | None, *, has_types: bool = False
+    ) -> None:
+        """`max_tokens` limits texts of which nobody says how long they may be; `position_limit` limits all.
+
+        `has_types`: the model is told which text of a pair a token is of, where the tokenizer says it.
+        """
         self._tokenizer = tokenizer
+        self._has_types = has_types
         # HAZARD: a fast tokenizer is reconfigured by each call (padding, truncation), so calls must not overlap.
         self._lock = threading.Lock()
         self._position_limit = position_limit
@@ -55,38 +100,114 @@ class TextTokenizer:
         self.pad_id: int = tokenizer.pad_token_id or 0
         self.pads_left = tokenizer.padding_side == "left"
 
-    def tokenize(self, texts: Sequence[str], max_length: int | None) -> list[TokenizedText]:
-        """Tokenize, cut to `max_length` (None: the model's limit), without padding."""
-        length = self.check_length(max_length)
-        whole = self._ids(texts)
-        long = [index for index, ids in enumerate(whole) if len(ids) > length]
-        # The tokenizer itself truncates: where special tokens stay is its business.
-        cut = dict(zip(long, self._ids([texts[index] for index in long], length), strict=True))
-        if any(len(ids) > length for ids in cut.values()):  # the special tokens alone are more: it does nothing then
-            least = len(self._ids([""])[0])
-            raise EngineError(f"max_length {length}: this tokenizer cannot cut a text to fewer than {least} tokens")
-        kept = [cut.get(index, ids) for index, ids in enumerate(whole)]
-        return [TokenizedText(ids, num_ignored=len(all_) - len(ids)) for ids, all_ in zip(kept, whole, strict=True)]
+    def tokenize(
+        self, texts: Sequence[str | TextPair], max_length: int | None, max_second: int | None = None
+    ) -> list[TokenizedText]:
+        """Tokenize, cut to `max_length` (None: the model's limit), without padding. Of a pair, the longer one is cut.
 
-    def chunk(self, text: str, max_length: int | None) -> list[TokenizedText]:
+        Texts or pairs, not both at once. Of the second text of a pair only `max_second` tokens are read: what is behind
+        them was not asked for, so nobody calls it ignored.
+        """
+        length = self.check_length(max_length)
+        if max_second is not None:
+            texts = [self._with_short_second(text, max_second) for text in texts]
+        whole = self._tokens(texts)
+        long = [index for index, text in enumerate(whole) if text.run_length > length]
+        # The tokenizer itself truncates: where special tokens stay is its business.
+        cut = dict(zip(long, self._tokens([texts[index] for index in long], length), strict=True))
+        if any(text.run_length > length for text in cut.values()):  # the special tokens alone are more: it does nothing
+            least = self._tokens([TextPair("", "") if isinstance(texts[long[0]], TextPair) else ""])[0].run_length
+            raise EngineError(f"max_length {length}: this tokenizer cannot cut a text to fewer than {least} tokens")
+        kept = [cut.get(index, text) for index, text in enumerate(whole)]
+        return [
+            replace(text, num_ignored=all_.run_length - text.run_length) for text, all_ in zip(kept, whole, strict=True)
+        ]
+
+    def tokenize_words(self, text: str, max_length: int | None, words: LearnedWords) -> TokenizedText:
+        """Tokenize a text that has learned words, as `tokenize`: each becomes ids behind those of the vocabulary."""
+        room = self.check_length(max_length) - 2
+        begin, end = self._tokens([""])[0].token_ids
+        ids = [id_ for id_, _ in self._weighted_ids([WeightedText(text, 1.0)], words)]
+        return TokenizedText((begin, *ids[: max(room, 0)], end), num_ignored=max(0, len(ids) - max(room, 0)))
+
+    def chunk(self, text: str, max_length: int | None, words: LearnedWords | None = None) -> list[TokenizedText]:
         """Cut the whole text into pieces of at most `max_length` tokens, each between a begin and an end of its own.
 
         Pieces are full but for the last, so a change at the end leaves those before it as they are. A text that fits
         is the one piece that `tokenize` gives. Raises EngineError beyond MAX_CHUNKS pieces.
         """
+        return self._chunks([[WeightedText(text, 1.0)]], max_length, words)
+
+    def chunk_weighted(
+        self, prompt: str, max_length: int | None, words: LearnedWords | None = None
+    ) -> list[TokenizedText]:
+        """Cut a prompt with weights into pieces, as `chunk`, and at each BREAK. Raises EngineError."""
+        return self._chunks(parse_weights(prompt), max_length, words)
+
+    def _weighted_ids(self, pieces: Sequence[WeightedText], words: LearnedWords | None) -> list[tuple[int, float]]:
+        """Return the ids of pieces of text without begin and end, with their weights."""
+        split: list[tuple[str, float]] = []
+        for piece in pieces:
+            texts = words.pattern.split(piece.text) if words else [piece.text]
+            split += [(text, piece.weight) for text in texts if text]
+        known = words.ids if words else {}
+        plain = iter(self._tokens([text for text, _ in split if text not in known]))
+        return [
+            (id_, weight)
+            for text, weight in split
+            for id_ in (known[text] if text in known else next(plain).token_ids[1:-1])
+        ]
+
+    def _chunks(
+        self, parts: Sequence[Sequence[WeightedText]], max_length: int | None, words: LearnedWords | None = None
+    ) -> list[TokenizedText]:
         length = self.check_length(max_length)
-        [(begin, *content, end)] = self._ids([text])
         room = length - 2
-        if room < 1 or len(content) > MAX_CHUNKS * room:
-            most = MAX_CHUNKS * max(room, 0)
-            raise EngineError(f"a text of {len(content)} tokens: at most {most} can be encoded in chunks of {length}")
-        starts = range(0, max(len(content), 1), room)
-        return [TokenizedText((begin, *content[start : start + room], end)) for start in starts]
+        begin, end = self._tokens([""])[0].token_ids
+        chunks: list[TokenizedText] = []
+        for pieces in parts:
+            tokens = self._weighted_ids(pieces, words)
+            if room < 1 or len(chunks) + len(tokens) / room > MAX_CHUNKS:
+                most = MAX_CHUNKS * max(room, 0)
+                raise EngineError(
+                    f"a text of {len(tokens)} tokens: at most {most} can be encoded in chunks of {length}"
+                )
+            for start in range(0, max(len(tokens), 1), room):
+                own = tokens[start : start + room]
+                factors = (1.0, *(weight for _, weight in own)) if any(weight != 1.0 for _, weight in own) else ()
+                chunks.append(TokenizedText((begin, *(id_ for id_, _ in own), end), weights=factors))
+        return chunks
+
+    def fill_form(self, prompt: str, form: PromptForm) -> str:
+        """Return the text that a language model reads for a prompt. Raises EngineError."""
+        if form.template:
+            return form.template.replace("{}", prompt, 1)
+        template = self._tokenizer.chat_template
+        if not isinstance(template, str):
+            raise EngineError("the tokenizer of this text encoder has no chat template, which its pipeline asks for")
+        variables = {**self._tokenizer.special_tokens_map, **dict(form.variables)}
+        messages: list[dict[str, Any]] = [{"role": "user", "content": prompt}]
+        if form.system:
+            texts = {"system": form.system, "user": prompt.replace(form.removed, "") if form.removed else prompt}
+            messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in texts.items()]
+        text = render_chat_template(template, "default", messages, [], variables)
+        begin = self._tokenizer.bos_token  # as transformers, which has only one where template and tokenizer add it
+        adds_begin = begin and self._tokens([""])[0].token_ids[:1] == (self._tokenizer.bos_token_id,)
+        return text.removeprefix(begin) if adds_begin else text
 
     def pad(self, text: TokenizedText) -> TokenIds:
         """Return the ids as a stock pipeline's tokenizer gives them."""
         padding = (self.pad_id,) * (text.run_length - len(text.token_ids))
         return padding + text.token_ids if self.pads_left else text.token_ids + padding
+
+    def attended(self, text: TokenizedText, length: int) -> list[int]:
+        """Return 1 for each token that may be attended to, 0 up to `length`. CLIP and T5 attend to their padding."""
+        num_padding = text.run_length - len(text.token_ids)
+        if text.form is None or not num_padding:
+            return [1] * text.run_length + [0] * (length - text.run_length)
+        own, padding = [1] * len(text.token_ids), [0] * num_padding
+        found = padding + own if self.pads_left else own + padding
+        return found + [0] * (length - text.run_length)
 
     def check_length(self, max_length: int | None) -> int:
         """Return the limit in tokens. Raises EngineError for one that the model has no positions for."""
@@ -97,18 +218,38 @@ class TextTokenizer:
             raise EngineError(f"max_length {max_length}: expected 1 to {limit or 'any number of'} tokens")
         return max_length
 
-    def _ids(self, texts: Sequence[str], max_length: int | None = None) -> list[TokenIds]:
-        if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+    def _with_short_second(self, text: str | TextPair, num_tokens: int) -> str | TextPair:
+        if not isinstance(text, TextPair):
+            return text
+        if not self._tokenizer.is_fast:
+            raise EngineError("this model's tokenizer does not say which characters a token is of")
+        with self._lock:
+            options = {"padding": False, "truncation": False, "add_special_tokens": False, "verbose": False}
+            ends = [
+                end for _, end in self._tokenizer(text.second, return_offsets_mapping=True, **options).offset_mapping
+            ]
+        return text if len(ends) <= num_tokens else text._replace(second=text.second[: ends[num_tokens - 1]])
+
+    def _tokens(self, texts: Sequence[str | TextPair], max_length: int | None = None) -> list[TokenizedText]:
+        are_pairs = bool(texts) and all(isinstance(text, TextPair) for text in texts)
+        columns: list[Any] = list(zip(*texts, strict=True)) if are_pairs else [texts]
+        if isinstance(texts, str) or not all(isinstance(text, str) for column in columns for text in column):
             raise EngineError(f"texts to tokenize must be a sequence of strings, got {texts!r:.100}")
-        for text in texts:
+        for text in (text for column in columns for text in column):
             if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
                 raise EngineError(f"text {text!r:.100} has half of a surrogate pair, which is no character")
         if not texts:
             return []
         options = {"padding": False, "truncation": max_length is not None, "max_length": max_length}
         with self._lock:
-            rows = self._tokenizer(list(texts), verbose=False, **options)["input_ids"]
-        return [tuple(ids) for ids in rows]
+            rows = self._tokenizer(*map(list, columns), verbose=False, **options)
+        ids = [tuple(row) for row in rows["input_ids"]]
+        types = rows.get("token_type_ids") if self._has_types else None
+        if types is None:
+            return [TokenizedText(row) for row in ids]
+        # All of the first type is what a model takes for granted that is told nothing.
+        told = [tuple(row) if any(row) else () for row in types]
+        return [TokenizedText(row, type_ids=row_types) for row, row_types in zip(ids, told, strict=True)]
 
 
 T = TypeVar("T")
@@ -128,8 +269,29 @@ def level_chunks(chunked: Sequence[Sequence[T]], empty: Callable[[int], T]) -> l
 
 
 def join_chunks(encodings: Sequence[Mapping[str, torch.Tensor]]) -> Mapping[str, torch.Tensor]:
-    """Return one encoding: "penultimate" (L, D) of all chunks behind each other; "pooled" is the first one's."""
+    """Return one encoding: a layer's (L, D) of all chunks behind each other; "pooled" is the first one's."""
     if len(encodings) == 1:
         return encodings[0]
-    joined = torch.cat([encoding["penultimate"] for encoding in encodings])
-    return {"pooled": encodings[0]["pooled"], "penultimate": joined}
+    names = encodings[0].keys() - {"pooled"}
+    joined = {name: torch.cat([encoding[name] for encoding in encodings]) for name in names}
+    return {"pooled": encodings[0]["pooled"], **joined}
+
+
+def weighted(encoding: Mapping[str, torch.Tensor], text: TokenizedText) -> Mapping[str, torch.Tensor]:
+    """Return a CLIP's encoding with the vectors of its tokens times their weights, scaled so that their mean stays.
+
+    That is what the Stable Diffusion WebUI does. Raises EngineError where no scale keeps the mean.
+    """
+    if not text.weights:
+        return encoding
+    found = dict(encoding)
+    for name in encoding.keys() - {"pooled"}:
+        vectors_LD = encoding[name].float()
+        factors_L1 = torch.ones(len(vectors_LD), 1)
+        factors_L1[: len(text.weights), 0] = torch.tensor(text.weights)
+        scaled_LD = vectors_LD * factors_L1
+        scaled_LD = scaled_LD * (vectors_LD.mean() / scaled_LD.mean())
+        if not scaled_LD.isfinite().all():
+            raise EngineError("prompt: with these weights its tokens cancel each other; use smaller ones")
+        found[name] = scaled_LD.to(encoding[name].dtype)
+    return found

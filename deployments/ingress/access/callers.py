@@ -21,6 +21,8 @@ Need = Literal["nothing", "key", "admin"]
 # Of the request that this task works on: the tenant of its key, "" without keys; and who asks.
 current_tenant: ContextVar[str] = ContextVar("current_tenant", default="")
 _current_caller: ContextVar[Caller | None] = ContextVar("_current_caller", default=None)
+# The most urgent priority that the request may have; None is for the default one, and 1 without keys.
+current_max_priority: ContextVar[int | None] = ContextVar("current_max_priority", default=1)
 
 _BEARER: Final = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 _NO_KEY: Final = "no API key; send one as `Authorization: Bearer KEY` or `x-api-key: KEY`"
@@ -60,11 +62,11 @@ class Callers:
         entry = self._find(key)
         if need == "admin" and not entry.admin:
             raise NotAllowed(_NO_ADMIN)
-        return Caller(self, key, entry.share)
+        return Caller(self, key, entry.share, self._max_priority_of(entry))
 
     def _find(self, key: str) -> KeyEntry:
         assert self._file is not None
-        entry = self._file.book().find(key)
+        entry = self._file.keys().find(key)
         if entry is None:
             raise NotAuthenticated(_WRONG_KEY)
         return entry
@@ -77,28 +79,49 @@ class Callers:
         use.begin_request(self._limits_of(entry), self._clock())
         return use
 
+    def max_concurrent_of(self, key: str) -> int | None:
+        """Return how many requests of the key may be in progress. Raises NotAuthenticated when it does not hold."""
+        return self._max_concurrent_of(self._find(key))
+
     def _limits_of(self, entry: KeyEntry) -> KeyLimits:
-        rate, concurrent = entry.requests_per_s, entry.max_concurrent
+        rate = entry.requests_per_s
         if not entry.admin:
             rate = rate if rate is not None else self._config.requests_per_s
-            concurrent = concurrent if concurrent is not None else self._config.max_concurrent
-        return KeyLimits.share_of(rate, concurrent, self._num_replicas)
+        return KeyLimits.share_of(rate, self._max_concurrent_of(entry), self._num_replicas)
+
+    def _max_concurrent_of(self, entry: KeyEntry) -> int | None:
+        return entry.max_concurrent or (None if entry.admin else self._config.max_concurrent)
+
+    def _max_priority_of(self, entry: KeyEntry) -> int | None:
+        return entry.max_priority or (1 if entry.admin else self._config.max_priority)
 
     def _forget_revoked(self) -> None:
         assert self._file is not None
         if self._revision != self._file.revision:
             self._revision = self._file.revision
-            held = self._file.book().entries
+            held = self._file.keys().entries
             self._uses = {digest: use for digest, use in self._uses.items() if digest in held or use.num_in_progress}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The one who asks, by a key that held when the request or stream began."""
+    """The one who asks, by a key that held when the request or stream began.
+
+    `max_priority` is the most urgent one that the requests may have, None the default one.
+    """
 
     callers: Callers
     key: str = field(repr=False)
     tenant: str
+    max_priority: int | None = None
+
+    @property
+    def max_concurrent(self) -> int | None:
+        """Return how many requests of the key may be in progress in the cluster, None for any number.
+
+        Raises NotAuthenticated when the key was revoked since.
+        """
+        return self.callers.max_concurrent_of(self.key)
 
     @contextlib.contextmanager
     def begin_request(self) -> Iterator[None]:
@@ -115,19 +138,29 @@ class Caller:
 
 @contextlib.contextmanager
 def acting_for(caller: Caller | None) -> Iterator[None]:
-    """Set `current_tenant`, and whom `begin_current_request` counts for, in this task and its children."""
-    tokens = current_tenant.set(caller.tenant if caller else ""), _current_caller.set(caller)
+    """Set the tenant, the most urgent priority, and whom `begin_current_request` counts for, for this task and its
+    children.
+    """
+    tenant, caller_before = current_tenant.set(caller.tenant if caller else ""), _current_caller.set(caller)
+    max_priority = current_max_priority.set(caller.max_priority if caller else 1)
     try:
         yield
     finally:
-        current_tenant.reset(tokens[0])
-        _current_caller.reset(tokens[1])
+        current_tenant.reset(tenant)
+        _current_caller.reset(caller_before)
+        current_max_priority.reset(max_priority)
 
 
 def begin_current_request() -> contextlib.AbstractContextManager[None]:
     """Count one request for whoever this task acts for: of a stream that carries many. Raises like `begin_request`."""
     caller = _current_caller.get()
     return caller.begin_request() if caller else contextlib.nullcontext()
+
+
+def current_max_concurrent() -> int | None:
+    """Return how many requests may be in progress of the key that this task acts for, None for any number."""
+    caller = _current_caller.get()
+    return caller.max_concurrent if caller else None
 
 
 def shown_key(authorization: str | None, x_api_key: str | None) -> str | None:

@@ -8,7 +8,7 @@ name resolve to 127.0.0.1 (DNS rebinding) cannot hide that name. With keys, a pa
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 from urllib.parse import urlsplit
 
@@ -18,12 +18,18 @@ from starlette.datastructures import Headers
 from configs.access import AccessConfig, is_loopback
 from deployments.errors import NotAllowed
 from deployments.ingress.access.callers import Caller, Callers, Need, shown_key
-from deployments.ingress.errors import ErrorAnswer, error_content
-from deployments.ingress.kserve.rest.routing import ProtocolError, is_protocol_path
+from deployments.ingress.docs_page import SCRIPT_PATH, STYLE_PATH
+from deployments.ingress.error_forms import form_at
+from deployments.ingress.errors import error_content
 from deployments.ingress.openai.image_links import PATH as LINKS
+from deployments.ingress.web_pages import FILES_PATH, PAGES
 
 # Probes, and the description of the API, which is the same on every server.
-_OPEN: Final = frozenset({"/healthz", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"})
+_PROBES: Final = frozenset({"/healthz", "/health", "/v2/health/live", "/v2/health/ready"})
+# And the pages, which ask for a key themselves before they ask the API.
+_OPEN: Final = _PROBES | {"/docs", SCRIPT_PATH, STYLE_PATH, "/openapi.json"} | PAGES.keys()
+_OF_KEYS: Final = ("/v1/", "/v2/", "/api/", "/sdapi/")
+_OF_KEYS_ALONE: Final = frozenset({"/v2", "/version", "/tokenize", "/detokenize"})
 _REFUSALS: Final = {
     "401": "no API key, or one that does not hold",
     "403": "not an admin key",
@@ -34,21 +40,25 @@ _READING: Final = frozenset({"GET", "HEAD", "OPTIONS"})
 
 def _need_of(path: str) -> Need:
     """Return what a request for `path` needs. What is not known to be for everybody is for operators."""
-    if path in _OPEN or path.startswith(LINKS):  # a link is its own key
+    if path in _OPEN or path.startswith((LINKS, FILES_PATH)):  # a link is its own key
         return "nothing"
     if path.startswith("/v2/repository/models/"):  # load and unload
         return "admin"
-    return "key" if path == "/v2" or path.startswith(("/v1/", "/v2/")) else "admin"
+    return "key" if path in _OF_KEYS_ALONE or path.startswith(_OF_KEYS) else "admin"
 
 
 class HttpAccess:
     """The rules of access over HTTP: who asks, and whom the config does not let in.
 
-    `http_host` is the address that the server listens on.
+    `http_host` is the address that the server listens on. `is_path` tells whether the server has a path: one that it
+    has not is a 404 to everybody with a key, not something that operators alone may ask.
     """
 
-    def __init__(self, callers: Callers, config: AccessConfig, http_host: str) -> None:
+    def __init__(
+        self, callers: Callers, config: AccessConfig, http_host: str, is_path: Callable[[str], bool] = lambda _: True
+    ) -> None:
         self._callers = callers
+        self._is_path = is_path
         self._check_origin = not callers.need_keys and "*" not in config.cors_origins
         self._check_host = bool(config.allowed_hosts) or (is_loopback(http_host) and not callers.need_keys)
         self._origins = frozenset(config.cors_origins)
@@ -62,6 +72,8 @@ class HttpAccess:
         if (need := _need_of(path)) == "nothing":
             return None
         self._check_page(method, headers)
+        if need == "admin" and not self._is_path(path):
+            need = "key"
         return self._callers.identify(shown_key(headers.get("authorization"), headers.get("x-api-key")), need)
 
     def _check_page(self, method: str, headers: Headers) -> None:
@@ -77,7 +89,7 @@ class HttpAccess:
         if not _is_same_origin(origin, host):
             raise NotAllowed(
                 f"web pages of {origin[:100]!r} may not ask this server; "
-                "`access: {cors_origins: [...]}` of the cluster config lets them"
+                "`access: {cors_origins: [...]}` of the cluster config allows them"
             )
 
 
@@ -90,7 +102,7 @@ def describe_keys(app: FastAPI) -> None:
         page.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         for path, operations in page["paths"].items():
             need = _need_of(path)
-            content = error_content(ProtocolError if is_protocol_path(path) else ErrorAnswer)
+            content = error_content(form_at(path).answer)
             for operation in operations.values() if need != "nothing" else ():
                 operation["security"] = [{"key": []}]
                 for status, meaning in _REFUSALS.items():

@@ -1,10 +1,10 @@
-"""API keys: how they are made, and the book that knows them by their hashes.
+"""API keys: how they are made, and the store that knows them by their hashes.
 
 A key is 256 random bits, so its plain SHA-256 is all that a thief of the file gets: guessing a key takes 2^255 tries
 whatever one try costs. A slow hash such as scrypt defends words that people choose; here it would only cost every
 request tens of milliseconds.
 
-A book is a text with one JSON object per line; lines that are empty or begin with # are skipped. One broken line is a
+A store is a text with one JSON object per line; lines that are empty or begin with # are skipped. One broken line is a
 problem of its own, and the others hold.
 """
 
@@ -17,7 +17,7 @@ from typing import Annotated, Final, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from configs.access import MaxConcurrent, RequestRate
+from configs.access import MaxConcurrent, MaxPriority, RequestRate
 from configs.errors import Problem
 from configs.model import ModelId
 
@@ -39,6 +39,7 @@ class KeyEntry(BaseModel):
     tenant: Tenant | None = Field(None, description="whose share its requests take; default: its own, by its name")
     requests_per_s: RequestRate | None = None
     max_concurrent: MaxConcurrent | None = None
+    max_priority: MaxPriority | None = Field(None, description="the most urgent one that its requests may have")
     created: str | None = Field(None, description="for people; nothing depends on it")
 
     @property
@@ -48,7 +49,7 @@ class KeyEntry(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyBook:
+class KeyStore:
     """The keys that hold, by hash, and what is wrong with the other lines."""
 
     entries: dict[str, KeyEntry]
@@ -56,7 +57,7 @@ class KeyBook:
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Read a book. No problem quotes its line: somebody may have written a key where its hash belongs."""
+        """Read a store. No problem quotes its line: somebody may have written a key where its hash belongs."""
         entries: dict[str, KeyEntry] = {}
         lines_by_name: dict[str, int] = {}
         problems = []
@@ -85,7 +86,7 @@ class KeyBook:
     def find(self, key: str) -> KeyEntry | None:
         """Return the entry of a key, None for one that does not hold.
 
-        Takes the same time however near a wrong key is: it meets the book only as its hash, which a caller can neither
+        Takes the same time however near a wrong key is: it meets the store only as its hash, which a caller can neither
         choose nor approach, and the table is searched by a hash with a seed of this process (SipHash of Python).
         """
         if len(key) > _MAX_KEY_CHARS:

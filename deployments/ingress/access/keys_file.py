@@ -1,6 +1,6 @@
 """The keys file on disk: read again when it changes, written whole and atomically under a lock.
 
-HAZARD: `book` looks at the file on every request, on the event loop: keep it on a local disk.
+HAZARD: `keys` looks at the file on every request, on the event loop: keep it on a local disk.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from configs.errors import Problem
-from deployments.ingress.access.keys import KeyBook, KeyEntry
+from deployments.ingress.access.keys import KeyEntry, KeyStore
 from weights.storage.durable import move
 
 _logger = logging.getLogger("atelier.ingress")
@@ -31,39 +31,39 @@ class KeysFileError(Exception):
 
 
 class KeysFile:
-    """The book of a file as it is now. Changes hold from the next look on.
+    """The keys of a file as they are now. Changes hold from the next look on.
 
-    While the file cannot be used, the last good book holds; before there was one, no key does.
+    While the file cannot be used, the last good keys hold; before there was one, no key does.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._book = KeyBook({})
+        self._keys = KeyStore({})
         self._seen: object = None
-        self.revision = 0  # of the book: another number, another book
+        self.revision = 0  # of the keys: another number, other keys
 
-    def book(self) -> KeyBook:
+    def keys(self) -> KeyStore:
         """Return the keys that hold now. Problems go to the log, once for each change of the file."""
         seen = _mark_of(self._path)
         if seen != self._seen:
             self._seen = seen
             self._load()
-        return self._book
+        return self._keys
 
     def _load(self) -> None:
         try:
-            book = read_book(self._path)
+            keys = read_key_store(self._path)
         except KeysFileError as error:
-            _logger.error("%s; the keys that were read before hold on (%d)", error, len(self._book.entries))
+            _logger.error("%s; the keys that were read before hold on (%d)", error, len(self._keys.entries))
             return
-        for problem in book.problems:
+        for problem in keys.problems:
             _logger.error("%s; the other lines hold", described(self._path, problem))
-        _logger.info("%s: %d keys", self._path, len(book.entries))
-        self._book = book
+        _logger.info("%s: %d keys", self._path, len(keys.entries))
+        self._keys = keys
         self.revision += 1
 
 
-def read_book(path: Path) -> KeyBook:
+def read_key_store(path: Path) -> KeyStore:
     """Read a keys file.
 
     Raises KeysFileError when it is not there or cannot be read, when others than its owner may write it, or when no
@@ -77,10 +77,10 @@ def read_book(path: Path) -> KeyBook:
         raise KeysFileError(f"{path}: the keys cannot be read: {error.strerror or error}") from None
     if len(data) > _MAX_BYTES:
         raise KeysFileError(f"{path}: not a keys file: larger than {_MAX_BYTES} bytes")
-    book = KeyBook.parse(data)
-    if book.problems and not book.entries:
-        raise KeysFileError(f"no line is right; the first: {described(path, book.problems[0])}")
-    return book
+    keys = KeyStore.parse(data)
+    if keys.problems and not keys.entries:
+        raise KeysFileError(f"no line is right; the first: {described(path, keys.problems[0])}")
+    return keys
 
 
 def add_key(path: Path, entry: KeyEntry) -> None:

@@ -10,15 +10,16 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from starlette.responses import Response
 
-from cluster.control.admission_records import AdmissionSnapshot
-from cluster.control.shared_queue_client import QueueAway
+from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import AdmissionSnapshot
+from cluster.placement.slot_link import QueuesAway, SlotLink
 from configs.admission import AdmissionConfig
 from deployments.errors import NoReplica
-from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.errors import documented
 from deployments.ingress.responses import Answer, json_response
 
-_AWAY = "the admission queue is restarting; try again"
+_AWAY = "the controller is restarting; try again"
+Queues = Dispatcher | SlotLink  # the queue of the only ingress, or those of several together
 
 
 class AdmissionAnswer(Answer):
@@ -39,7 +40,7 @@ class EndedAnswer(Answer):
 
 
 def add_admission_routes(
-    router: APIRouter, queue: RequestQueue, retune: Callable[[AdmissionConfig], Awaitable[AdmissionAnswer]]
+    router: APIRouter, queue: Queues, retune: Callable[[AdmissionConfig], Awaitable[AdmissionAnswer]]
 ) -> None:
     """Add the routes. `retune` sets what a PUT says."""
 
@@ -75,12 +76,12 @@ def add_admission_routes(
 def _as_unavailable() -> Iterator[None]:
     try:
         yield
-    except QueueAway as error:
+    except QueuesAway as error:
         raise NoReplica(str(error)) from None
 
 
-async def describe_admission(queue: RequestQueue) -> AdmissionAnswer:
-    """Return the queue as it is. Raises QueueAway."""
+async def describe_admission(queue: Queues) -> AdmissionAnswer:
+    """Return the queue as it is. Raises QueuesAway."""
     snapshot = await queue.snapshot()
     return AdmissionAnswer(
         admission=AdmissionConfig(**queue.config.model_dump()),

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from cluster.ray_seam.process_starts import TemplateStats
 from configs.batching import BatchingConfig
 from deployments.ingress.admin.admission import AdmissionAnswer
+from deployments.ingress.catalog import Endpoint
 from deployments.ingress.responses import Answer
 
 Tier = Literal["host", "device"]
@@ -35,6 +37,9 @@ class ModelStatus(Answer):
     defaults: dict[str, Any]
     fingerprint: str
     labels: tuple[str, ...]
+    endpoint: Endpoint | None
+    encodes_itself: bool
+    sees: bool
     resident: dict[str, Any]
     built: list[BuiltModel]
     last_switch: dict[str, Any] | None
@@ -46,18 +51,10 @@ class Unreachable(Answer):
     unreachable: str
 
 
-class TemplateStatus(TypedDict):
-    """A template process: whether it can be copied now, and its copies that run."""
-
-    name: str
-    is_ready: bool
-    num_copies: int
-
-
 class TemplatesAnswer(Answer):
     """The templates of this node, and why processes have imported everything themselves, each reason once."""
 
-    templates: list[TemplateStatus]
+    templates: list[TemplateStats]
     problems: list[str]
 
 
@@ -122,8 +119,11 @@ class BatchingAnswer(Answer):
 
 
 class HealthAnswer(Answer):
-    """The state of the service. `models_ready` of `models` can be asked."""
+    """The state of the service. `models_ready` of `models` can be asked.
 
-    status: Literal["starting", "ok", "degraded"]
+    `starting`: none yet. `loading`: others are still entering the store. `degraded`: others cannot be asked.
+    """
+
+    status: Literal["starting", "loading", "ok", "degraded"]
     models_ready: int
     models: int

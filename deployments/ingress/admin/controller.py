@@ -12,9 +12,9 @@ from ray.exceptions import RayActorError, RayTaskError
 from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from cluster.controller.actor import Controller
-from cluster.controller.overrides import OverrideChange, Overrides
 from cluster.errors import OverrideRefused
+from cluster.placement.actor import Controller
+from cluster.placement.overrides import OverrideChange, Overrides
 from cluster.ray_calls import call_actor
 from configs.model import ModelId
 from deployments.errors import Conflict, InvalidRequest, NoReplica
@@ -77,10 +77,11 @@ class BackoffStatus(TypedDict):
 
 
 class ScalingStatus(TypedDict):
-    """The workers that Serve was asked for, those that are about to leave, and why there are so many."""
+    """The workers that Serve was asked for, those that are about to leave or idle, and why there are so many."""
 
     target: int
     leaving: list[str]
+    spares: list[str]
     reason: str
 
 
@@ -106,8 +107,8 @@ class DecisionsAnswer(Answer):
     scaling: ScalingStatus | None = None
 
 
-class _Asking:
-    """Calls of the controller. `connect` returns its handle and may block."""
+class ControllerCalls:
+    """Calls of the controller. `connect` returns its handle and may block; None where it is off."""
 
     def __init__(self, connect: Callable[[], Any] | None) -> None:
         self._connect = connect
@@ -134,15 +135,18 @@ class _Asking:
             field, _, text = str(cause).partition(": ")
             raise InvalidRequest(text or field, field if text else None) from None
 
+    async def decisions(self, max_decisions: int) -> dict[str, Any]:
+        """Return the fields of a DecisionsAnswer, but for `enabled`; none where the controller is off."""
+        return {} if self.is_off else await self.call(Controller.describe, max_decisions)
+
     async def change(self, change: OverrideChange) -> Response:
         """Change the orders by hand and answer with all of them."""
         return json_response(_overrides(await self.call(Controller.change, change)))
 
 
-def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
-    """Return the routes. `connect` returns the controller's handle, and may block; None where it is off."""
+def create_controller_router(controller: ControllerCalls) -> APIRouter:
+    """Return the routes."""
     router = APIRouter(tags=["operations"])
-    controller = _Asking(connect)
 
     @router.get("/admin/decisions", response_model=DecisionsAnswer, responses=documented(400, _503=_AWAY))
     async def decisions(max_decisions: Annotated[int, Query(ge=0, le=MAX_DECISIONS)] = 50) -> Response:
@@ -150,9 +154,8 @@ def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
 
         Workers have the names of their replicas, which change when a replica is replaced.
         """
-        if controller.is_off:
-            return json_response(DecisionsAnswer(enabled=False))
-        return json_response(DecisionsAnswer(enabled=True, **await controller.call(Controller.describe, max_decisions)))
+        found = await controller.decisions(max_decisions)
+        return json_response(DecisionsAnswer(enabled=not controller.is_off, **found))
 
     @router.post("/admin/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def freeze() -> Response:
@@ -168,7 +171,7 @@ def create_controller_router(connect: Callable[[], Any] | None) -> APIRouter:
     return router
 
 
-def _add_worker_routes(router: APIRouter, controller: _Asking) -> None:
+def _add_worker_routes(router: APIRouter, controller: ControllerCalls) -> None:
     @router.post("/admin/workers/{worker}/freeze", response_model=OverridesAnswer, responses=_ORDERED)
     async def freeze_worker(worker: str) -> Response:
         """Let a worker keep the models that it has. Its name may be shortened."""

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
-from cluster.control.shared_queue_client import QueueAway
-from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused
-from cluster.errors import ModelUnavailable as NotInStore
+from cluster.admission.dispatcher import Dispatcher
+from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.placement.slot_link import QueuesAway
+from cluster.ray_seam.process_starts import template_stats
 from cluster.registry.actor import Method, WeightRegistry
-from cluster.registry.directory import Entry
+from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
-from cluster.templates.census import count_copies
-from cluster.templates.starting import template_problems
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from deployments.errors import (
@@ -28,7 +27,7 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
-from deployments.ingress.admin.admission import AdmissionAnswer, describe_admission
+from deployments.ingress.admin.admission import AdmissionAnswer, Queues, describe_admission
 from deployments.ingress.admin.answers import (
     BatchingAnswer,
     BuiltModel,
@@ -38,11 +37,9 @@ from deployments.ingress.admin.answers import (
     PrefetchAnswer,
     RetunedAnswer,
     TemplatesAnswer,
-    TemplateStatus,
     Tier,
     Unreachable,
 )
-from deployments.ingress.admitted import RequestQueue
 from deployments.ingress.catalog import Catalog, ModelCard, card_of
 from weights.errors import WeightsError
 
@@ -79,7 +76,8 @@ class Page:
 class Operations:
     """The operations. `encoder` and `worker` are deployment handles.
 
-    `batching` is the batch policy that the config gives the text encoders, `queue` the admission queue.
+    `batching` is the batch policy that the config gives the text encoders, `queue` the admission queue, and `queues`
+    those of several ingresses together.
     """
 
     def __init__(
@@ -89,9 +87,11 @@ class Operations:
         encoder: Any,
         worker: Any,
         batching: BatchingConfig = _DEFAULT_BATCHING,
-        queue: RequestQueue | None = None,
+        queue: Dispatcher | None = None,
+        queues: Queues | None = None,
     ) -> None:
         self._queue = queue
+        self._queues = queues or queue
         self._name = name
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
@@ -113,12 +113,12 @@ class Operations:
                 await self._remove_model(entry.id)
             raise Unprocessable(f"{entry.id}: {record.error}", "path")
 
-        def is_heard() -> bool:
-            heard = self._snapshot.find_model(entry.id)
-            return heard is not None and heard.entry == record.entry and heard.fingerprint == record.fingerprint
+        def is_known() -> bool:
+            known = self._snapshot.find_model(entry.id)
+            return known is not None and known.entry == record.entry and known.fingerprint == record.fingerprint
 
         if wait:
-            await self._snapshot.hear(is_heard)
+            await self._snapshot.catch_up(is_known)
         return Registered(card_of(record), is_new)
 
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
@@ -139,9 +139,9 @@ class Operations:
         try:
             orphans = await self._call_registry(WeightRegistry.unregister, model, purge)
         except UnknownModel:
-            await self._snapshot.hear(is_gone)
+            await self._snapshot.catch_up(is_gone)
             raise
-        await self._snapshot.hear(is_gone)
+        await self._snapshot.catch_up(is_gone)
         return orphans
 
     async def prefetch_model(self, model: str, tier: Tier) -> PrefetchAnswer:
@@ -197,10 +197,10 @@ class Operations:
         """Set the bounds and weights of the admission queue from now on; the registry remembers them as it does
         the batch policy.
         """
-        assert self._queue is not None
+        assert self._queues is not None
         await self._call_registry(WeightRegistry.set_admission, admission)
-        await self._queue.retune(admission)
-        return await describe_admission(self._queue)
+        await self._queues.retune(admission)
+        return await describe_admission(self._queues)
 
     async def restore_admission(self) -> None:
         """Give the queue of this process the settings that the registry remembers."""
@@ -223,11 +223,11 @@ class Operations:
     async def _await_state(self, model: str, state: str) -> None:
         """Wait until the copy of the directory here has followed."""
 
-        def is_heard() -> bool:
+        def is_known() -> bool:
             record = self._snapshot.find_model(model)
             return record is None or record.state == state or record.state not in ("ready", "unloaded")
 
-        await self._snapshot.hear(is_heard)
+        await self._snapshot.catch_up(is_known)
 
     async def describe_cluster(self, page: Page) -> ClusterAnswer:
         """Describe the cluster at a glance; what does not answer is shown as unreachable."""
@@ -239,42 +239,21 @@ class Operations:
             _call_all(self._encoder, "describe"),
         )
         replicas = {"workers": _shown(workers), "text_encoders": _shown(encoders)}
-        named = [
-            (f"{role}-{replica['name']}", replica)  # as the keeper knows it
-            for role, found in (("worker", replicas["workers"]), ("encoder", replicas["text_encoders"]))
-            for replica in found
-            if "unreachable" not in replica
-        ]
-        built, switches = _built_models(named), _last_switches(named)
-        models = [
-            ModelStatus(
-                **_fields(card_of(record)),
-                resident=residency["models"].get(record.id, {}),
-                built=built.get(record.id, []),
-                last_switch=switches.get(record.id),
-            )
-            for record in shown
-        ]
         answer = ClusterAnswer(
             cluster=self._name,
             num_models=len(records),
             num_nodes=residency["num_nodes"],
-            models=models,
+            models=_model_statuses(shown, residency, replicas),
             nodes=residency["nodes"],
             **replicas,
         )
-        if self._queue is not None:
-            with contextlib.suppress(QueueAway):
-                answer.admission = await describe_admission(self._queue)
+        if self._queues is not None:
+            with contextlib.suppress(QueuesAway):
+                answer.admission = await describe_admission(self._queues)
         if "registry" in residency:
             answer.registry = residency["registry"]
-        if (templates := count_copies()) is not None:
-            answer.templates = TemplatesAnswer(
-                templates=[
-                    TemplateStatus(name=one.name, is_ready=one.is_ready, num_copies=one.num_copies) for one in templates
-                ],
-                problems=template_problems(),
-            )
+        if (found := template_stats()) is not None:
+            answer.templates = TemplatesAnswer(templates=found[0], problems=found[1])
         return answer
 
     async def _in_replicas(self, method: str, model: str, timeout_s: float) -> dict[str, list[str]]:
@@ -303,8 +282,8 @@ class Operations:
         except RegistrationConflict as error:
             raise Conflict(str(error)) from None
         except RegistrationRefused as error:
-            raise InvalidRequest(str(error), _field(str(error))) from None
-        except (NotInStore, WeightsError) as error:
+            raise InvalidRequest(str(error), error.field) from None
+        except (WeightsUnavailable, WeightsError) as error:
             raise ModelUnavailable(str(error), "model") from None
         except RayActorError as error:
             raise ModelUnavailable("the directory of models is restarting; try again") from error
@@ -344,10 +323,26 @@ def _text(error: BaseException) -> str:
     return str(known).partition("\n")[0] or type(known).__name__
 
 
-def _field(message: str) -> str | None:
-    """Return the field that a refusal is about, its first word."""
-    name, colon, _ = message.partition(": ")
-    return name if colon and name.isidentifier() else None
+def _model_statuses(
+    shown: Sequence[ModelRecord], residency: Mapping[str, Any], replicas: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> list[ModelStatus]:
+    """Return what the nodes and replicas tell of each model."""
+    named = [
+        (f"{role}-{replica['name']}", replica)  # as the keeper knows it
+        for role, kind in (("worker", "workers"), ("encoder", "text_encoders"))
+        for replica in replicas[kind]
+        if "unreachable" not in replica
+    ]
+    built, switches = _built_models(named), _last_switches(named)
+    return [
+        ModelStatus(
+            **_fields(card_of(record)),
+            resident=residency["models"].get(record.id, {}),
+            built=built.get(record.id, []),
+            last_switch=switches.get(record.id),
+        )
+        for record in shown
+    ]
 
 
 def _built_models(replicas: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, list[BuiltModel]]:

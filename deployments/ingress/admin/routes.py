@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import httpx
 from fastapi import APIRouter, Body, Query
@@ -15,8 +15,8 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
-from cluster.control.shared_queue_client import QueueAway
-from cluster.telemetry import metrics_urls
+from cluster.placement.slot_link import QueuesAway
+from cluster.telemetry import metrics_urls, with_measured_sums
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin.admission import add_admission_routes, admission_metrics
@@ -31,7 +31,9 @@ from deployments.ingress.admin.answers import (
     UnregisteredAnswer,
 )
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
+from deployments.ingress.catalog import Health
 from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.json_route import JsonRoute
 from deployments.ingress.openai.answers import ModelAnswer
 from deployments.ingress.responses import json_response
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
@@ -60,36 +62,39 @@ _Offset = Annotated[int, Query(ge=0, le=2**31)]
 _RESTARTING = "the directory of models is restarting; try again"
 
 
+def _status_of(health: Health) -> Literal["starting", "loading", "ok", "degraded"]:
+    if health.is_entering:
+        return "loading" if health.num_ready else "starting"
+    return "ok" if health.num_ready == health.num_models else "degraded"
+
+
 def create_admin_router(service: Service) -> APIRouter:
     """Return the routes of operators and probes."""
-    router = APIRouter(tags=["operations"])
+    router = APIRouter(tags=["operations"], route_class=JsonRoute)
     _add_probe_routes(router, service)
     _add_cluster_route(router, service.operations)
     _add_model_routes(router, service.operations)
     _add_residency_routes(router, service.operations)
     _add_batching_routes(router, service.operations)
-    add_admission_routes(router, service.queue, service.operations.retune_admission)
+    add_admission_routes(router, service.queues, service.operations.retune_admission)
     return router
 
 
 def _add_probe_routes(router: APIRouter, service: Service) -> None:
     @router.get("/healthz", response_model=HealthAnswer, responses={503: {"model": HealthAnswer}})
     async def healthz() -> Response:
-        """Answer 200 when requests can be answered; 503 while configured models are still entering the store, or
-        nothing is known of them yet.
-        """
+        """Answer 200 from the first model on that can be asked, 503 as long as there is none."""
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
                 health = await service.health()
         except TimeoutError:
             return json_response(HealthAnswer(status="starting", models_ready=0, models=0), 503)
-        is_whole = health.num_ready == health.num_models
         answer = HealthAnswer(
-            status="starting" if health.is_starting else "ok" if is_whole else "degraded",
+            status=_status_of(health),
             models_ready=health.num_ready,
             models=health.num_models,
         )
-        return json_response(answer, 503 if health.is_starting or not health.num_ready else 200)
+        return json_response(answer, 200 if health.num_ready else 503)
 
     @router.get(
         "/metrics",
@@ -99,12 +104,12 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
     async def metrics() -> Response:
         """Prometheus text of every node of the cluster, as Ray exports it, and of the admission queue."""
         pages = []
-        with contextlib.suppress(QueueAway):
-            pages.append(admission_metrics(await service.queue.snapshot()))
+        with contextlib.suppress(QueuesAway):
+            pages.append(admission_metrics(await service.queues.snapshot()))
         async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S) as client:
             for url in metrics_urls():
                 try:
-                    pages.append((await client.get(url)).raise_for_status().text)
+                    pages.append(with_measured_sums((await client.get(url)).raise_for_status().text))
                 except httpx.HTTPError as error:
                     return failure_response(Failure(503, f"{url} did not answer: {error}", code="metrics_unavailable"))
         return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
@@ -146,7 +151,7 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
         """Register a model or adapter, or another version of one. Fields as in a cluster config.
 
         `path` is absolute, on a disk that the cluster's head sees and inside of the config's `model_roots`, or an
-        s3:// URL. Requests go on with the version before until the new one is in the store.
+        s3:// or hf:// URL. Requests go on with the version before until the new one is in the store.
         """
         registered = await operations.register_model(entry, wait=wait)
         status = (201 if registered.is_new else 200) if wait else 202

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -30,8 +31,18 @@ from deployments.ingress.kserve.records import (
     InferResponse,
     ModelMetadata,
     OutputWish,
+    ServerMetadata,
+    server_metadata,
 )
-from deployments.ingress.kserve.requests import Schedule, embedding_request, image_requests, schedule_of, text_requests
+from deployments.ingress.kserve.requests import (
+    Schedule,
+    embedding_request,
+    image_requests,
+    schedule_of,
+    scoring_request,
+    text_requests,
+)
+from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.kserve.tensors import classify_output, texts
 from deployments.ingress.service import Service
@@ -44,6 +55,7 @@ from deployments.records import (
     EmbeddingRequest,
     HeadRequest,
     ImageRequest,
+    ScoringRequest,
     TextChunk,
     TextResult,
     TimingsMs,
@@ -51,9 +63,12 @@ from deployments.records import (
     warnings_by_item,
 )
 from deployments.services.deadlines import Deadline
+from deployments.services.output_channel import OutputChannel
 
 MAX_ID_CHARS: Final = 1024
 MAX_PARAMETERS: Final = 256
+_IN_ENCODER: Final = ("embedding", "reranker", "classifier")  # kinds whose texts the text encoders batch
+_NO_LABELS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
 
 class Inference:
@@ -62,7 +77,14 @@ class Inference:
     `statistics` count every request for a model that exists, answered or not.
     """
 
-    def __init__(self, service: Service, limits: LimitsConfig, statistics: Statistics | None = None) -> None:
+    def __init__(
+        self,
+        service: Service,
+        limits: LimitsConfig,
+        statistics: Statistics | None = None,
+        shared_memory: SharedMemory | None = None,
+    ) -> None:
+        self.shared_memory = shared_memory or SharedMemory(None)
         self._service = service
         self._limits = limits
         self._statistics = statistics
@@ -95,18 +117,26 @@ class Inference:
         """Return Triton's configuration of the model."""
         metadata = await self.metadata(model, version)
         kind = metadata.parameters["kind"]
-        batching = await self._service.batching() if kind == "embedding" else None
+        batching = await self._service.batching() if kind in _IN_ENCODER else None
         return model_configuration(metadata, self._most(kind), batching)
 
+    def server_metadata(self) -> ServerMetadata:
+        """Return the metadata of the server."""
+        return server_metadata(*(["system_shared_memory"] if self.shared_memory.is_on else []))
+
     async def infer(self, request: InferRequest) -> InferResponse:
-        """Return the whole answer."""
+        """Return the whole answer, with the outputs that are not in shared memory."""
+        async with self.shared_memory.read_inputs(request) as read:
+            return await self.shared_memory.write_outputs(read, await self._infer(read))
+
+    async def _infer(self, request: InferRequest) -> InferResponse:
         card, signature = await find_model(self._service, request.model, request.version)
         start = time.perf_counter()
         try:
             given, schedule = self._checked(card, signature, request)
             async with Deadline(schedule.timeout_s).bounding():
                 answer = await self._answer(card, signature, given, request, schedule)
-            outputs = _wished(answer.outputs, request.outputs, card.labels)
+            outputs = _wished(answer.outputs, request.outputs, self._labels_of(card, request))
         except Exception:
             if self._statistics:
                 self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
@@ -116,51 +146,51 @@ class Inference:
         parameters = _warning_parameters(answer.warnings)
         return InferResponse(request.model, VERSION, outputs, request.id, parameters, timings_ms)
 
-    async def infer_stream(self, request: InferRequest) -> AsyncGenerator[InferResponse, None]:
-        """Yield the answer of a text model to one prompt, piece by piece; of any other model the whole, as one piece.
+    def infer_stream(self, request: InferRequest) -> OutputChannel[InferResponse]:
+        """Return the channel of a text model's answer to one prompt; of any other model's whole answer, as one piece.
 
-        A caller that stops early closes the generator.
-
-        The parameter `triton_final_response` is true on the last piece.
+        The reader closes it. The parameter `triton_final_response` is true on the last piece.
         """
+        return OutputChannel(partial(self._send_pieces, request))
+
+    async def _send_pieces(self, request: InferRequest, pieces: OutputChannel[InferResponse]) -> None:
         card, signature = await find_model(self._service, request.model, request.version)
         if card.kind != "llm" or _asks_for_embedding(request):
-            yield _piece(await self.infer(request), is_last=True)
+            await pieces.send(_piece(await self.infer(request), is_last=True))
             return
+        if any(wish.part is not None for wish in request.outputs):
+            raise InvalidRequest("outputs: a stream's pieces do not go into shared memory", "outputs")
         start = time.perf_counter()
-        timings_ms: Mapping[str, float] = {}
         try:
-            async with aclosing(self._text_pieces(card, signature, request)) as pieces:
-                async for response, is_last in pieces:
-                    timings_ms = response.timings_ms
-                    yield _piece(response, is_last=is_last)
+            async with self.shared_memory.read_inputs(request) as read:
+                timings_ms = await self._write_text(card, signature, read, pieces)
         except Exception:
             if self._statistics:
                 self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
         self._succeeded(request.model, _Outputs((), {}), timings_ms)
 
-    async def _text_pieces(
-        self, card: ModelCard, signature: Signature, request: InferRequest
-    ) -> AsyncGenerator[tuple[InferResponse, bool]]:
-        """Yield the pieces, and whether each is the last one."""
+    async def _write_text(
+        self, card: ModelCard, signature: Signature, request: InferRequest, pieces: OutputChannel[InferResponse]
+    ) -> Mapping[str, float]:
+        """Send the pieces of a text, and return the times of the last."""
         given, schedule = self._checked(card, signature, request)
         records = text_requests(card.id, given, signature.inputs, request.parameters)
         if len(records) != 1:
             raise InvalidRequest(f"text_input: {len(records)} prompts, a stream answers one", "text_input")
-        deadline = Deadline(schedule.timeout_s)
-        async with aclosing(self._service.stream_text(records[0])) as chunks:
-            while True:
-                async with deadline.bounding():
-                    chunk = await anext(chunks, None)
-                if chunk is None:
-                    return
-                outputs, parameters = (
-                    _wished(_text_outputs([chunk]), request.outputs),
-                    _warning_parameters(chunk.warnings),
-                )
-                response = InferResponse(request.model, VERSION, outputs, request.id, parameters, chunk.timings_ms)
-                yield response, chunk.finish_reason is not None
+        timings_ms: Mapping[str, float] = {}
+
+        async def on_chunk(chunk: TextChunk) -> None:
+            nonlocal timings_ms
+            timings_ms = chunk.timings_ms
+            outputs = _wished(_text_outputs([chunk]), request.outputs)
+            parameters = _warning_parameters(chunk.warnings)
+            response = InferResponse(request.model, VERSION, outputs, request.id, parameters, chunk.timings_ms)
+            await pieces.send(_piece(response, is_last=chunk.finish_reason is not None))
+
+        async with Deadline(schedule.timeout_s).bounding():
+            await self._service.write_text(records[0], on_chunk)
+        return timings_ms
 
     def _checked(
         self, card: ModelCard, signature: Signature, request: InferRequest
@@ -179,13 +209,21 @@ class Inference:
         current_terms.set(with_fields(current_terms.get(), schedule))
         return given, schedule
 
+    def _labels_of(self, card: ModelCard, request: InferRequest) -> Mapping[str, Sequence[str]]:
+        """Return the names of the classes that each output scores, where classes are asked for."""
+        if not any(wish.num_classes for wish in request.outputs):
+            return {}
+        if card.kind == PIPELINE:
+            return self._service.pipelines.labels(card.id)
+        return {wish.name: card.labels for wish in request.outputs}
+
     def _most(self, kind: str | None) -> int:
         limits = self._limits
         return {
             "diffusion": limits.max_images,
             "llm": limits.max_prompts,
-            "embedding": limits.max_embedding_inputs,
             "head": limits.max_head_rows,
+            **dict.fromkeys(_IN_ENCODER, limits.max_embedding_inputs),
         }.get(kind or "", limits.max_pipeline_items)
 
     async def _answer(
@@ -210,6 +248,9 @@ class Inference:
             waits = {"priority": schedule.priority, "timeout_s": schedule.timeout_s}
             fields = {"model": name, "input": items, **waits}
             return await _infer_embeddings(self._service, as_record(EmbeddingRequest, fields))
+        if card.kind in ("reranker", "classifier"):
+            request_of_texts = scoring_request(name, given, parameters, schedule)
+            return await _infer_text_scores(self._service, request_of_texts)
         if card.kind == "head":
             return await _infer_scores(self._service, HeadRequest(name, given["features"].data))
         pipeline = PipelineRequest(name, given, schedule.priority, schedule.timeout_s)
@@ -242,13 +283,15 @@ def _asks_for_embedding(request: InferRequest) -> bool:
 
 
 def _wished(
-    outputs: Sequence[TensorValue], wishes: Sequence[OutputWish], labels: Sequence[str] = ()
+    outputs: Sequence[TensorValue], wishes: Sequence[OutputWish], labels: Mapping[str, Sequence[str]] = _NO_LABELS
 ) -> tuple[TensorValue, ...]:
     if not wishes:
         return tuple(outputs)
     by_name = {value.name: value for value in outputs}
     return tuple(
-        classify_output(by_name[wish.name], wish.num_classes, labels) if wish.num_classes else by_name[wish.name]
+        classify_output(by_name[wish.name], wish.num_classes, labels.get(wish.name, ()))
+        if wish.num_classes
+        else by_name[wish.name]
         for wish in wishes
     )
 
@@ -330,6 +373,21 @@ async def _infer_embeddings(service: Service, request: EmbeddingRequest) -> _Out
         outputs=(TensorValue(EMBEDDING, "FP32", np.stack(result.embeddings)),),
         timings_ms=result.timings_ms,
         batch_size=len(result.embeddings),
+        cache_hits=result.cache.hits,
+        cache_misses=result.cache.misses,
+        warnings=result.warnings,
+    )
+
+
+async def _infer_text_scores(service: Service, request: ScoringRequest) -> _Outputs:
+    """Return the score of each text beside its query, or the scores of its classes."""
+    result = await service.score(request)
+    found = np.stack(result.embeddings)
+    ranks = not isinstance(request.input[0], str)
+    return _Outputs(
+        outputs=(TensorValue("score", "FP32", found[:, 0]) if ranks else TensorValue("scores", "FP32", found),),
+        timings_ms=result.timings_ms,
+        batch_size=len(found),
         cache_hits=result.cache.hits,
         cache_misses=result.cache.misses,
         warnings=result.warnings,

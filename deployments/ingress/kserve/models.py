@@ -35,6 +35,8 @@ _DIFFUSION: Final = Signature(
         _option("guidance_scale", "FP32"),
         _option("true_cfg_scale", "FP32"),
         _option("max_sequence_length", "INT32"),
+        _option("clip_skip", "INT32"),
+        _option("scheduler", "BYTES"),
         _option("width", "INT32"),
         _option("height", "INT32"),
         _option("lora", "BYTES"),
@@ -78,10 +80,21 @@ _HEAD: Final = Signature(
     inputs=(TensorSpec("features", "FP32", (-1, -1)),),
     outputs=(TensorSpec("scores", "FP32", (-1, -1)),),
 )
+# The text of a query is one for all documents, or one for each.
+_RERANKER: Final = Signature(
+    inputs=(TensorSpec("text", "BYTES", (-1,)), TensorSpec("query", "BYTES", (-1,))),
+    outputs=(TensorSpec("score", "FP32", (-1,)),),
+)
+_CLASSIFIER: Final = Signature(
+    inputs=(TensorSpec("text", "BYTES", (-1,)),),
+    outputs=(TensorSpec("scores", "FP32", (-1, -1)),),
+)
 _SIGNATURES: Final[Mapping[str, Signature]] = {
     "diffusion": _DIFFUSION,
     "llm": LLM,
     "embedding": _EMBEDDING,
+    "reranker": _RERANKER,
+    "classifier": _CLASSIFIER,
     "head": _HEAD,
 }
 
@@ -168,7 +181,7 @@ async def is_any_answering(service: Service) -> bool:
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             health = await service.health()
-            return not health.is_starting and not health.kinds.isdisjoint(_KINDS)
+            return not health.kinds.isdisjoint(_KINDS)
     except TimeoutError:
         return False
 
@@ -223,7 +236,7 @@ def is_decoupled(metadata: ModelMetadata) -> bool:
 def model_configuration(
     metadata: ModelMetadata, max_batch_size: int, batching: BatchingConfig | None = None
 ) -> ModelConfiguration:
-    """Return the configuration. `batching` is the batch policy of an embedding model."""
+    """Return the configuration. `batching` is the batch policy of what the text encoders run."""
     configuration = ModelConfiguration(
         name=metadata.name,
         platform=metadata.platform,

@@ -100,7 +100,7 @@ def _entry(card: ModelCard) -> ModelIndex:
 
 def _check_is_model(card: ModelCard) -> None:
     if card.base:
-        raise InvalidRequest(f"{card.id!r} is an adapter: it comes and goes with the requests that name it", "model")
+        raise InvalidRequest(f"{card.id!r} is an adapter: it is loaded for the requests that name it", "model")
 
 
 def _check_repository(name: str) -> None:

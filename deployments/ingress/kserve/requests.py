@@ -11,11 +11,20 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from configs.batching import MAX_PRIORITY_LEVELS
+from configs.cluster import MAX_LORAS
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.tensors import shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
-from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest, LoraUse, as_record
+from deployments.records import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ImageRequest,
+    LoraUse,
+    ScoringRequest,
+    as_record,
+)
 
 _PARAMETER_TYPES: Final[dict[str, tuple[tuple[type, ...], str]]] = {
     "BYTES": ((str,), "text"),
@@ -81,6 +90,28 @@ def embedding_request(
     return as_record(EmbeddingRequest, fields)
 
 
+def scoring_request(
+    model: str, given: Mapping[str, TensorValue], parameters: Parameters, schedule: Schedule
+) -> ScoringRequest:
+    """Return the request for the scores of texts, beside their queries if there are any. Raises InvalidRequest.
+
+    The parameter `use_activation` false asks for the numbers before the activation.
+    """
+    items: Sequence[Any] = texts(given["text"])
+    if "query" in given:
+        queries = texts(given["query"])
+        if len(queries) not in (1, len(items)):
+            raise InvalidRequest(
+                f"query: {len(queries)} elements for {len(items)} texts, expected 1 or {len(items)}", "query"
+            )
+        items = list(zip(queries * (len(items) // len(queries)), items, strict=True))
+    use_activation = parameters.get("use_activation", True)
+    if not isinstance(use_activation, bool):
+        raise InvalidRequest(f"use_activation: expected true or false, got {shown(use_activation)}", "use_activation")
+    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    return as_record(ScoringRequest, fields | {"input": items, "raw": not use_activation})
+
+
 def _options(
     num_prompts: int, given: Mapping[str, TensorValue], specs: Sequence[TensorSpec], parameters: Parameters
 ) -> list[dict[str, Any]]:
@@ -88,12 +119,11 @@ def _options(
     for spec in specs:
         value = given.get(spec.name)
         if value is not None:
-            elements = _elements(value)
-            if len(elements) not in (1, num_prompts):
+            if (number := len(value.data)) not in (1, num_prompts):
                 raise InvalidRequest(
-                    f"{spec.name}: {len(elements)} elements for {num_prompts} prompts, expected 1 or {num_prompts}",
-                    spec.name,
+                    f"{spec.name}: {number} elements for {num_prompts} prompts, expected 1 or {num_prompts}", spec.name
                 )
+            elements = _elements(value)
         if spec.name in parameters:
             elements = [_parameter(spec, value, parameters[spec.name])]
         elif value is None:
@@ -133,6 +163,8 @@ def _stop(given: Mapping[str, TensorValue], parameters: Parameters) -> list[str]
 
 def _lora(text: str) -> tuple[LoraUse, ...]:
     """Parse `bold:0.8,thin`: bold at 0.8, thin at 1."""
+    if (number := text.count(",") + 1) > MAX_LORAS:
+        raise InvalidRequest(f"lora: {number} adapters, at most {MAX_LORAS} are allowed", "lora")
     uses = []
     for part in text.split(",") if text.strip() else ():
         name, _, scale = part.strip().partition(":")

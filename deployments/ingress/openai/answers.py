@@ -6,18 +6,29 @@ Large lists are the exception: `ImageData` and `EmbeddingData` are written one b
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal, NotRequired
 
 from pydantic import BaseModel, with_config
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
-from deployments.ingress.catalog import ModelCard
+from deployments.ingress.admin.picture import Nearness, NearTier
+from deployments.ingress.catalog import Endpoint, ModelCard
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.responses import Answer, rounded
 from deployments.records import CacheUse, EmbeddingResult, ImageResult, SwitchReport
 
 TimesMs = dict[str, float]  # by phase
+_PATHS: Final[dict[Endpoint, tuple[str, ...]]] = {
+    "images": ("/v1/images/generations",),
+    "video": ("/v1/videos",),
+    "audio": ("/v1/audio/generations",),
+    "text": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),
+    "embeddings": ("/v1/embeddings",),
+    "ranks": ("/v1/rerank", "/v1/classify"),
+    "classes": ("/v1/classify",),
+}
 
 
 def warnings_of_ignored(names: Iterable[str]) -> tuple[str, ...]:
@@ -133,8 +144,88 @@ class EmbeddingsAnswer(Answer):
         )
 
 
+class ScoresAnswer(Answer):
+    """The part of every answer with scores that tells of its making."""
+
+    id: str
+    object: Literal["list"]
+    model: str
+    usage: EmbeddingUsage
+    timings_ms: TimesMs
+    encoder_cache: CacheUse
+    warnings: tuple[str, ...]
+
+
+def scores_origin(result: EmbeddingResult, kind: str) -> dict[str, Any]:
+    """Return the members of a `ScoresAnswer`; `kind` begins its id."""
+    return {
+        "id": f"{kind}-{uuid.uuid4().hex}",
+        "object": "list",
+        "model": result.model,
+        "usage": EmbeddingUsage(prompt_tokens=result.num_tokens, total_tokens=result.num_tokens),
+        "timings_ms": rounded(result.timings_ms),
+        "encoder_cache": result.cache,
+        "warnings": result.warnings,
+    }
+
+
+@with_config({"extra": "forbid"})
+class RankedDocument(TypedDict):
+    text: str
+
+
+@with_config({"extra": "forbid"})
+class RankData(TypedDict):
+    """A document's place in the request, its score, and itself where that was asked for."""
+
+    index: int
+    relevance_score: float
+    document: NotRequired[RankedDocument]
+
+
+class RankTokens(Answer):
+    input_tokens: int
+
+
+class RankMeta(Answer):
+    """The place where Cohere tells the number of tokens."""
+
+    tokens: RankTokens
+
+
+class RerankAnswer(ScoresAnswer):
+    """Documents, the most relevant one first."""
+
+    results: list[RankData]
+    meta: RankMeta
+
+
+@with_config({"extra": "forbid"})
+class ClassData(TypedDict):
+    """The class of a text with the highest score, and the scores of all classes, in the order of `labels`."""
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyAnswer(ScoresAnswer):
+    """The classes of one request's texts, in their order; `labels` names the classes."""
+
+    created: int
+    data: list[ClassData]
+    labels: tuple[str, ...]
+
+
 class ModelAnswer(Answer):
-    """A model, adapter or pipeline: OpenAI's model object, and what else is known."""
+    """A model, adapter or pipeline: OpenAI's model object, and what else is known.
+
+    `endpoints` are the paths under /v1 that take its name as their model; none of an adapter, say. One that
+    `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
+    images in chats. `tier` and `ready_in_s`, seconds until a worker could start it, are there where they are asked for
+    and known.
+    """
 
     id: str
     object: Literal["model"]
@@ -147,11 +238,17 @@ class ModelAnswer(Answer):
     description: str
     defaults: dict[str, Any]
     error: str
+    endpoints: tuple[str, ...]
+    encodes_itself: bool
+    sees: bool
+    tier: NearTier | None = None
+    ready_in_s: float | None = None
 
     @classmethod
-    def of(cls, card: ModelCard) -> ModelAnswer:
+    def of(cls, card: ModelCard, near: Nearness | None = None) -> ModelAnswer:
         """Return the object of a model."""
-        return cls(
+        paths = _PATHS[card.endpoint] if card.endpoint else ()
+        answer = cls(
             id=card.id,
             object="model",
             created=0,
@@ -163,11 +260,15 @@ class ModelAnswer(Answer):
             description=card.description,
             defaults=card.defaults,
             error=card.error,
+            endpoints=paths + _PATHS["embeddings"] if card.kind == "llm" else paths,
+            encodes_itself=card.encodes_itself,
+            sees=card.sees,
         )
+        return answer.model_copy(update={"tier": near.tier, "ready_in_s": near.ready_in_s}) if near else answer
 
 
 class ModelsAnswer(Answer):
-    """Every model, adapter and pipeline."""
+    """Models, adapters and pipelines."""
 
     object: Literal["list"]
     data: list[ModelAnswer]

@@ -16,12 +16,9 @@ from starlette.responses import Response
 from deployments.engines.protocol import Pooling
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.openai.answers import (
-    EmbeddingData,
-    EmbeddingsAnswer,
-    warning_header,
-    warnings_of_ignored,
-)
+from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.openai.answers import EmbeddingData, EmbeddingsAnswer, warning_header
+from deployments.ingress.openai.client_parts import ClientPart
 from deployments.ingress.responses import call_aside, json_response, json_with_list, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
@@ -29,7 +26,6 @@ from deployments.records import (
     EmbeddingRequest,
     EmbeddingResult,
     Name,
-    RequestModel,
     UserName,
     as_record,
 )
@@ -37,17 +33,21 @@ from deployments.records import (
 EncodingFormat = Literal["float", "base64"]
 
 
-class EmbeddingsBody(RequestModel):
-    """OpenAI's embeddings request. Fields that nobody here knows are ignored, and a warning of the answer says so."""
+class EmbeddingsBody(ClientPart):
+    """OpenAI's embeddings request."""
 
     # 1.0 is not a token id, and a number is not a text.
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True)
 
     model: Name
     input: str | list[str] | list[int] | list[list[int]] = Field(min_length=1)
     encoding_format: EncodingFormat = "float"
     dimensions: Count | None = None
     pooling: Pooling | None = None
+    prompt_name: Name | None = Field(None, description="one of the model's prompts, which stands before every text")
+    input_type: Literal["query", "document", "passage", "search_query", "search_document"] | None = Field(
+        None, description="chooses the model's prompt for such texts, if it has one"
+    )
     user: UserName | None = None
 
     def to_record(self) -> EmbeddingRequest:
@@ -56,13 +56,19 @@ class EmbeddingsBody(RequestModel):
         if isinstance(value, str) or isinstance(value[0], int):
             value = [value]
         texts = tuple(item if isinstance(item, str) else tuple(item) for item in value)
-        given = {"dimensions": self.dimensions, "pooling": self.pooling}
+        given: dict[str, Any] = {
+            "dimensions": self.dimensions,
+            "pooling": self.pooling,
+            "prompt_name": self.prompt_name,
+        }
+        if self.input_type is not None:  # NVIDIA's and Cohere's words, too
+            given["input_type"] = "query" if self.input_type.endswith("query") else "document"
         return as_record(EmbeddingRequest, {"model": self.model, "input": texts, **given})
 
 
 def create_embeddings_router(service: Service) -> APIRouter:
     """Return the route."""
-    router = APIRouter(tags=["embeddings"])
+    router = APIRouter(tags=["embeddings"], route_class=JsonRoute)
 
     @router.post("/v1/embeddings", response_model=EmbeddingsAnswer, responses=documented(*INFERENCE_ERRORS))
     async def embed(body: EmbeddingsBody) -> Response:
@@ -71,7 +77,7 @@ def create_embeddings_router(service: Service) -> APIRouter:
         size = len(result.embeddings[0])
         if body.dimensions not in (None, size):
             raise InvalidRequest(f"dimensions: {body.dimensions}, but {body.model!r} has {size}", "dimensions")
-        ignored = warnings_of_ignored(body.model_extra or ())
+        ignored = body.warnings()
         result = replace(result, warnings=(*result.warnings, *ignored))
         num_bytes = sum(vector.nbytes for vector in result.embeddings)
         content = await call_aside(num_bytes, _write_answer, result, body.encoding_format)
@@ -82,7 +88,7 @@ def create_embeddings_router(service: Service) -> APIRouter:
 
 def _num_ids(input_: Any) -> int:
     """Return the number of token ids of a request, which are checked one by one; of texts, their number."""
-    return sum(len(item) if isinstance(item, list) else 1 for item in input_)
+    return sum(map(len, input_)) if isinstance(input_[0], list) else len(input_)
 
 
 def _write_answer(result: EmbeddingResult, format_: EncodingFormat) -> bytes:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
+from deployments.fitted_images import resize_pixels
+from deployments.ingress.openai.client_parts import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
-from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image, resize_pixels
+from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image
 from deployments.records import (
+    MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
     ControlNetUse,
     ImageOptions,
     ImageRequest,
+    Name,
     UserName,
     as_record,
 )
 
-_IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
+IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
+_MAX_FORM_VALUES: Final = 4096  # lists, objects and their items in a field of a form
+_Word = Annotated[str, Field(max_length=64)]
+_WITHOUT_EFFECT: Final = {  # with the values that ask for nothing
+    "background": ("auto", "opaque"),
+    "quality": ("auto", "standard"),
+    "style": ("auto",),
+    "input_fidelity": ("auto",),
+}
 _RESUMABLE: Final = (
     "a stream whose image is made on when its connection breaks, for a minute or as the server is configured. Its "
     "events have ids (ask for `progress` to have one after every step): the same request with the header "
@@ -30,28 +42,53 @@ _RESUMABLE: Final = (
 )
 
 
+def _is_a_size(size: str) -> str:
+    width, _, height = size.partition("x")
+    if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
+        raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
+    if len(size) > 16 or (size != "auto" and 0 in (int(width), int(height))):
+        raise ValueError("out of range")
+    return size
+
+
+Size = Annotated[str, AfterValidator(_is_a_size)]
+
+
+def from_form(value: object) -> object:
+    """Return the value of a form's field that is JSON; anything but a text as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    # Their images have none of these, and a parser of millions of values would hold Python's lock for seconds.
+    if sum(value.count(mark) for mark in "[{,") > _MAX_FORM_VALUES:
+        raise ValueError("has more values than are read")
+    return from_json(value)
+
+
 class ControlBody(ControlNetUse):
     """A ControlNet of a request, and its image."""
 
-    image: str = Field(description=_IMAGE)  # type: ignore[assignment]  # a file here, pixels in the record
+    image: str = Field(description=IMAGE)  # type: ignore[assignment]  # a file here, pixels in the record
 
 
-class ImagesBody(ImageOptions):
+class ImagesBody(ImageOptions, ClientPart):
     """The options of all three endpoints.
 
     `size` is "WIDTHxHEIGHT" or "auto"; `width` and `height` do as well. Images that come with a request are resized to
-    it; without it, the first one has the size of the result.
+    it; without it, the first one has the size of the result, as nearly as the model takes it.
     """
 
-    size: str = "auto"
+    seed: Seed = None
+    size: Size = "auto"
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much is painted anew")
     control: tuple[ControlBody, ...] = ()
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: ImageFormat = "png"
     output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp, not of png")
-    background: Literal["auto", "opaque"] = "auto"
-    quality: Literal["auto", "standard"] = "auto"
-    moderation: Literal["auto", "low"] = Field("auto", description="no image is moderated here")
+    background: _Word = Field("auto", description="diffusion models fill the whole image: none is transparent")
+    quality: _Word = Field("auto", description="say it with `num_inference_steps`")
+    style: _Word = Field("auto", description="say it in the prompt")
+    input_fidelity: _Word = Field("auto", description="say it with `strength`")
+    moderation: _Word = Field("auto", description="no image is moderated here")
     user: UserName | None = None
     safety_identifier: UserName | None = None
     stream: bool | None = Field(False, description="server-sent events while the image is made")
@@ -59,22 +96,10 @@ class ImagesBody(ImageOptions):
     progress: bool = Field(False, description="an event for every step in a stream")
     resumable: bool = Field(False, description=_RESUMABLE)
 
-    @field_validator("background", mode="before")
-    @classmethod
-    def _is_opaque(cls, background: object) -> object:
-        if background == "transparent":
-            raise ValueError("diffusion models fill the whole image; give auto or opaque, and cut it out afterwards")
-        return background
-
-    @field_validator("size")
-    @classmethod
-    def _is_a_size(cls, size: str) -> str:
-        width, _, height = size.partition("x")
-        if size != "auto" and not (width.isascii() and width.isdigit() and height.isascii() and height.isdigit()):
-            raise ValueError('expected "WIDTHxHEIGHT" in pixels, such as "1024x1024", or "auto"')
-        if len(size) > 16 or (size != "auto" and 0 in (int(width), int(height))):
-            raise ValueError("out of range")
-        return size
+    def warnings(self) -> tuple[str, ...]:
+        vain = [name for name, usual in _WITHOUT_EFFECT.items() if getattr(self, name) not in usual]
+        shown = (f"without effect here: {', '.join(f'{name} {getattr(self, name)!r}' for name in vain)}",)
+        return super().warnings() + (shown if vain else ())
 
     def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it, with the images that came beside it. Raises InvalidRequest."""
@@ -86,12 +111,14 @@ class ImagesBody(ImageOptions):
             width, _, height = self.size.partition("x")
             fields |= {"width": int(width), "height": int(height)}
         controls = [
-            decode_base64_image(use.image, f"control.{place}.image", limits.max_pixels)
+            decode_base64_image(use.image, f"control.{place}.image", limits.max_pixels, limits.max_upload_pixels)
             for place, use in enumerate(self.control)
         ]
         first = image or next(iter(controls), None)
         if first is None:
             return as_record(ImageRequest, fields)
+        if first.file_size != first.size and not (fields["width"] and fields["height"]):
+            fields["scaled_from"] = first.file_size
         size = fields["width"] or first.size[0], fields["height"] or first.size[1]
         if size[0] * size[1] > limits.max_pixels:  # before anything is resized to it
             raise InvalidRequest(f"size: {size[0]}x{size[1]}, at most {limits.max_pixels} pixels are allowed", "size")
@@ -117,43 +144,52 @@ class ImagesBody(ImageOptions):
 class GenerationBody(ImagesBody):
     """OpenAI's images request and more. With `init_image` and `mask_image` it does what /v1/images/edits does."""
 
-    init_image: str | None = Field(None, description=_IMAGE)
+    init_image: str | None = Field(None, description=IMAGE)
     mask_image: str | None = Field(
-        None, description=f"{_IMAGE}; what is transparent, else what is white, is painted anew"
+        None, description=f"{IMAGE}; what is transparent, else what is white, is painted anew"
+    )
+    images: dict[Name, str] = Field(
+        {}, max_length=MAX_NAMED_IMAGES, description=f"further images by the names of the class's parameters: {IMAGE}"
     )
 
     @property
     def has_images(self) -> bool:
         """Return whether there are images in it, which take long to read."""
-        return bool(self.init_image or self.mask_image or self.control)
+        return bool(self.init_image or self.mask_image or self.control or self.images)
 
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
         image, mask = (
-            None if text is None else decode_base64_image(text, name, limits.max_pixels)
+            None if text is None else decode_base64_image(text, name, limits.max_pixels, limits.max_upload_pixels)
             for name, text in (("init_image", self.init_image), ("mask_image", self.mask_image))
         )
-        return self.record_with(image, mask, limits)
+        named = {
+            name: decode_base64_image(text, f"images.{name}", limits.max_pixels, limits.max_upload_pixels).pixels
+            for name, text in self.images.items()
+        }
+        return self.record_with(image, mask, limits).model_copy(update={"images": named})
 
 
 class VariationBody(ImagesBody):
-    """The fields of a form with an image: `lora` and `control` are JSON. A variation may do without a prompt."""
+    """The fields of a form with an image: `lora`, `control`, `scheduler_options` and `extra` are JSON.
+
+    A variation may do without a prompt.
+    """
 
     prompt: str = Field(" ", min_length=1)  # to the tokenizers of text encoders, a space is as empty as nothing
 
-    @field_validator("lora", "control", mode="before")
+    @field_validator("lora", "control", "scheduler_options", "extra", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
-        return from_json(value) if isinstance(value, str) else value
+        return from_form(value)
 
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ImageRequest:
         """Return the request with the files of its form. Raises InvalidRequest."""
-        if unknown := sorted(files.keys() - {"image", "mask"}):
-            raise InvalidRequest(f"{unknown[0]}: not a field for a file (files: image, mask)", unknown[0])
         images = _decode_one(files.get("image", ()), "image", limits)
         mask = _decode_one(files.get("mask", ()), "mask", limits)
         if images is None:
-            raise InvalidRequest("image: the form has no file of this name", "image")
+            came = f" (files that came: {', '.join(sorted(files))[:200]})" if files else ""
+            raise InvalidRequest(f"image: the form has no file of this name{came}", "image")
         return self.record_with(images, mask, limits)
 
 
@@ -161,13 +197,12 @@ class EditBody(VariationBody):
     """The fields of /v1/images/edits. Without a mask, the transparent parts of the image are painted anew, else all."""
 
     prompt: str = Field(min_length=1)
-    input_fidelity: None = Field(None, description="say it with `strength`")
 
 
 def _decode_one(files: Sequence[bytes], name: str, limits: LimitsConfig) -> DecodedImage | None:
     if len(files) > 1:
-        raise InvalidRequest(f"{name}: {len(files)} files came, one is expected", name)
-    return decode_image(files[0], name, limits.max_pixels) if files else None
+        raise InvalidRequest(f"{name}: {len(files)} files given, expected one", name)
+    return decode_image(files[0], name, limits.max_pixels, limits.max_upload_pixels) if files else None
 
 
 def _painted(image: DecodedImage | None, mask: DecodedImage | None, size: tuple[int, int]) -> dict[str, Any]:
@@ -176,8 +211,8 @@ def _painted(image: DecodedImage | None, mask: DecodedImage | None, size: tuple[
         if mask is not None:
             raise InvalidRequest("mask_image: a mask needs the image that it belongs to", "mask_image")
         return {}
-    if mask is not None and mask.size != image.size:
-        shown = ["{}x{}".format(*decoded.size) for decoded in (mask, image)]
+    if mask is not None and mask.file_size != image.file_size:
+        shown = ["{}x{}".format(*decoded.file_size) for decoded in (mask, image)]
         raise InvalidRequest(f"mask: {shown[0]} pixels, expected those of the image, {shown[1]}", "mask")
     painted = image.to_repaint if mask is None else mask.as_mask()
     return {

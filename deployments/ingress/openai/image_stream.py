@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import base64
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -13,11 +14,12 @@ import numpy.typing as npt
 from deployments.ingress.errors import error_response
 from deployments.ingress.openai.answers import ImageOrigin, origin_of
 from deployments.ingress.openai.image_bodies import ImagesBody
-from deployments.ingress.openai.image_files import ImageFormat, describe_image, encode_image
+from deployments.ingress.openai.image_files import ImageDescription, ImageFormat, describe_image, encode_image
 from deployments.ingress.responses import Answer, call_aside, event_of, json_text
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.services.output_channel import OutputChannel
 
-ImagePieces = AsyncGenerator[ImageProgress | ImageResult]
+ImagePieces = OutputChannel[ImageProgress | ImageResult]
 Task = Literal["image_generation", "image_edit"]
 
 
@@ -75,7 +77,7 @@ class ImageEvents:
         self._body = body
         self._record = record
         self._clock = clock
-        self._first: tuple[int, float] | None = None  # the first step that was heard of, and when
+        self._first: tuple[int, float] | None = None  # the first step that was reported, and when
 
     async def events_of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
         """Yield the events of `first` and `rest`. An error that comes now is an event, since the status is sent."""
@@ -110,7 +112,7 @@ class ImageEvents:
                 total_tokens=0,
                 input_tokens_details={"image_tokens": 0, "text_tokens": 0},
             ),
-            **origin_of(result),
+            **origin_of(replace(result, warnings=(*result.warnings, *self._body.warnings()))),
             **shared,
         )
         return event_of(json_text(completed), completed.type)
@@ -126,7 +128,7 @@ class ImageEvents:
         return event_of(json_text(progress), type_)
 
     async def _shared(
-        self, kind: str, image: npt.NDArray[np.uint8], description: dict[str, Any] | None
+        self, kind: str, image: npt.NDArray[np.uint8], description: ImageDescription | None
     ) -> dict[str, Any]:
         body, (height, width, _) = self._body, image.shape
         return {
@@ -140,6 +142,6 @@ class ImageEvents:
         }
 
 
-def _encoded(image: npt.NDArray[np.uint8], body: ImagesBody, description: dict[str, Any] | None) -> str:
+def _encoded(image: npt.NDArray[np.uint8], body: ImagesBody, description: ImageDescription | None) -> str:
     file = encode_image(image, body.output_format, compression=body.output_compression, description=description)
     return base64.b64encode(file).decode()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import Request
-from PIL import Image, ImageOps
+from PIL import Image
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.openai.image_decoder import DecodeReply
+from deployments.ingress.openai.image_decoders import DECODERS
 
-_FORMATS: Final = ("PNG", "JPEG", "WEBP")
 _MAX_FILES: Final = 4
 _MAX_FIELDS: Final = 64
 _OPAQUE: Final = 255
@@ -25,10 +23,14 @@ _OPAQUE: Final = 255
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodedImage:
-    """A decoded image: uint8 `pixels` (height, width, 3), and `alpha` (height, width) of one that has transparency."""
+    """A decoded image: uint8 `pixels` (height, width, 3), and `alpha` (height, width) of one that has transparency.
+
+    `file_size` is its width and height in the file, before it was scaled down.
+    """
 
     pixels: npt.NDArray[np.uint8]
     alpha: npt.NDArray[np.uint8] | None
+    file_size: tuple[int, int]
 
     @property
     def size(self) -> tuple[int, int]:
@@ -53,38 +55,21 @@ class DecodedImage:
         return np.asarray(Image.fromarray(self.pixels).convert("L")) if transparent is None else transparent
 
 
-def decode_image(data: bytes, field: str, max_pixels: int) -> DecodedImage:
-    """Decode a PNG, JPEG or WebP file, turned upright as its camera noted (Exif `Orientation`).
+def decode_image(data: bytes, field: str, max_pixels: int, max_file_pixels: int | None = None) -> DecodedImage:
+    """Decode a PNG, JPEG or WebP file, turned upright as its camera noted; of an animation, the first image.
 
-    The header says the size before any pixel is decoded. Raises InvalidRequest naming `field`.
+    One of more than `max_pixels` is scaled down to them; of more than `max_file_pixels` (None: the same), it is
+    refused. Blocks while a decoder process works, for a bounded time. Raises InvalidRequest naming `field`, Overloaded.
     """
-    try:
-        with Image.open(io.BytesIO(data), formats=_FORMATS) as file:
-            width, height = file.size
-            if width * height > max_pixels:
-                raise InvalidRequest(f"{field}: {width}x{height} pixels, at most {max_pixels} are allowed", field)
-            return _decoded(ImageOps.exif_transpose(file))
-    except Image.UnidentifiedImageError:
-        raise InvalidRequest(f"{field}: {len(data)} bytes that are no PNG, JPEG or WebP image", field) from None
-    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise InvalidRequest(f"{field}: the image cannot be read: {str(error)[:200]}", field) from None
+    return _decoded(*DECODERS.decode(data, field, max_file_pixels or max_pixels, max_pixels))
 
 
-def decode_base64_image(text: str, field: str, max_pixels: int) -> DecodedImage:
-    """Decode an image of a JSON body: base64, or a data URL of it. Raises InvalidRequest naming `field`."""
+def decode_base64_image(text: str, field: str, max_pixels: int, max_file_pixels: int | None = None) -> DecodedImage:
+    """Decode an image of a JSON body: base64, or a data URL of it. Blocks, and raises, as `decode_image` does."""
     if text.startswith("data:"):
         text = text.partition(",")[2]
-    try:
-        data = base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError):
-        raise InvalidRequest(f"{field}: expected an image file in base64, or a data URL with one", field) from None
-    return decode_image(data, field, max_pixels)
-
-
-def resize_pixels(pixels: npt.NDArray[np.uint8], size: tuple[int, int]) -> npt.NDArray[np.uint8]:
-    """Return an image, or a mask (height, width), in another size: (width, height)."""
-    method = Image.Resampling.LANCZOS if pixels.ndim == 3 else Image.Resampling.NEAREST
-    return np.asarray(Image.fromarray(pixels).resize(size, method))
+    data = text.encode("utf-8", "surrogatepass")
+    return _decoded(*DECODERS.decode(data, field, max_file_pixels or max_pixels, max_pixels, is_base64=True))
 
 
 async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, str], dict[str, list[bytes]]]:
@@ -103,7 +88,7 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, st
                 if isinstance(value, UploadFile):
                     files.setdefault(name, []).append(await value.read())
                 elif name in fields:
-                    raise InvalidRequest(f"{name}: came more than once", name)
+                    raise InvalidRequest(f"{name}: given more than once", name)
                 else:
                     fields[name] = value
     except HTTPException as error:  # how Starlette says what python-multipart found
@@ -111,10 +96,9 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, st
     return fields, files
 
 
-def _decoded(file: Image.Image) -> DecodedImage:
-    if file.mode.startswith("I;16"):  # PIL's own conversion cuts 16 bits off at 255
-        return DecodedImage(np.repeat((np.asarray(file) >> 8).astype(np.uint8)[:, :, None], 3, axis=2), None)
-    if not file.has_transparency_data:
-        return DecodedImage(np.asarray(file.convert("RGB")), None)
-    pixels = np.asarray(file.convert("RGBA"))
-    return DecodedImage(np.ascontiguousarray(pixels[:, :, :3]), np.ascontiguousarray(pixels[:, :, 3]))
+def _decoded(reply: DecodeReply, data: bytes) -> DecodedImage:
+    pixels = np.frombuffer(data, np.uint8).reshape(reply.height, reply.width, reply.channels)
+    if reply.channels == 3:
+        return DecodedImage(pixels, None, reply.file_size)
+    alpha = np.ascontiguousarray(pixels[:, :, 3])
+    return DecodedImage(np.ascontiguousarray(pixels[:, :, :3]), alpha, reply.file_size)

@@ -1,9 +1,10 @@
-"""POST /v1/images/generations, /edits and /variations. Images are read and written in threads."""
+"""POST /v1/images/generations, /edits and /variations. Images are read by decoder processes, and written in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import base64
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -15,14 +16,16 @@ from starlette.responses import Response
 
 from configs.cluster import LimitsConfig
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.openai.answers import ImageData, ImagesAnswer
+from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.openai.answers import ImageData, ImagesAnswer, warning_header
 from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
+from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
 from deployments.ingress.openai.image_links import ImageLinks
 from deployments.ingress.openai.image_stream import ImageEvents, Task
 from deployments.ingress.openai.image_uploads import read_form
 from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
-from deployments.ingress.responses import EventStream, json_response, json_with_list, server_timing
+from deployments.ingress.responses import EventStream, call_aside, json_response, json_with_list, server_timing
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
@@ -35,10 +38,10 @@ _FormT = TypeVar("_FormT", bound=VariationBody)
 
 
 def create_images_router(
-    service: Service, links: ImageLinks, streams: ResumableStreams, limits: LimitsConfig
+    service: Service, links: ImageLinks, streams: ResumableStreams, readers: ImageReaders, limits: LimitsConfig
 ) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["images"])
+    router = APIRouter(tags=["images"], route_class=JsonRoute)
 
     async def respond(body: ImagesBody, record: ImageRequest, request: Request, task: Task) -> Response:
         if body.stream:
@@ -49,18 +52,20 @@ def create_images_router(
                 return await streams.begin(pieces, image_events)
             first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
             events = image_events.events_of(first, pieces)
-            return EventStream(events, pieces, headers={"Cache-Control": "no-cache"})
+            return EventStream(events, pieces, headers={"Cache-Control": "no-cache"} | warning_header(body.warnings()))
         result = await service.generate(record)
+        result = replace(result, warnings=(*result.warnings, *body.warnings()))
         write = partial(_write_image, body, record, links, str(request.base_url), result)
         images = await asyncio.gather(*(asyncio.to_thread(write, index) for index in range(len(result.images))))
         answer = ImagesAnswer.without_data(result, body.output_format)
         content = await asyncio.to_thread(json_with_list, answer, "data", images)
-        return json_response(content, headers=server_timing(result.timings_ms))
+        headers = server_timing(result.timings_ms) | warning_header(body.warnings())
+        return json_response(content, headers=headers)
 
     @router.post("/v1/images/generations", response_model=ImagesAnswer, responses=_RESPONSES)
     async def generate(body: GenerationBody, request: Request) -> Response:
         """Make images from a prompt, and from images where the model can."""
-        record = await asyncio.to_thread(body.to_record, limits) if body.has_images else body.to_record(limits)
+        record = await readers.read(body.to_record, limits) if body.has_images else body.to_record(limits)
         return await respond(body, record, request, "image_generation")
 
     @router.post(
@@ -69,7 +74,7 @@ def create_images_router(
     async def edit(request: Request) -> Response:
         """Paint an image anew where it is masked or transparent, else the whole of it, by a prompt."""
         body, files = await _read(EditBody, request, limits)
-        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request, "image_edit")
+        return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
     @router.post(
         "/v1/images/variations",
@@ -80,7 +85,7 @@ def create_images_router(
     async def vary(request: Request) -> Response:
         """Make images that are like an image."""
         body, files = await _read(VariationBody, request, limits)
-        return await respond(body, await asyncio.to_thread(body.to_record, files, limits), request, "image_edit")
+        return await respond(body, await readers.read(body.to_record, files, limits), request, "image_edit")
 
     return router
 
@@ -104,7 +109,7 @@ async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) ->
     """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
     fields, files = await read_form(request, limits.max_upload_bytes)
     try:
-        return class_.model_validate(fields), files
+        return await call_aside(sum(map(len, fields.values())), class_.model_validate, fields), files
     except ValidationError as error:
         problems = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors()]
         raise RequestValidationError(problems, body=fields) from None
@@ -114,7 +119,7 @@ def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
     """Return what the OpenAPI page says of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
-    for name in ("lora", "control"):
+    for name in ("lora", "control", "scheduler_options", "extra"):
         schema["properties"][name] = {
             "type": "string",
             "description": f"JSON, as in `{name}` of /v1/images/generations",

@@ -1,29 +1,48 @@
-"""GET /v1/models: every model, adapter and pipeline, with its state."""
+"""GET /v1/models: what can be asked under /v1, and where; with `all`, adapters and other models as well."""
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from starlette.responses import Response
 
+from deployments.ingress.admin.picture import Nearness
+from deployments.ingress.catalog import ModelCard
 from deployments.ingress.errors import documented
 from deployments.ingress.openai.answers import ModelAnswer, ModelsAnswer
 from deployments.ingress.responses import json_response
 from deployments.ingress.service import Service
 
+_All = Annotated[bool, Query(description="list also what no path under /v1 takes: adapters, ControlNets, heads, ...")]
 
-def create_models_router(service: Service) -> APIRouter:
-    """Return the routes."""
+
+_Near = Annotated[
+    bool, Query(description="say how near each is, as of a moment ago: `tier` resident, memory or disk, `ready_in_s`")
+]
+
+
+def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[Mapping[str, Nearness]]]) -> APIRouter:
+    """Return the routes. `ask_nearness` tells how near each model is."""
     router = APIRouter(tags=["models"])
 
-    @router.get("/v1/models", response_model=ModelsAnswer, responses=documented(503))
-    async def models() -> Response:
-        """Every model and adapter, with its state."""
-        cards = await service.models()
-        return json_response(ModelsAnswer(object="list", data=[ModelAnswer.of(card) for card in cards]))
+    @router.get("/v1/models", response_model=ModelsAnswer, responses=documented(400, 503))
+    async def models(all: _All = False, nearness: _Near = False) -> Response:  # their names in the query
+        """Every model and pipeline that can be asked here, or could if it were there, with its state."""
+        cards = [card for card in await service.models() if all or card.endpoint or _is_away(card)]
+        near = await ask_nearness() if nearness else {}
+        answers = [ModelAnswer.of(card, near.get(card.id)) for card in cards]
+        return json_response(ModelsAnswer(object="list", data=answers))
 
     @router.get("/v1/models/{model}", response_model=ModelAnswer, responses=documented(404, 503))
     async def model(model: str) -> Response:
-        """One model or adapter."""
+        """One model, adapter or pipeline."""
         return json_response(ModelAnswer.of(await service.model(model)))
 
     return router
+
+
+def _is_away(card: ModelCard) -> bool:
+    """Return whether it is a model or pipeline that might be asked if it were not unavailable, or just registered."""
+    return not card.base and (card.kind is None or (card.kind == "pipeline" and card.state == "unavailable"))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from deployments.engines.llm.chat import CalledTool
 from deployments.ingress.openai.answers import TimesMs
 from deployments.ingress.responses import Answer, event_of, json_text, rounded
 from deployments.records import TextChunk, TextResult
 
+_ITEM_ID: Final = re.compile(r"(?:msg|fc)_([0-9a-f]{32})_[0-9]{1,4}")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -88,8 +90,8 @@ class ResponseAnswer(Answer):
     max_output_tokens: int | None
     metadata: dict[str, str]
     parallel_tool_calls: bool
-    previous_response_id: None
-    store: Literal[False]
+    previous_response_id: str | None
+    store: bool
     temperature: float | None
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
@@ -100,18 +102,20 @@ class ResponseAnswer(Answer):
 
 
 class ResponseForm:
-    """One response as it comes. `asked` are the members of the answer that repeat the request."""
+    """One response as it comes. `asked` are the members of the answer that repeat the request.
+
+    Ids of its items have that of the response in them: `response_id_of` finds it.
+    """
 
     def __init__(self, asked: dict[str, Any]) -> None:
+        self._hex = uuid.uuid4().hex
         self._head = asked | {
-            "id": f"resp_{uuid.uuid4().hex}",
+            "id": f"resp_{self._hex}",
             "object": "response",
             "created_at": int(time.time()),
             "error": None,
-            "previous_response_id": None,
-            "store": False,
-            "parallel_tool_calls": True,
         }
+        self._max_calls = None if asked["parallel_tool_calls"] else 1
         self._items: list[OutputMessage | OutputCall] = []
         self._is_open = False  # the last of the items
         self._num_calls = 0
@@ -131,7 +135,7 @@ class ResponseForm:
         )
         for _ in self.events(chunk):
             pass
-        return self._answer(chunk, (*result.warnings, *warnings))
+        return self.answer(chunk, warnings)
 
     def opening(self) -> Iterator[str]:
         """Yield the events before any text."""
@@ -140,22 +144,25 @@ class ResponseForm:
             yield self._event(f"response.{name}", response=answer.model_dump(exclude_unset=True))
 
     def events(self, chunk: TextChunk) -> Iterator[str]:
-        """Yield the events of a piece; the last one ends the response."""
+        """Yield the events of a piece; those of the last one, but for that of `ending`."""
         if chunk.text and (chunk.text.strip() or not chunk.tool_calls):
             yield from self._add_text(chunk.text)
         for call in chunk.tool_calls:
-            yield from self._add_call(call)
+            if self._max_calls is None or call.index < self._max_calls:
+                yield from self._add_call(call)
         if chunk.finish_reason is not None:
-            status: Status = "incomplete" if chunk.finish_reason == "length" else "completed"
-            yield from self._close(status)
-            answer = self._answer(chunk, chunk.warnings)
-            yield self._event(f"response.{status}", response=answer.model_dump(exclude_unset=True))
+            yield from self._close("incomplete" if chunk.finish_reason == "length" else "completed")
+
+    def ending(self, answer: ResponseAnswer) -> str:
+        """Return the last event."""
+        return self._event(f"response.{answer.status}", response=answer.model_dump(exclude_unset=True))
 
     def failure(self, error: dict[str, Any]) -> str:
         """Return the event of an error on the way."""
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
-    def _answer(self, last: TextChunk, warnings: tuple[str, ...]) -> ResponseAnswer:
+    def answer(self, last: TextChunk, warnings: tuple[str, ...]) -> ResponseAnswer:
+        """Return the whole answer, after the events of its last piece."""
         is_cut = last.finish_reason == "length"
         return ResponseAnswer(
             **self._head,
@@ -164,7 +171,7 @@ class ResponseForm:
             incomplete_details=WhyIncomplete(reason="max_output_tokens") if is_cut else None,
             usage=ResponseUsage.of(last),
             timings_ms=rounded(last.timings_ms),
-            warnings=warnings,
+            warnings=(*last.warnings, *warnings),
         )
 
     def _add_text(self, text: str) -> Iterator[str]:
@@ -172,7 +179,9 @@ class ResponseForm:
         if not isinstance(item, OutputMessage):
             yield from self._close("completed")
             part = OutputText(type="output_text", text="", annotations=[], logprobs=[])
-            item = OutputMessage(type="message", id=_new_id("msg"), role="assistant", status="in_progress", content=[])
+            item = OutputMessage(
+                type="message", id=self._item_id("msg"), role="assistant", status="in_progress", content=[]
+            )
             yield from self._open(item)
             item.content.append(part)
             yield self._item_event("response.content_part.added", content_index=0, part=part.model_dump())
@@ -186,7 +195,7 @@ class ResponseForm:
             yield from self._open(
                 OutputCall(
                     type="function_call",
-                    id=_new_id("fc"),
+                    id=self._item_id("fc"),
                     call_id=call.id,
                     name=call.name,
                     arguments="",
@@ -223,6 +232,11 @@ class ResponseForm:
         self._num_events += 1
         return event_of(json_text({"type": type_, "sequence_number": self._num_events - 1, **fields}), type_)
 
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self._hex}_{len(self._items)}"
 
-def _new_id(prefix: str) -> str:
-    return f"{prefix}_{uuid.uuid4().hex}"
+
+def response_id_of(item_id: str) -> str | None:
+    """Return the id of the response that an item belongs to; None for an id that is none of ours."""
+    found = _ITEM_ID.fullmatch(item_id)
+    return found and f"resp_{found[1]}"

@@ -12,13 +12,13 @@ import contextlib
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Annotated, Final
 
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
+from cluster.admission.read_limiter import release_read_slot
 from configs.cluster import ImageStreamsConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
@@ -26,7 +26,6 @@ from deployments.ingress.errors import Failure, documented, failure_response
 from deployments.ingress.openai.image_stream import ImageEvents, ImagePieces
 from deployments.ingress.responses import EventStream
 from deployments.ingress.terms import Terms, current_terms
-from deployments.ingress.turns import end_turn
 from deployments.tasks import shared_task
 
 PATH: Final = "/v1/images/streams/"
@@ -81,16 +80,16 @@ class ResumableStreams:
         """
         if self._num_replicas > 1:
             raise InvalidRequest(
-                f"resumable: a stream lives in one ingress, and this cluster has {self._num_replicas}: who comes back "
-                "may meet another",
+                f"resumable: a stream lives in one ingress, and this cluster has {self._num_replicas}: a client "
+                "that reconnects may reach another",
                 "resumable",
             )
         if len(self._streams) >= self._config.max_streams and not self._forget_unread(only_ended=True):
-            raise Overloaded(f"{len(self._streams)} resumable streams are kept, as many as may; ask without resumable")
+            raise Overloaded(f"{len(self._streams)} resumable streams are kept, the maximum; ask without resumable")
         stream = _Stream(secrets.token_hex(16), current_tenant.get())
         self._streams[stream.name] = stream
         stream.task = shared_task(self._fill(stream, pieces, events, current_terms.get()))
-        end_turn()  # the place in the queue is that task's
+        release_read_slot()  # the place in the queue is that task's
         try:
             with self._reading(stream, 0):
                 while not stream.has_begun:
@@ -107,7 +106,7 @@ class ResumableStreams:
 
         204 when the stream has ended with that event, 404 for a stream or an event that is not here.
         """
-        end_turn()  # nothing is computed for it
+        release_read_slot()  # nothing is computed for it
         found, _, number = last_id.rpartition(".")
         stream = self._find(name or found)
         if last_id and not (number.isascii() and number.isdigit() and len(number) < 10 and found == (name or found)):
@@ -139,7 +138,7 @@ class ResumableStreams:
         """Take in the events of a stream. A task of its own, which goes on when its readers are gone."""
         current_terms.set(terms)
         try:
-            async with aclosing(pieces):
+            async with pieces:
                 first = await anext(pieces)
                 stream.has_begun = True
                 stream.tell()

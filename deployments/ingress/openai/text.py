@@ -7,26 +7,43 @@ from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field, StrictInt, field_validator
+from pydantic import Field, StrictInt, field_validator
 from starlette.responses import Response
 
-from deployments.engines.llm.chat import ResponseFormat, Tool, ToolCall, ToolChoice
+from configs.cluster import MAX_MESSAGES
+from deployments.engines.llm.chat import (
+    Function,
+    FunctionCall,
+    FunctionChoice,
+    ResponseFormat,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 from deployments.errors import InvalidRequest
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
-from deployments.ingress.openai.text_answers import ChatAnswer, ChatForm, CompletionAnswer, CompletionForm, TextForm
+from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.openai.answers import warning_header
+from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
+from deployments.ingress.openai.client_parts import ClientPart, MaxTokens, NoneOrTokens, Seed
+from deployments.ingress.openai.text_answers import (
+    Calls,
+    ChatAnswer,
+    ChatForm,
+    CompletionAnswer,
+    CompletionForm,
+    TextForm,
+)
 from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
 from deployments.ingress.service import Service
 from deployments.records import (
     MAX_INT32,
-    MAX_SEED,
-    SEED_RULE,
+    MAX_STOPS,
     ChatRequest,
     CompletionRequest,
     Count,
-    LoraUse,
+    Loras,
     Name,
-    RequestModel,
     TextChunk,
     TextOptions,
     UserName,
@@ -34,71 +51,102 @@ from deployments.records import (
 )
 
 
-class StreamOptions(RequestModel):
+class StreamOptions(ClientPart):
     """Options of a stream. `include_usage`: a last piece has the token counts."""
-
-    model_config = ConfigDict(extra="allow")
 
     include_usage: bool = False
 
 
-class TextPart(RequestModel):
+class TextPart(ClientPart):
     """A part of a message."""
-
-    model_config = ConfigDict(extra="allow")
 
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(RequestModel):
-    """One turn of a chat. Of a content in parts, only text parts mean something to a text model."""
+class ImageUrl(ClientPart):
+    """An image: a data URL, base64, or an http(s) address on a host that the server's config names.
 
-    model_config = ConfigDict(extra="allow")
+    `detail` low scales it down to 512 x 512 pixels; high and auto leave it to the model.
+    """
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    url: str
+    detail: Detail = "auto"
+
+
+class ImagePart(ClientPart):
+    """An image of a message."""
+
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+
+class ChatMessage(ClientPart):
+    """One turn of a chat. A content in parts has texts, and images where the model sees.
+
+    `function_call`, and a result of the role `function`, are what came before `tool_calls` and the role `tool`.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
     name: Name | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Name | None = None
+    function_call: FunctionCall | None = None
     refusal: str | None = None
 
-    def to_message(self) -> dict[str, Any]:
-        """Return the turn as a mapping of the record's fields, with its parts joined."""
+    def to_message(self, number: int) -> dict[str, Any]:
+        """Return turn `number` as a mapping of the record's fields, with its parts joined unless some are images."""
         message: dict[str, Any] = {
             "role": self.role,
             "tool_calls": self.tool_calls or (),
             "tool_call_id": self.tool_call_id,
         }
+        if self.role == "function":
+            message |= {"role": "tool", "tool_call_id": _id_of_function(self.name or "")}
+        if self.function_call is not None and not self.tool_calls:
+            message["tool_calls"] = ({"id": _id_of_function(self.function_call.name), "function": self.function_call},)
         if isinstance(self.content, list):
-            message["content"] = "".join(part.text for part in self.content)
+            message["content"] = content_of(
+                [
+                    part.text
+                    if isinstance(part, TextPart)
+                    else ImageSource(f"messages.{number}.content.{place}", part.image_url.url, part.image_url.detail)
+                    for place, part in enumerate(self.content)
+                ]
+            )
         elif self.content is not None:
             message["content"] = self.content
+        elif self.role == "assistant":
+            message["content"] = ""  # an answer that was cut, or refused
         return message
 
 
-class TextBody(RequestModel):
-    """The options of both endpoints. Fields that nobody here knows are ignored, and a warning of the answer says so."""
+def _id_of_function(name: str) -> str:
+    """Return the id of a call by its name alone, as it was before there were several in an answer."""
+    return f"call_{name}"
 
-    model_config = ConfigDict(extra="allow")
+
+class TextBody(ClientPart):
+    """The options of both endpoints."""
 
     model: Name
-    max_tokens: Count | None = None
+    max_tokens: NoneOrTokens = None
     n: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
+    top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 or -1: no limit")
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=0, le=MAX_SEED, description=SEED_RULE)
+    seed: Seed = None
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
-    lora: tuple[LoraUse, ...] | None = None
+    lora: Loras | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: UserName | None = None
@@ -106,38 +154,52 @@ class TextBody(RequestModel):
     def options(self) -> dict[str, Any]:
         """Return the fields of the record that both endpoints have."""
         given = self.model_dump(include=set(TextOptions.model_fields) - {"logprobs"}, exclude_none=True)
-        if isinstance(self.stop, str):
-            given["stop"] = (self.stop,)
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        given["stop"] = tuple(stop for stop in stops if stop)
+        if self.top_k is not None:
+            given["top_k"] = max(0, self.top_k)
         return {"model": self.model, **given}
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return what was asked for and has no effect."""
-        return warnings_of_ignored(ignored_fields(self))
 
     @field_validator("stop")
     @classmethod
     def _few(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         stops = (value,) if isinstance(value, str) else value or ()
-        if len(stops) > 4 or any(not stop or len(stop) > 256 for stop in stops):
-            raise ValueError("at most 4 stop strings of 1 to 256 characters are allowed")
+        if len(stops) > MAX_STOPS or any(len(stop) > 256 for stop in stops):
+            raise ValueError(f"at most {MAX_STOPS} stop strings of up to 256 characters are allowed")
         return value
 
 
 class ChatBody(TextBody):
     """OpenAI's chat request."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_completion_tokens: Count | None = None
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
+    functions: list[Function] | None = Field(None, max_length=128, description="what came before `tools`")
+    function_call: Literal["none", "auto"] | FunctionChoice | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     store: bool | None = Field(None, description="nothing is stored")
 
-    def to_record(self) -> ChatRequest:
-        """Return the request as the service takes it. Raises InvalidRequest."""
+    @property
+    def calls(self) -> Calls:
+        """The form of the answer's tool calls."""
+        if self.has_functions:
+            return "function_call"
+        return "one" if self.parallel_tool_calls is False else "any"
+
+    @property
+    def has_functions(self) -> bool:
+        """Return whether functions are said, and answered, in the way before there were tools."""
+        return self.functions is not None and self.tools is None
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
         options = self.options()
         if self.max_completion_tokens:
             options["max_tokens"] = self.max_completion_tokens
@@ -145,18 +207,27 @@ class ChatBody(TextBody):
             raise InvalidRequest("top_logprobs: needs logprobs: true", "top_logprobs")
         options["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
         for number, message in enumerate(self.messages):
-            if message.content is None and not message.tool_calls:
+            if message.content is None and message.role != "assistant":
                 name = f"messages.{number}.content"
-                raise InvalidRequest(f"{name}: a message without tool_calls needs one", name)
+                raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
-        return as_record(ChatRequest, {"messages": [message.to_message() for message in self.messages], **options})
+        if self.has_functions:
+            options["tools"] = [{"type": "function", "function": function} for function in self.functions or ()]
+            choice = self.function_call
+            if isinstance(choice, FunctionChoice):
+                options["tool_choice"] = {"type": "function", "function": choice}
+            elif choice is not None:
+                options["tool_choice"] = choice
+        messages = [message.to_message(number) for number, message in enumerate(self.messages)]
+        return {"messages": messages, **options}
 
 
 class CompletionBody(TextBody):
     """OpenAI's completion request."""
 
+    max_tokens: NoneOrTokens = Field(None, description="-1, or none: as many as the model may; with `echo`, 0 is none")
     prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]] = Field(min_length=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -175,14 +246,15 @@ class CompletionBody(TextBody):
 _RESPONSES: Final = documented(*INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
 
 
-def create_text_router(service: Service) -> APIRouter:
+def create_text_router(service: Service, images: ChatImages) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["text"])
+    router = APIRouter(tags=["text"], route_class=JsonRoute)
 
     @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=_RESPONSES)
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
-        return await _respond(service, body, body.to_record(), ChatForm(body.model))
+        record = await images.record_of(body.to_fields())
+        return await _respond(service, body, record, ChatForm(body.model, body.calls))
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
     async def complete(body: CompletionBody) -> Response:

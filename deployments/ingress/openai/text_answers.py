@@ -14,7 +14,9 @@ from deployments.ingress.openai.answers import TimesMs
 from deployments.ingress.responses import Answer, rounded
 from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
-FinishReason = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
+# The tool calls of an answer: all that the model makes, the first, or the first as it was before there were several.
+Calls = Literal["any", "one", "function_call"]
 
 
 class PromptTokensDetails(Answer):
@@ -137,14 +139,18 @@ class MessageBody(Answer):
     content: str | None
     refusal: None
     tool_calls: list[CalledToolBody] | None = None
+    function_call: CalledFunction | None = None
 
     @classmethod
-    def of(cls, choice: TextChoice) -> MessageBody:
+    def of(cls, choice: TextChoice, form: Calls) -> MessageBody:
         """Return one of the texts of an answer."""
         if not choice.tool_calls:
             return cls(role="assistant", content=choice.text, refusal=None)
         calls = [CalledToolBody.of(call) for call in choice.tool_calls]
-        return cls(role="assistant", content=choice.text.strip() or None, refusal=None, tool_calls=calls)
+        given: dict[str, Any] = {"role": "assistant", "content": choice.text.strip() or None, "refusal": None}
+        if form == "function_call":
+            return cls(**given, function_call=calls[0].function)
+        return cls(**given, tool_calls=calls if form == "any" else calls[:1])
 
 
 class ChatChoice(Answer):
@@ -190,6 +196,7 @@ class MessageDelta(Answer):
     role: Literal["assistant"] | None = None
     content: str | None = None
     tool_calls: list[CalledToolDelta] | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChatChunkChoice(Answer):
@@ -273,17 +280,18 @@ class ChatForm(TextForm):
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, calls: Calls = "any") -> None:
         super().__init__(model)
+        self._calls = calls
         self._begun_calls: set[tuple[int, int]] = set()  # of each choice
 
     def whole(self, result: TextResult) -> ChatAnswer:
         choices = [
             ChatChoice(
                 index=index,
-                finish_reason=cast("FinishReason", choice.finish_reason),
+                finish_reason=self._reason(choice.finish_reason),
                 logprobs=ChatLogprobs.of(choice.logprobs),
-                message=MessageBody.of(choice),
+                message=MessageBody.of(choice, self._calls),
             )
             for index, choice in enumerate(result.choices)
         ]
@@ -298,13 +306,22 @@ class ChatForm(TextForm):
 
     def piece(self, chunk: TextChunk) -> ChatChunk:
         given: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
-        if chunk.tool_calls:
-            given["tool_calls"] = [self._call_delta(chunk.index, call) for call in chunk.tool_calls]
+        calls = [call for call in chunk.tool_calls if self._calls == "any" or call.index == 0]
+        if calls and self._calls == "function_call":
+            pieces = [self._call_delta(chunk.index, call).function for call in calls]
+            arguments = "".join(piece.arguments for piece in pieces)
+            given["function_call"] = pieces[0].model_copy(update={"arguments": arguments})
+        elif calls:
+            given["tool_calls"] = [self._call_delta(chunk.index, call) for call in calls]
         delta = MessageDelta(**given)
-        reason = cast("FinishReason | None", chunk.finish_reason)
+        reason = None if chunk.finish_reason is None else self._reason(chunk.finish_reason)
         logprobs = ChatLogprobs.of(chunk.logprobs)
         choice = ChatChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, delta=delta)
         return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._piece_fields(chunk))
+
+    def _reason(self, reason: str) -> FinishReason:
+        is_older = reason == "tool_calls" and self._calls == "function_call"
+        return "function_call" if is_older else cast("FinishReason", reason)
 
     def _call_delta(self, choice: int, call: CalledTool) -> CalledToolDelta:
         if (choice, call.index) in self._begun_calls:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from cluster.actor_names import (
-    admission_name,
     cluster_key,
+    clusters_of,
     controller_name,
-    encodings_name,
     keeper_name,
-    keeper_node,
+    keeper_nodes,
     names_beside_registry,
     names_of_cluster,
-    other_registries,
     registry_name,
 )
 from configs.cluster import ClusterConfig
@@ -28,9 +26,7 @@ def names(config: ClusterConfig) -> list[str]:
     return [
         keeper_name(key, "n1"),
         registry_name(config),
-        encodings_name(key),
         keeper_name(key, "n2"),
-        admission_name(config),
         controller_name(config),
     ]
 
@@ -38,7 +34,7 @@ def names(config: ClusterConfig) -> list[str]:
 def test_whatever_the_config_says_is_in_the_names() -> None:
     changes: list[dict[str, Any]] = [{}, {"http": {"port": 8123}}, {"store": {"path": "/s"}}, {"name": "two"}]
     found = [names(config(**change)) for change in changes]
-    assert len({name for some in found for name in some}) == 6 * len(changes)
+    assert len({name for some in found for name in some}) == 4 * len(changes)
 
 
 def test_every_process_makes_the_same_names_of_a_config() -> None:
@@ -51,23 +47,19 @@ def test_a_clusters_actors_are_told_from_all_others_and_end_in_order() -> None:
     others = [*names(config("one-2")), *names(config("on")), "one", "registry:", "SERVE_CONTROLLER_ACTOR", "x:one:y"]
     found = names_of_cluster("one", [*others, *mine])
     assert sorted(found) == sorted(mine)
-    assert [name.split(":")[0] for name in found] == ["controller"] * 2 + ["registry"] * 2 + ["keeper"] * 4 + [
-        "encodings"
-    ] * 2 + ["admission"] * 2
+    assert [name.split(":")[0] for name in found] == ["controller"] * 2 + ["registry"] * 2 + ["keeper"] * 4
 
 
 def test_a_keepers_name_has_its_node() -> None:
     key = cluster_key(config())
-    assert keeper_node(key, keeper_name(key, "n1")) == "n1"
-    assert keeper_node(key, registry_name(config())) is None
-    assert keeper_node(cluster_key(config("other")), keeper_name(key, "n1")) is None
+    assert keeper_nodes(key, [keeper_name(key, "n1"), registry_name(config()), keeper_name(key, "n2")]) == ["n1", "n2"]
+    assert keeper_nodes(cluster_key(config("other")), [keeper_name(key, "n1")]) == []
 
 
-def test_a_config_knows_its_own_actors_and_the_registries_of_others_of_its_cluster() -> None:
+def test_a_config_knows_its_own_actors_and_actors_tell_their_clusters() -> None:
     old, new, other = config(), config(http={"port": 8123}), config("one-2")
     found = [*names(other), *names(old), *names(new)]
-    assert other_registries(old, found) == [registry_name(new)]
-    assert other_registries(other, found) == []
+    assert clusters_of([*found, "SERVE_REPLICA::one#worker#x", "x:three:y", "registry:"]) == ["one", "one-2"]
     own = names_beside_registry(old, found)
     assert sorted([*own, registry_name(old)]) == sorted(names(old))
     assert own[0] == controller_name(old)

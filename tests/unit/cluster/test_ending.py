@@ -42,7 +42,7 @@ class NamedActors:
 
 @pytest.fixture
 def actors(monkeypatch: pytest.MonkeyPatch) -> NamedActors:
-    made = NamedActors("encodings:one:a", "keeper:one:a:n", "registry:one:a", "registry:one:b", "registry:two:a")
+    made = NamedActors("keeper:one:b:n", "keeper:one:a:n", "registry:one:a", "registry:one:b", "registry:two:a")
     monkeypatch.setattr("ray.util.list_named_actors", made.listed)
     monkeypatch.setattr("ray.get_actor", made.get)
     monkeypatch.setattr("ray.kill", made.kill)
@@ -54,7 +54,7 @@ def test_all_of_a_clusters_actors_end_whatever_config_they_had_and_whichever_fai
     actors.stubborn = {"registry:one:a": 3, "keeper:one:a:n": 1}
     end_actors(OF_ONE)
     assert actors.names == ["registry:two:a"]
-    assert actors.ended.index("registry:one:b") < actors.ended.index("encodings:one:a")
+    assert actors.ended.index("registry:one:b") < actors.ended.index("keeper:one:b:n")
     end_actors(OF_ONE)
 
 

@@ -28,6 +28,7 @@ from cluster.session import (
 )
 from configs.cluster import ClusterConfig
 from configs.http import HttpConfig
+from infra.ports import free_port
 from weights.private_folder import private_folder
 
 SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
@@ -35,12 +36,6 @@ SLEEPER = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
 def config(name: str = "one", **more: Any) -> ClusterConfig:
     return ClusterConfig.model_validate({"name": name, "models": [{"id": "m", "path": "/m"}], **more})
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
@@ -177,22 +172,36 @@ def ray_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_the_token_of_a_private_ray_is_random_and_for_its_user_alone(ray_environment: Path) -> None:
     session._guard_ray_token()
-    path = ray_environment / ".ray/auth_token"
+    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
     token = path.read_text()
     assert len(bytes.fromhex(token)) == 32
-    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert (path.parent, path.stat().st_mode & 0o777) == (session.record_folder(), 0o600)
     assert "RAY_AUTH_MODE" not in os.environ  # `ray.init` turns tokens on, but only where it is unset
+    assert list(ray_environment.iterdir()) == []  # where a token would lock every Ray of this user
+    del os.environ["RAY_AUTH_TOKEN_PATH"]
     session._guard_ray_token()
     assert path.read_text() == token
     path.unlink()
+    del os.environ["RAY_AUTH_TOKEN_PATH"]
     session._guard_ray_token()
     assert path.read_text() != token
 
 
+def test_who_joins_a_private_ray_takes_its_token(ray_environment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session._take_ray_token()
+    assert "RAY_AUTH_TOKEN_PATH" not in os.environ  # there is none
+    session._guard_ray_token()
+    made = os.environ.pop("RAY_AUTH_TOKEN_PATH")
+    session._take_ray_token()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == made
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "another")
+    session._take_ray_token()
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == "another"
+
+
 @pytest.mark.parametrize("content", ["0" * 64, "", "\n"])
 def test_a_token_that_is_there_stays_and_its_file_is_closed_to_others(ray_environment: Path, content: str) -> None:
-    path = ray_environment / ".ray/auth_token"
-    path.parent.mkdir()
+    path = session.record_folder() / "ray_token"
     path.write_text(content)
     path.chmod(0o644)
     session._guard_ray_token()
@@ -212,17 +221,6 @@ def test_an_environment_that_decides_about_tokens_is_left_alone(
     session._guard_ray_token()
     assert list(ray_environment.iterdir()) == []
     assert {name: os.environ[name] for name in given} == given
-
-
-def test_without_a_home_that_can_be_written_the_token_is_beside_the_records(
-    ray_environment: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/proc/nobody")
-    session._guard_ray_token()
-    path = Path(os.environ["RAY_AUTH_TOKEN_PATH"])
-    assert path.parent == session.record_folder()
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert len(path.read_text()) == 64
 
 
 def test_clusters_are_found_without_importing_ray() -> None:

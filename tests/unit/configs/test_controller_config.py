@@ -23,7 +23,7 @@ def test_a_model_has_the_class_that_the_config_gives_it() -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"models": {"a": "golden"}}, r"models\.a: no class of service 'golden' .known: batch, interactive, standard"),
+        ({"models": {"a": "golden"}}, r"models\.a: no service class 'golden' .known: batch, interactive, standard"),
         ({"policy": "fastest"}, "latency-first"),
         ({"tick_s": 5}, "less than or equal to 1"),
         ({"slo_classes": {"gold": {"target_s": 0}}}, "greater than 0"),

@@ -72,6 +72,8 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (MODELS + "    defaults: {widht: 8}\n", 4, "models.0.defaults.widht", ["'width'", "height"]),
         (MODELS + "zzzzzz: 1\n", 4, "zzzzzz", ["unknown key", "known: access, adapters"]),
         ("models:\n  - id: m\n", 2, "models.0.path", ["required"]),
+        (MODELS + "    like: mm\n", 4, "models.0.like", ["'mm' is no model with configs of its own"]),
+        (MODELS + "    like: 7\n", 4, "models.0.like", ["expected the id of a model, or a pipeline's folder"]),
         ("name: x\n", 1, "models", ["required"]),
         ("models: []\n", 1, "models", ["at least 1"]),
         (MODELS + "http: {port: eighty}\n", 4, "http.port", ["integer", "'eighty'"]),
@@ -81,10 +83,22 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (MODELS + "worker: {resident_bytes: 0}\n", 4, "worker.resident_bytes", ["greater than 0"]),
         (MODELS + "worker: {device: tpu}\n", 4, "worker.device", ["'cpu'", "'tpu'"]),
         ("models:\n  - id: a/b\n    path: m\n", 2, "models.0.id", ["'a/b'"]),
-        ("models: {id: m, path: m}\n", 1, "models", ["tuple"]),
-        (MODELS + "  - id: m\n    path: n\n", 1, "", ["more than once", "m"]),
-        (MODELS + "adapters: [{id: m, path: a, base: [m]}]\n", 1, "", ["more than once"]),
-        (MODELS + "adapters: [{id: a, path: a, base: [q]}]\n", 1, "", ["'a'", "unknown base q", "models: m"]),
+        ("models: {id: m, path: m}\n", 1, "models", ["expected a list, got a mapping"]),
+        (MODELS + "  - id: m\n    path: n\n", 4, "models.1.id", ["'m' is the id of models.0 already"]),
+        (MODELS + "adapters:\n  - {id: m, path: a, base: [m]}\n", 5, "adapters.0.id", ["the id of models.0 already"]),
+        (
+            MODELS + "adapters: [{id: a, path: a, base: [q]}]\n",
+            4,
+            "adapters.0.base.0",
+            ["unknown model 'q'", "known: m"],
+        ),
+        (MODELS + "adapters:\n  - id: a\n    path: a\n    base: m\n", 7, "adapters.0.base", ["got 'm'; write [m]"]),
+        (MODELS + "    dtype: fp16\n", 4, "models.0.dtype", ["got 'fp16'; did you mean 'float16'?"]),
+        (MODELS + "    dtype: BF16\n", 4, "models.0.dtype", ["did you mean 'bfloat16'?"]),
+        (MODELS + "    dtype: flaot32\n", 4, "models.0.dtype", ["did you mean 'float32'?"]),
+        (MODELS + "    dtype: 4\n", 4, "models.0.dtype", ["got 4"]),
+        (MODELS + "    defaults: {steps: 4}\n", 4, "models.0.defaults.steps", ["did you mean 'num_inference_steps'?"]),
+        (MODELS + "loras: []\n", 4, "loras", ["did you mean 'adapters'?"]),
         (MODELS + "http: {port: 1}\nname: x\nhttp: {port: 2}\n", 6, "http", ["given twice"]),
         (MODELS + "http:\n  port: 1\n  port: 2\n", 6, "http.port", ["given twice"]),
         (MODELS + "    id: n\n", 4, "models.0.id", ["given twice"]),
@@ -100,7 +114,14 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: py
         (MODELS + "store: {path: ~nosuchuser42/store}\n", None, "", ["home directory"]),
         ("models:\n  - id: m\n    path: gs://bucket/m\n", 3, "models.0.path", ["gs://", "known: s3://"]),
         ("models:\n  - id: m\n    path: s3:///m\n", 3, "models.0.path", ["expected s3://bucket/prefix"]),
-        ("models:\n  - id: m\n    path: 3\n", 3, "models.0.path", ["a path or an s3:// URL", "3"]),
+        (
+            "models:\n  - id: m\n    path: hf://name\n",
+            3,
+            "models.0.path",
+            ["expected hf://organization/name", "HF_TOKEN"],
+        ),
+        (MODELS + "model_roots: ['hf://org']\n", 4, "model_roots.0", ["expected a folder, or hf://organization/*"]),
+        ("models:\n  - id: m\n    path: 3\n", 3, "models.0.path", ["a path, an s3:// or an hf:// URL", "3"]),
         (MODELS + "store: {object_storage: {regoin: x}}\n", 4, "store.object_storage.regoin", ["'region'"]),
         (MODELS + "store: {object_storage: {endpoint: host}}\n", 4, "store.object_storage.endpoint", ["'host'"]),
     ],
@@ -169,6 +190,36 @@ def test_several_mistakes_are_told_at_once(tmp_path: Path) -> None:
     }
 
 
+def test_mistakes_of_the_whole_are_told_with_those_of_its_parts(tmp_path: Path) -> None:
+    text = "nmae: x\nmodels:\n  - {id: m, path: m, dtype: fp16}\n  - {id: m, path: n}\nworker: {device: sim:3}\n"
+    found = problems(tmp_path, text + "adapters: [{id: a, path: a, base: [q]}]\n")
+    assert [(problem.line, problem.key) for problem in sorted(found, key=lambda problem: problem.line or 0)] == [
+        (1, "nmae"),
+        (3, "models.0.dtype"),
+        (4, "models.1.id"),
+        (5, "worker.device"),
+        (6, "adapters.0.base.0"),
+    ]
+
+
+def test_entries_that_cannot_be_read_do_not_hide_the_mistakes_of_others(tmp_path: Path) -> None:
+    text = (
+        "models:\n  - {id: m}\n  - {id: n, path: n, dtype: fp16}\n  - 5\n"
+        "adapters:\n  - {id: a, path: a, base: m}\n  - {id: b, path: b, base: [q]}\n"
+        "pipelines:\n  - {id: p, stages: []}\n"
+    )
+    found = problems(tmp_path, text)
+    told = sorted((problem.line or 0, problem.key) for problem in found)
+    assert [(line, key.split(".")[:2]) for line, key in told if "pipelines" not in key] == [
+        (2, ["models", "0"]),
+        (3, ["models", "1"]),
+        (4, ["models", "2"]),
+        (6, ["adapters", "0"]),
+        (7, ["adapters", "1"]),
+    ]
+    assert {line for line, key in told if "pipelines" in key} == {9}
+
+
 def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match=r"nothing\.yaml: no such file"):
         load_cluster_config(tmp_path / "nothing.yaml")
@@ -215,6 +266,23 @@ def test_models_may_be_registered_from_where_the_configured_ones_lie(tmp_path: P
     given = load_cluster_config(write(tmp_path, "model_roots: [./shared, /data]\n" + models))
     assert given.allowed_roots == (tmp_path / "shared", Path("/data"))
     assert load_cluster_config(write(tmp_path, "model_roots: []\n" + models)).allowed_roots == ()
+
+
+def test_models_of_a_hub_may_be_registered_by_patterns(tmp_path: Path) -> None:
+    text = "models: [{id: m, path: hf://some-org/Tiny.model@refs/pr/1/unet}]\n"
+    config = load_cluster_config(write(tmp_path, text))
+    assert config.models[0].path == "hf://some-org/Tiny.model@refs/pr/1/unet"
+    assert config.may_download("hf://any/thing")
+    given = load_cluster_config(write(tmp_path, "model_roots: [./shared, 'hf://some-org/*']\n" + text))
+    assert given.allowed_roots == (tmp_path / "shared",)
+    asked = {
+        "hf://some-org/x": True,
+        "hf://some-org/x@v1/y": True,
+        "hf://some-orga/x": False,
+        "hf://other/some-org": False,
+    }
+    assert {url: given.may_download(url) for url in asked} == asked
+    assert not load_cluster_config(write(tmp_path, "model_roots: []\n" + text)).may_download("hf://some-org/x")
 
 
 def test_what_the_config_names_is_trusted_under_its_own_name(tmp_path: Path) -> None:

@@ -17,7 +17,9 @@ def config(**given: Any) -> ClusterConfig:
 def test_a_service_names_a_simulated_device_that_is_there() -> None:
     found = config(worker={"device": "sim:1"}, simulated={"num_devices": 2, "memory_bytes": "1 GiB"})
     assert (found.worker.device, found.simulated.memory_bytes) == ("sim:1", 2**30)
-    with pytest.raises(ValidationError, match=r"text_encoder\.device: no device 'sim:2': simulated\.num_devices is 2"):
+    with pytest.raises(
+        ValidationError, match=r"text_encoder\.device\n +no device 'sim:2': simulated\.num_devices is 2"
+    ):
         config(text_encoder={"device": "sim:2"}, simulated={"num_devices": 2})
 
 

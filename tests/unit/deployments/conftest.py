@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
@@ -52,7 +52,8 @@ def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenHost:
             return manifests[model]
 
         extents = CountedExtents(store.packs)
-        return ModuleCache(fetch_manifest, extents, store.models, budget_bytes, builder, retire=builder.retire)
+        factory = ComponentFactory(builder, builder.retire)
+        return ModuleCache(fetch_manifest, extents, store.models, ModuleBudget(budget_bytes), factory)
 
     return open_
 

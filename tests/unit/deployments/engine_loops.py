@@ -1,18 +1,44 @@
-"""Requests to an engine's loop that tests follow to the end."""
+"""Requests to an engine's loop, and to what stands before one, that tests follow to the end."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from deployments.records import ImageRequest, TextChunk, TextRequestRecord
+from deployments.services.image_service import EncodeText, ImagePiece, ImageService
+from deployments.services.output_channel import OutputChannel
 from deployments.services.step_loop import EngineLoop
+from deployments.services.text_service import TextService
 
 
 async def last_output(loop: EngineLoop[Any, Any], request: Any, on_output: Callable[[Any], None] | None = None) -> Any:
     """Return the last output of one request; `on_output` sees every one."""
-    async with contextlib.aclosing(loop.stream_outputs(request)) as outputs:
-        async for output in outputs:
-            if on_output is not None:
-                on_output(output)
-    return output
+    return await loop.run_request(request, on_output or (lambda _: None))
+
+
+def stream_outputs(loop: EngineLoop[Any, Any], request: Any, *, coalesces: bool = False) -> OutputChannel[Any]:
+    """Return the outputs of one request as they come."""
+
+    async def run(outputs: OutputChannel[Any]) -> None:
+        await loop.run_request(request, outputs.put, coalesces=coalesces)
+
+    return OutputChannel(run)
+
+
+def stream_images(
+    images: ImageService, request: ImageRequest, encode: EncodeText, **options: Any
+) -> OutputChannel[ImagePiece]:
+    """Return the pieces of an image as they come."""
+
+    async def run(pieces: OutputChannel[ImagePiece]) -> None:
+        pieces.put(await images.generate(request, encode, pieces.put, **options))
+
+    return OutputChannel(run)
+
+
+async def written_chunks(texts: TextService, request: TextRequestRecord) -> list[TextChunk]:
+    """Return all pieces of a text."""
+    chunks: list[TextChunk] = []
+    await texts.write(request, chunks.append)
+    return chunks

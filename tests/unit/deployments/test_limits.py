@@ -1,17 +1,18 @@
-"""What a request may ask for is bounded after all that it leaves open is filled in."""
+"""Limits of a request: what it may ask for is bounded after all that it leaves open is filled in."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
 from deployments.defaults import with_image_defaults
 from deployments.errors import InvalidRequest
-from deployments.limits import check_image, check_text
-from deployments.records import CompletionRequest, ImageRequest
+from deployments.limits import check_head, check_image, check_text
+from deployments.records import CompletionRequest, HeadRequest, ImageRequest
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 LIMITS = LimitsConfig(max_pixels=512 * 512, max_inference_steps=20)
@@ -56,3 +57,34 @@ def test_an_adapter_is_used_once_for_images_and_texts() -> None:
     check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LIMITS)
     with pytest.raises(InvalidRequest, match="lora: 2 adapters, at most 1 are allowed"):
         check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LimitsConfig(max_loras=1))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])
+def test_a_head_is_given_one_feature_at_least(shape: tuple[int, int]) -> None:
+    text = f"features: {shape[0]} rows of {shape[1]} features, expected one of each at least"
+    with pytest.raises(InvalidRequest, match=text) as caught:
+        check_head(HeadRequest("m", np.zeros(shape, np.float32)), LIMITS)
+    assert caught.value.param == "features"
+    check_head(HeadRequest("m", np.zeros((1, 1), np.float32)), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"prior_num_inference_steps": 201}, "prior_num_inference_steps: a number above 200"),
+        ({"upsampling_height": 2049}, "upsampling_height: a number above 2048"),
+        ({"resolution": 65_536}, "resolution: a number above 2048"),
+        ({"frame_size": 4096}, "frame_size: a number above 2048"),
+        ({"max_area": 2**22 + 1}, "max_area: a number above 4194304"),
+        ({"num_prompts_per_image": 11}, "num_prompts_per_image: a number above 10"),
+        ({"tiles": [[1, {"size": 65_537}]]}, "tiles: a number above 65536"),
+        ({"prompt_2": "x" * 20_000, "more": ["y" * 13_000]}, "33000 characters, at most 32768"),
+    ],
+)
+def test_what_only_a_class_knows_is_bounded(extra: dict[str, Any], text: str) -> None:
+    sound = ImageRequest(
+        model="m", prompt="p", extra={"max_area": 2**22, "upsampling_width": 2048, "prompt_2": "x" * 100}
+    )
+    check_image(sound, LimitsConfig())
+    with pytest.raises(InvalidRequest, match=text):
+        check_image(ImageRequest(model="m", prompt="p", extra=extra), LimitsConfig())

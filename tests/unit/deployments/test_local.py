@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest
+from deployments.errors import InvalidRequest, ModelUnavailable
 from deployments.local import LocalModels
 from deployments.records import ImageRequest
 
@@ -39,6 +40,14 @@ def test_what_a_request_leaves_open_is_bounded(
     result = models.generate(ImageRequest(model=model, prompt="a handwritten five", num_inference_steps=2, **size))
     assert result.images[0].shape == (32, 32, 3)
     assert 0 <= result.seed < 2**32
+
+
+def test_what_no_engine_runs_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(MODELS / "digits-sdxl", tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer_2"))
+    config = {"store": {"path": str(tmp_path / "store")}, "models": [{"id": "m", "path": str(folder)}]}
+    with pytest.raises(ModelUnavailable, match=r"model 'm': .*its text_encoder_2 has no tokenizer"):
+        LocalModels(ClusterConfig.model_validate(config)).generate(ImageRequest(model="m", prompt="a five"))
+    assert not list((tmp_path / "store").rglob("*pack*/*"))
 
 
 def test_a_flux_like_schnell_is_drawn_by_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from unit.weights.formats.original_names import unet_of_ldm, vae_of_ldm
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest
+from deployments.errors import InvalidRequest, UnknownModel
 from deployments.local import LocalModels
 from deployments.records import ControlNetUse, ImageRequest
 from weights.store import WeightStore
@@ -63,12 +65,30 @@ def style(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture(scope="module")
+def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """UNet and VAE of the demo model in one file, in the names of Stability's code."""
+    from safetensors.torch import load_file, save_file
+
+    unet, vae = (load_file(MODELS / SDXL / name / "diffusion_pytorch_model.safetensors") for name in ("unet", "vae"))
+    num_blocks = len({key.split(".")[2] for key in vae if key.startswith("encoder.down_blocks")})
+    tensors = unet_of_ldm(unet, layers_per_block=1) | vae_of_ldm(vae, num_blocks)
+    save_file(
+        {key: tensor.contiguous() for key, tensor in tensors.items()},
+        file := tmp_path_factory.mktemp("one") / "one.safetensors",
+    )
+    return file
+
+
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style: Path) -> LocalModels:
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style: Path, one_file: Path) -> LocalModels:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = {
         "store": {"path": str(tmp_path / "store")},
-        "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
+        "models": [
+            {"id": "one-file", "path": str(one_file), "like": SDXL, "dtype": "float32"},
+            {"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"},
+        ],
         "adapters": [
             {"id": "outline", "path": str(outline), "base": [SDXL], "dtype": "float32"},
             {"id": "style", "path": str(style), "base": [SDXL], "dtype": "float32"},
@@ -87,6 +107,31 @@ def test_an_image_and_a_mask(models):
     mask[16:] = 255
     [half] = models.generate(ImageRequest(**{**little, "strength": 1.0, "mask_image": mask})).images
     assert np.abs(half[:8].astype(int) - five[:8]).mean() < np.abs(half[20:].astype(int) - five[20:]).mean()
+
+
+def test_a_model_in_one_file_is_that_of_its_folder(models, tmp_path):
+    result = models.generate(ImageRequest(**{**FIVE, "model": "one-file"}))
+    again = models.generate(ImageRequest(**FIVE))
+    assert np.array_equal(result.images[0], again.images[0])
+    store = WeightStore(tmp_path / "store")
+    one, folder = store.manifest("one-file"), store.manifest(SDXL)
+    assert [part.module_key for part in one.components.values()] == [p.module_key for p in folder.components.values()]
+    assert not (tmp_path / "store" / "packs" / "one-file_weight_combined").exists()
+
+
+def test_an_image_of_another_size_is_scaled_as_by_stock(models):
+    from diffusers import StableDiffusionXLImg2ImgPipeline
+
+    image = np.random.default_rng(3).integers(0, 256, (33, 35, 3), dtype=np.uint8)
+    options = {"prompt": FIVE["prompt"], "num_inference_steps": 4, "strength": 0.5, "guidance_scale": 3.0}
+    stock = StableDiffusionXLImg2ImgPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(FIVE["seed"])
+    [expected] = stock(**options, image=Image.fromarray(image), generator=generator, output_type="np").images
+    result = models.generate(ImageRequest(model=SDXL, seed=FIVE["seed"], init_image=image, **options))
+    assert result.images[0].shape == expected.shape == (32, 32, 3)
+    assert np.abs(result.images[0] - expected * 255).max() < 2
+    assert any("35x33 pixels were scaled to 32x32" in warning for warning in result.warnings)
 
 
 def test_a_controlnet_is_a_component_of_the_store(models, tmp_path):
@@ -124,6 +169,31 @@ def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):
 
 
 @pytest.mark.parametrize(
+    ("scheduler", "options", "steps", "guidance"),
+    [
+        ("LCMScheduler", {}, 4, 1.0),  # LCM
+        ("EulerDiscreteScheduler", {"timestep_spacing": "trailing"}, 4, 0.0),  # Lightning
+        ("DDIMScheduler", {"timestep_spacing": "trailing"}, 2, 0.0),  # Hyper-SD
+        ("TCDScheduler", {}, 4, 0.0),  # TCD, and Hyper-SD of one step or of any number
+    ],
+)
+def test_a_lora_of_few_steps_with_its_solver_equals_stock(models, style, scheduler, options, steps, guidance):
+    import diffusers
+
+    stock = diffusers.StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    stock.load_lora_weights(str(style.parent), weight_name=style.name)
+    stock.scheduler = getattr(diffusers, scheduler).from_config(stock.scheduler.config, **options)
+    asked = {**FIVE, "num_inference_steps": steps, "guidance_scale": guidance}
+    call = {name: value for name, value in asked.items() if name not in ("model", "seed")}
+    generator = torch.Generator().manual_seed(FIVE["seed"])
+    [expected] = (stock(**call, generator=generator, output_type="np").images * 255).round()
+    use = {"lora": ({"name": "style"},), "scheduler": scheduler, "scheduler_options": options}
+    [image] = models.generate(ImageRequest(**asked, **use)).images
+    assert np.abs(image - expected).max() <= 1
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"init_image": np.zeros((16, 16, 3), np.uint8)}, "init_image: 16x16 pixels, expected the 32x32"),
@@ -134,3 +204,85 @@ def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):
 def test_what_is_refused(models, fields, message):
     with pytest.raises(InvalidRequest, match=message):
         models.generate(ImageRequest(**FIVE, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora": [{"name": "style"}]}, r"no adapter 'style' for 'other' \(known: outline\)"),
+        ({"lora": [{"name": "nobody"}]}, r"no adapter 'nobody' for 'other' \(known: outline\)"),
+        (
+            {"control": [{"name": "style", "image": np.zeros((32, 32, 3), np.uint8)}]},
+            r"no ControlNet 'style' for 'other' \(known: outline\)",
+        ),
+    ],
+)
+def test_an_adapter_of_another_model_is_refused_before_anything_is_read(tmp_path, style, outline, fields, message):
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": name, "path": str(MODELS / SDXL), "dtype": "float32"} for name in (SDXL, "other")],
+        "adapters": [
+            {"id": "style", "path": str(style), "base": [SDXL]},
+            {"id": "outline", "path": str(outline), "base": [SDXL, "other"]},
+        ],
+    }
+    with pytest.raises(UnknownModel, match=message):
+        LocalModels(ClusterConfig.model_validate(config)).generate(ImageRequest(**{**FIVE, "model": "other"}, **fields))
+    assert not (tmp_path / "store" / "models").exists() or not list((tmp_path / "store" / "models").iterdir())
+
+
+def test_a_learned_word_equals_stock(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+    from safetensors.torch import save_file
+
+    stock = StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    generator, vectors = torch.Generator().manual_seed(0), {}
+    for key, encoder in (("clip_l", stock.text_encoder), ("clip_g", stock.text_encoder_2)):
+        width = encoder.get_input_embeddings().embedding_dim
+        vectors[key] = torch.randn(2, width, generator=generator)
+    save_file(vectors, tmp_path / "inky.safetensors")
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
+        "adapters": [{"id": "inky", "path": str(tmp_path / "inky.safetensors"), "base": [SDXL]}],
+    }
+    models = LocalModels(ClusterConfig.model_validate(config))
+    prompts = ("a handwritten five", "a handwritten inky five")
+    [plain], [image] = (models.generate(ImageRequest(**{**FIVE, "prompt": prompt})).images for prompt in prompts)
+    stock.load_textual_inversion(
+        {"inky": vectors["clip_l"]}, token="inky", text_encoder=stock.text_encoder, tokenizer=stock.tokenizer
+    )
+    stock.load_textual_inversion(
+        {"inky": vectors["clip_g"]}, token="inky", text_encoder=stock.text_encoder_2, tokenizer=stock.tokenizer_2
+    )
+    options = {"prompt": prompts[1], "num_inference_steps": 4, "width": 32, "height": 32, "output_type": "np"}
+    [expected] = (stock(**options, generator=torch.Generator().manual_seed(FIVE["seed"])).images * 255).round()
+    assert np.abs(image - expected).max() <= 1
+    assert np.abs(image.astype(int) - plain).max() > 4
+
+
+def test_a_vae_of_its_own_equals_stock_with_it(tmp_path):
+    from diffusers import StableDiffusionXLPipeline
+
+    stock = StableDiffusionXLPipeline.from_pretrained(MODELS / SDXL, dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in stock.vae.decoder.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    stock.vae.save_pretrained(tmp_path / "vae")
+    plain = {"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [plain, {**plain, "id": "mine", "vae": str(tmp_path / "vae")}],
+    }
+    models = LocalModels(ClusterConfig.model_validate(config))
+    images = {id_: models.generate(ImageRequest(**{**FIVE, "model": id_})).images[0] for id_ in (SDXL, "mine")}
+    options = {"prompt": FIVE["prompt"], "num_inference_steps": 4, "width": 32, "height": 32, "output_type": "np"}
+    [expected] = (stock(**options, generator=torch.Generator().manual_seed(FIVE["seed"])).images * 255).round()
+    assert np.abs(images["mine"] - expected).max() <= 1
+    assert np.abs(images["mine"].astype(int) - images[SDXL]).max() > 4
+    store = WeightStore(tmp_path / "store")
+    ours, theirs = store.manifest("mine").components, store.manifest(SDXL).components
+    assert {name for name in ours if ours[name].module_key != theirs[name].module_key} == {"vae"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from typing import Any
 
 import diffusers
@@ -26,7 +27,17 @@ from deployments.errors import (
     as_service_errors,
 )
 from deployments.limits import check_image
-from deployments.records import MAX_SEED, ChatRequest, CompletionRequest, EmbeddingRequest, ImageRequest, as_record
+from deployments.records import (
+    MAX_SEED,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ImageOptions,
+    ImageRequest,
+    TextOptions,
+    as_record,
+)
+from deployments.services.image_requests import ignored_inputs
 from weights.errors import BudgetExceeded, ExtentCorrupt
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
@@ -65,14 +76,19 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
         (ChatRequest, {**CHAT, "temperature": 2.1}, ("temperature",)),
         (ChatRequest, {**CHAT, "top_p": 0}, ("top_p",)),
         (ChatRequest, {**CHAT, "max_tokens": 0}, ("max_tokens",)),
-        (ChatRequest, {**CHAT, "stop": ["a"] * 5}, ("stop",)),
+        (ChatRequest, {**CHAT, "stop": ["a"] * 65}, ("stop",)),
         (CompletionRequest, {"model": "m", "prompt": ""}, ("prompt",)),
     ],
 )
 def test_what_is_out_of_range_is_refused_by_name(class_: Any, fields: dict[str, Any], where: tuple[Any, ...]) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(InvalidRequest) as caught:
         class_(**fields)
-    assert caught.value.errors()[0]["loc"][: len(where)] == where
+    named = ".".join(map(str, where))
+    assert (caught.value.param or "").startswith(named)
+    assert str(caught.value).startswith(f"{caught.value.param}: ")
+    with pytest.raises(InvalidRequest) as mapped:
+        as_record(class_, fields)
+    assert (str(mapped.value), mapped.value.param) == (str(caught.value), caught.value.param)
 
 
 def test_requests_cannot_be_changed() -> None:
@@ -87,6 +103,57 @@ def test_defaults_fill_what_is_open_and_nothing_else() -> None:
     text = with_text_defaults(ChatRequest(**CHAT, temperature=0.0), defaults)
     assert (text.temperature, text.max_tokens) == (0.0, 9)
     assert with_text_defaults(ChatRequest(**CHAT), GenerationDefaults()).temperature is None
+
+
+def test_a_model_may_have_a_default_for_every_option_that_shapes_an_answer() -> None:
+    own = {"model", "prompt", "n", "lora", "logprobs", "ignore_eos"}  # of one request, not of a model
+    options = (ImageOptions.model_fields.keys() | {"strength"} | TextOptions.model_fields.keys()) - own
+    assert GenerationDefaults.model_fields.keys() == options
+
+
+@pytest.mark.parametrize("name", sorted(GenerationDefaults.model_fields))
+def test_a_default_is_bounded_as_the_option_is(name: str) -> None:
+    bound: dict[str, Any] = {"sigmas": (math.inf,), "stop": ("",), "stop_token_ids": (-1,), "logit_bias": {1: 101.0}}
+    wrong = bound.get(name, "wrong" if name not in ("scheduler", "negative_prompt") else 3)
+    with pytest.raises(ValidationError, match=name):
+        GenerationDefaults.model_validate({name: wrong})
+    if name not in bound and isinstance(wrong, str) and name not in ("deterministic", "timesteps"):
+        with pytest.raises(ValidationError, match=name):
+            GenerationDefaults.model_validate({name: -3})
+
+
+def test_defaults_of_images_apply_where_the_request_says_nothing_of_them() -> None:
+    defaults = GenerationDefaults(negative_prompt="blurry", true_cfg_scale=2.0, scheduler="EulerDiscreteScheduler")
+    defaults = defaults.model_copy(update={"deterministic": True, "seed": 7, "strength": 0.5})
+    filled = with_image_defaults(ImageRequest(**IMAGE), defaults, FLUX)
+    assert (filled.negative_prompt, filled.true_cfg_scale, filled.scheduler) == (
+        "blurry",
+        2.0,
+        "EulerDiscreteScheduler",
+    )
+    assert (filled.deterministic, filled.seed, filled.strength) == (True, 7, None)
+    own = ImageRequest(**IMAGE, negative_prompt="", true_cfg_scale=1.0, deterministic=False, seed=0)
+    filled = with_image_defaults(own, defaults, FLUX)
+    assert (filled.negative_prompt, filled.true_cfg_scale, filled.deterministic, filled.seed) == ("", 1.0, False, 0)
+    edit = ImageRequest(**IMAGE, init_image=np.zeros((32, 32, 3), np.uint8))
+    assert with_image_defaults(edit, defaults, FLUX).strength == 0.5
+
+
+def test_a_schedule_of_the_model_gives_way_to_the_steps_of_a_request() -> None:
+    defaults = GenerationDefaults(sigmas=(1.0, 0.5, 0.25))
+    assert with_image_defaults(ImageRequest(**IMAGE), defaults, FLUX).num_inference_steps == 3
+    own = with_image_defaults(ImageRequest(**IMAGE, num_inference_steps=5), defaults, FLUX)
+    assert (own.num_inference_steps, own.sigmas) == (5, None)
+    with pytest.raises(ValidationError, match="num_inference_steps and sigmas both say which steps there are"):
+        GenerationDefaults(sigmas=(1.0,), num_inference_steps=3)
+
+
+def test_defaults_of_texts_apply_where_the_request_says_nothing_of_them() -> None:
+    defaults = GenerationDefaults(top_p=0.5, top_k=3, frequency_penalty=0.2, stop=("###",), logit_bias={3: -1.0})
+    filled = with_text_defaults(ChatRequest(**CHAT, top_k=0, presence_penalty=0.0), defaults)
+    assert (filled.top_p, filled.top_k, filled.frequency_penalty, filled.presence_penalty) == (0.5, 0, 0.2, 0.0)
+    assert (filled.stop, filled.logit_bias) == (("###",), {3: -1.0})
+    assert with_text_defaults(ChatRequest(**CHAT, stop=("a",)), defaults).stop == ("a",)
 
 
 def test_a_seed_is_drawn_unless_it_is_given() -> None:
@@ -124,8 +191,32 @@ def test_families_fill_in_what_stock_does(class_name: str, steps: int, guidance:
 
 
 def test_a_pipeline_of_no_family_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequest, match="model 'm' is a PixelPipeline; known pipelines: FluxPipeline, Stable"):
+    with pytest.raises(InvalidRequest, match="model 'm' is a PixelPipeline, which diffusers does not have"):
         with_image_defaults(ImageRequest(**IMAGE), GenerationDefaults(), "PixelPipeline")
+
+
+@pytest.mark.parametrize(
+    ("more", "class_name", "words"),
+    [
+        ({"extra": {"clip_skip": 1}}, FLUX, "extra: FluxPipeline has none here"),
+        ({"images": {"control_image": np.zeros((8, 8, 3), np.uint8)}}, FLUX, "images: FluxPipeline has none here"),
+        ({"lora": [{"name": "bold"}]}, "SanaPipeline", "lora: diffusers' own code runs a SanaPipeline, and takes none"),
+        ({"sigmas": [1.0, 0.5], "num_inference_steps": 3}, "SanaPipeline", "num_inference_steps: 3, but 2 sigmas"),
+    ],
+)
+def test_options_of_the_other_kind_of_pipeline_are_refused(more: Any, class_name: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        with_image_defaults(ImageRequest(**IMAGE, **more), GenerationDefaults(), class_name)
+
+
+def test_a_stock_pipeline_gets_the_steps_of_its_class_and_the_defaults_of_its_config() -> None:
+    defaults = GenerationDefaults(extra={"use_resolution_binning": False}, guidance_scale=2.0)
+    filled = with_image_defaults(ImageRequest(**IMAGE), defaults, "SanaPipeline")
+    assert (filled.num_inference_steps, filled.guidance_scale, filled.width) == (20, 2.0, None)
+    assert filled.extra == {"use_resolution_binning": False}
+    assert filled.seed is not None
+    own = with_image_defaults(ImageRequest(**IMAGE, num_inference_steps=3, extra={"a": 1}), defaults, "SanaPipeline")
+    assert (own.num_inference_steps, own.extra) == (3, {"a": 1})
 
 
 @pytest.mark.parametrize("class_", ServiceError.__subclasses__())
@@ -242,3 +333,13 @@ def test_only_an_unknown_field_is_told_the_known_ones() -> None:
         as_record(CompletionRequest, {"model": "m", "prompt": ("a", "")})
     with pytest.raises(InvalidRequest, match=r"^messages: Field required$"):
         as_record(ChatRequest, {"model": "m"})
+
+
+def test_layers_that_are_left_out_are_told_to_whom_it_concerns() -> None:
+    request = with_image_defaults(ImageRequest(**IMAGE, clip_skip=1), GenerationDefaults(), FLUX)
+    assert ignored_inputs(request, False, FLUX) == (
+        f"clip_skip had no effect: {FLUX} reads its prompts by other layers",
+    )
+    assert ignored_inputs(request, False, "StableDiffusionPipeline") == ()
+    of_class = with_image_defaults(ImageRequest(**IMAGE, clip_skip=1), GenerationDefaults(), "AnimateDiffPipeline")
+    assert (of_class.clip_skip, of_class.extra) == (None, {"clip_skip": 1})

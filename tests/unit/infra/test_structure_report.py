@@ -154,6 +154,14 @@ def test_fragments_and_repeated_verbs_are_listed(report: ModuleType, tree: Path)
     assert {name: len(found) for name, found in structure.repeated_verbs().items()} == {"run": 5}
 
 
+def test_class_names_with_several_definitions_and_records_are_counted(report: ModuleType, tree: Path) -> None:
+    (tree / "deployments/again.py").write_text("class Model: ...\nclass Row(NamedTuple):\n    name: str\n")
+    structure = report.Structure(tree)
+    assert structure.repeated_classes() == {"Model": 2}
+    assert structure.modules["deployments.again"].records == {"Row"}
+    assert structure.modules["configs.model"].records == {"Model", "Description"}
+
+
 def test_a_verb_counts_once_with_its_protocol_or_base_class_and_not_as_a_command(
     report: ModuleType, tree: Path
 ) -> None:

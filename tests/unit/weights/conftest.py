@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from unit.weights.small_disk import NUM_PAGES, PAGE_BYTES
 
 from weights.store import WeightStore
 
@@ -64,3 +66,20 @@ def write_pipeline(tmp_path: Path) -> WritePipeline:
 @pytest.fixture
 def store(tmp_path: Path) -> WeightStore:
     return WeightStore(tmp_path / "store")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system of its own; elsewhere the test is skipped, and those with a fake remain."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    options = f"size={NUM_PAGES * PAGE_BYTES}"
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no tmpfs can be mounted: {mounted.stderr.strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)

@@ -98,11 +98,10 @@ def test_where_the_scale_comes_from(tmp_path, config, alpha, expected):
         ({name: tensor.int() for name, tensor in GOOD.items()}, "expected floating point"),
         ({**GOOD, f"{PATH}.alpha": torch.ones(2)}, r"alpha' has shape \(2,\)"),
         ({**GOOD, f"{PATH}.alpha": torch.tensor(math.nan)}, "is nan, expected a finite number"),
-        (
-            {"unet_mid.lora_down.weight": torch.ones(2, 2)},
-            "'unet_mid.lora_down.weight' is not of the diffusers/PEFT layout",
-        ),
-        ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(6)}, "lora_magnitude_vector' is not of"),
+        ({"unet_mid.lokr_w1": torch.ones(2, 2)}, "'unet_mid.lokr_w1' is not of the diffusers/PEFT layout"),
+        ({"lora_unet_" + "x" * 2000 + ".lora_down.weight": torch.ones(2, 2)}, "has a name of 2027 characters"),
+        ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(5)}, r"is torch.float32 \(5,\), expected 6 numbers"),
+        ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(6, dtype=torch.int8)}, "is torch.int8"),
         ({"decoder.x.lora_A.weight": torch.ones(2, 2)}, "a component of transformer, unet"),
     ],
 )
@@ -119,7 +118,7 @@ def test_unusable_tensors(tmp_path, tensors, message):
     [
         ("{", "is not JSON"),
         ("[]", "is a JSON list, expected an object"),
-        ('{"transformer.use_dora": true}', "transformer.use_dora=True: DoRA is not supported"),
+        ('{"transformer.use_dora": 1}', "transformer.use_dora=1, expected true or false"),
         ('{"transformer.alpha_pattern": 3}', "alpha_pattern=3, expected an object"),
         ('{"transformer.alpha_pattern": {"(": 3}}', r"alpha_pattern '\(' is a regular expression"),
         ('{"transformer.lora_alpha": "high"}', "lora_alpha='high', expected a finite number"),
@@ -151,6 +150,12 @@ def test_unusable_metadata(tmp_path, config, message):
             take(tmp_path)
         assert len(str(caught.value)) < 600
         assert "\n" not in str(caught.value)
+
+
+def test_a_dora_without_its_magnitudes_is_refused(tmp_path):
+    save_file(GOOD, tmp_path / LORA_FILE, metadata={METADATA_KEY: '{"transformer.use_dora": true}'})
+    with pytest.raises(AdapterError, match="lora_magnitude_vector' is missing, and its config says use_dora"):
+        load_adapter(tmp_path)
 
 
 NAME_PARTS = st.sampled_from(["blocks", "attn", "to_q", "to_k", "0", "1", "ff", "net", "proj"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import shutil
 import signal
 import sqlite3
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from kit.seeding import seeded_random
 from safetensors.torch import load_file
 
 from weights.externalize import externalize
@@ -107,7 +107,7 @@ def test_many_writers_at_once_store_everything_once(tmp_path: Path, write_model)
 
 def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model) -> None:
     """Moments are drawn anew in each run; the jobs go on until the kill."""
-    chance = random.Random()
+    chance = seeded_random()
     store = WeightStore(tmp_path / "store")
     shared = {f"s{i}": torch.rand(20_000) for i in range(8)}
     sources = {name: write_model(name, shared | {"own": torch.rand(30_000)}) for name in "kabc"}

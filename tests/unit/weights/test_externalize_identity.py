@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
 from unit.weights.comparing import random_tensors, same
 
@@ -55,7 +56,7 @@ def test_what_a_library_never_reads_is_no_part_of_an_identity(store: WeightStore
 
 
 def test_what_a_gguf_header_says_is_part_of_the_identity(store: WeightStore, tmp_path: Path) -> None:
-    weights, keys = np.random.default_rng().random((4, 64), np.float32), []
+    weights, keys = seeded_rng().random((4, 64), np.float32), []
     for base in (1e4, 1e6):
         source = tmp_path / f"{base:.0f}.gguf"
         writer = gguf.GGUFWriter(source, "llama")

@@ -123,7 +123,8 @@ def test_what_is_shared_is_read_once_and_without_the_lock(
 
     def watch(packs: Path, extent: ExtentRef) -> object:
         with (store.path / ".lock").open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A shared lock: the extents are read by several threads, and two of these must not meet.
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         read.append(extent.id)
         return read_extent(packs, extent)
 

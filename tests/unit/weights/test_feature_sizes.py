@@ -20,7 +20,7 @@ MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 
 def sizes(store: WeightStore, folder: Path, component: str | None = None) -> FeatureSizes:
     manifest = externalize(store, "m", folder, component=component)
-    return feature_sizes(manifest, store.skeleton(manifest))
+    return feature_sizes(manifest.kind, manifest.components.values(), store.skeleton(manifest))
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_without_stages_the_pooling_is_the_mean(store: WeightStore, bert: Path) 
 def test_damage_is_left_to_whoever_builds_it(store: WeightStore, bert: Path, file: str) -> None:
     manifest = externalize(store, "m", bert)
     (store.skeleton(manifest) / file).write_text("{")
-    assert feature_sizes(manifest, store.skeleton(manifest)) == FeatureSizes()
+    assert feature_sizes(manifest.kind, manifest.components.values(), store.skeleton(manifest)) == FeatureSizes()
     head = externalize(store, "head", MODELS / "texts-head")
     (store.skeleton(head) / "config.json").write_text("{")
-    assert feature_sizes(head, store.skeleton(head)).labels == ()
+    assert feature_sizes(head.kind, head.components.values(), store.skeleton(head)).labels == ()
 
 
 def test_the_files_are_the_stock_ones(bert: Path) -> None:
@@ -125,4 +125,7 @@ def test_sizes_that_nobody_can_tell_are_none(store: WeightStore, bert: Path, fil
     """The directory asks for them while it publishes a model: an error there would leave the model registering."""
     manifest = externalize(store, "m", bert)
     (store.skeleton(manifest) / file).write_text(text)
-    assert feature_sizes(manifest, store.skeleton(manifest)).out_features in (None, hidden_size())
+    assert feature_sizes(manifest.kind, manifest.components.values(), store.skeleton(manifest)).out_features in (
+        None,
+        hidden_size(),
+    )

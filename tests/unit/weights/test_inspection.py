@@ -10,7 +10,7 @@ import torch
 
 from weights.errors import ModelNotStored
 from weights.externalize import externalize
-from weights.inspection import Totals, summarize, totals
+from weights.inspection import StoreTotals, summarize, totals
 from weights.manifest import Layout
 from weights.store import WeightStore
 
@@ -37,11 +37,11 @@ def test_totals_count_what_is_shared_once(tmp_path: Path, write_model) -> None:
     shared, own = torch.rand(1024), torch.rand(256)
     externalize(store, "a", write_model("a", {"s": shared, "tied": shared.clone()}))
     externalize(store, "b", write_model("b", {"s": shared, "own": own}))
-    assert totals(store, "a") == Totals(1, 2, 2 * shared.nbytes, shared.nbytes)
-    assert totals(store, "b") == Totals(1, 2, shared.nbytes + own.nbytes, shared.nbytes + own.nbytes)
-    assert totals(store) == Totals(2, 4, 3 * shared.nbytes + own.nbytes, shared.nbytes + own.nbytes)
+    assert totals(store, "a") == StoreTotals(1, 2, 2 * shared.nbytes, shared.nbytes)
+    assert totals(store, "b") == StoreTotals(1, 2, shared.nbytes + own.nbytes, shared.nbytes + own.nbytes)
+    assert totals(store) == StoreTotals(2, 4, 3 * shared.nbytes + own.nbytes, shared.nbytes + own.nbytes)
     externalize(store, "c", write_model("c", {"s": shared}), layout="inline")
     assert totals(store).stored_bytes == 2 * shared.nbytes + own.nbytes
-    assert totals(WeightStore(tmp_path / "new")) == Totals(0, 0, 0, 0)
+    assert totals(WeightStore(tmp_path / "new")) == StoreTotals(0, 0, 0, 0)
     with pytest.raises(ModelNotStored, match="stored: a, b, c"):
         summarize(store, "x")

@@ -8,12 +8,13 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from onnx.helper import make_graph, make_model, make_node, make_tensor_value_info
 from onnx.numpy_helper import from_array, to_array
 from safetensors.torch import load_file
 
 from weights.errors import StoreError, WeightsError
-from weights.intake import bring_in, write_back
+from weights.intake import import_model, write_back
 from weights.store import WeightStore
 
 
@@ -24,7 +25,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 @pytest.fixture
 def onnx_file(tmp_path: Path) -> Path:
-    weight = np.random.default_rng().standard_normal((64, 8)).astype(np.float32)
+    weight = seeded_rng().standard_normal((64, 8)).astype(np.float32)
     graph = make_graph(
         [make_node("MatMul", ["x", "w"], ["y"])],
         "tiny",
@@ -38,14 +39,14 @@ def onnx_file(tmp_path: Path) -> Path:
 
 def test_a_checkpoint_folder(store: WeightStore, write_model, tmp_path: Path) -> None:
     tensors = {"w": torch.randn(5, 3)}
-    assert bring_in(store, "m", write_model("m", tensors), layout="separate").layout == "separate"
+    assert import_model(store, "m", write_model("m", tensors), layout="separate").layout == "separate"
     write_back(store, "m", tmp_path / "back")
     assert torch.equal(load_file(tmp_path / "back/model.safetensors")["w"], tensors["w"])
 
 
 @pytest.mark.parametrize("external", [False, True])
 def test_an_onnx_program(store: WeightStore, onnx_file: Path, tmp_path: Path, external: bool) -> None:
-    assert bring_in(store, "m", onnx_file).kind == "program"
+    assert import_model(store, "m", onnx_file).kind == "program"
     target = tmp_path / "back/tiny.onnx"
     write_back(store, "m", target, external=external)
     assert target.with_name("tiny.onnx.data").exists() == external
@@ -60,8 +61,8 @@ def test_a_torch_program_only_on_request(store: WeightStore, tmp_path: Path) -> 
     example = torch.randn(3, 6)
     torch.export.save(torch.export.export(module, (example,)), tmp_path / "linear.pt2")
     with pytest.raises(WeightsError, match="allow"):
-        bring_in(store, "m", tmp_path / "linear.pt2")
-    assert bring_in(store, "m", tmp_path / "linear.pt2", allow_torch=True).kind == "program"
+        import_model(store, "m", tmp_path / "linear.pt2")
+    assert import_model(store, "m", tmp_path / "linear.pt2", allow_torch=True).kind == "program"
     write_back(store, "m", tmp_path / "back.pt2")
     again = torch.export.load(tmp_path / "back.pt2").module()
     assert torch.equal(again(example), module(example))
@@ -69,8 +70,8 @@ def test_a_torch_program_only_on_request(store: WeightStore, tmp_path: Path) -> 
 
 def test_options_that_do_not_fit(store: WeightStore, onnx_file: Path, write_model, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no dtype to cast"):
-        bring_in(store, "m", onnx_file, dtype="float16")
-    bring_in(store, "m", write_model("m", {"w": torch.zeros(1)}))
+        import_model(store, "m", onnx_file, dtype="float16")
+    import_model(store, "m", write_model("m", {"w": torch.zeros(1)}))
     with pytest.raises(WeightsError, match="only an ONNX model"):
         write_back(store, "m", tmp_path / "back", external=True)
     with pytest.raises(StoreError, match="stored: m"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -167,10 +168,10 @@ def test_a_gguf_file_comes_back(store: WeightStore, tmp_path: Path, layout: Layo
 
     source = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(source, "llama")
-    writer.add_tensor("w", np.random.default_rng().random((4, 64), np.float32))
-    blocks = gguf.quants.quantize(np.random.default_rng().random((6, 64), np.float32), gguf.GGMLQuantizationType.Q4_0)
+    writer.add_tensor("w", seeded_rng().random((4, 64), np.float32))
+    blocks = gguf.quants.quantize(seeded_rng().random((6, 64), np.float32), gguf.GGMLQuantizationType.Q4_0)
     writer.add_tensor("q", blocks, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    writer.add_tensor("odd", np.random.default_rng().random((3,), np.float32))
+    writer.add_tensor("odd", seeded_rng().random((3,), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -190,7 +191,7 @@ def test_a_kuiper_file_comes_back(store: WeightStore, tmp_path: Path, layout: La
     floats = 2 * vocab * dim + 3 * dim + 4 * dim * dim + 3 * dim * hidden + 2 * length * (dim // 2 // 2)
     source = tmp_path / "model.bin"
     header = struct.pack("<7i", dim, hidden, 1, 2, 2, -vocab, length)
-    source.write_bytes(header + np.random.default_rng().random(floats, np.float32).tobytes())
+    source.write_bytes(header + seeded_rng().random(floats, np.float32).tobytes())
     externalize(store, "k", source, layout=layout)
     for other in (*LAYOUTS, layout):
         convert(store, "k", other)

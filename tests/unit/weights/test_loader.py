@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
@@ -193,7 +194,7 @@ def test_windows_hold_so_many_bytes_or_one_extent() -> None:
 
 
 def test_block_quantized_tensors_come_as_their_bytes() -> None:
-    blocks = np.random.default_rng().integers(0, 256, 2 * 3 * 18, np.uint8)
+    blocks = seeded_rng().integers(0, 256, 2 * 3 * 18, np.uint8)
     ref = TensorRef(extent="e", offset=0, nbytes=blocks.nbytes, dtype="Q4_0", shape=(2, 96), sha256="0" * 64)
     part = Component(name="m", library="gguf", class_name=None, folder=".", tensors={"w": ref})
     tensor = attach(part, {"e": blocks})["w"]
@@ -202,7 +203,7 @@ def test_block_quantized_tensors_come_as_their_bytes() -> None:
 
 
 def test_a_tensor_at_an_odd_place_is_an_aligned_copy() -> None:
-    values = np.random.default_rng().random(5, np.float32)
+    values = seeded_rng().random(5, np.float32)
     buffer = np.concatenate([np.zeros(3, np.uint8), values.view(np.uint8)])
     ref = TensorRef(extent="e", offset=3, nbytes=values.nbytes, dtype="F32", shape=(5,), sha256="0" * 64)
     part = Component(name="m", library="l", class_name=None, folder=".", tensors={"w": ref})

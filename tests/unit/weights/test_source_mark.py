@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -157,7 +158,7 @@ def test_what_is_unchanged_is_not_read_again(store: WeightStore, write_model, mo
 @pytest.mark.parametrize("nbytes", [0, 1, HEAD_BYTES, HEAD_BYTES + 1, HEAD_BYTES + 100_000, 3 * HEAD_BYTES])
 def test_samples_cover_small_files_and_the_ends_of_large_ones(tmp_path: Path, nbytes: int) -> None:
     file = tmp_path / "x.safetensors"
-    data = bytearray(os.urandom(nbytes))
+    data = bytearray(random.randbytes(nbytes))
 
     def mark() -> str:
         """Return the mark of a mirror: its bytes alone count."""

@@ -41,11 +41,17 @@ def test_an_unknown_model_lists_the_known_ones(store: WeightStore, write_model) 
     externalize(store, "b", write_model("b", {"w": torch.rand(3)}))
     with pytest.raises(ModelNotStored, match=r"no model 'x' .*\(stored: b, m\)"):
         store.manifest("x")
+    for number in range(60):
+        (store.models / f"n{number}").mkdir()
+        (store.models / f"n{number}" / "manifest.json").touch()
+    with pytest.raises(ModelNotStored, match=r"\(stored: b, m, n0, .* and 12 more\)"):
+        store.manifest("x")
 
 
 def test_a_newer_store_is_refused_and_kept(store: WeightStore, write_model) -> None:
     with contextlib.closing(sqlite3.connect(store.index_file)) as index:
-        index.execute("PRAGMA user_version = 4")
+        for pragma in ("user_version", "application_id"):
+            index.execute(f"PRAGMA {pragma} = 4")
     before = store.index_file.read_bytes()
     with pytest.raises(StoreVersionError, match=r"index\.sqlite: store version 4, this library reads version 3"):
         store.read_meta()

@@ -10,12 +10,12 @@ from types import ModuleType
 from typing import Any, Final, cast
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from configs.simulated import SimulatedConfig, parse_simulated
 from weights.errors import WeightsError
-from weights.memory.simulated.kernels import Kernels
+from weights.memory.simulated.kernels import SimulatedKernels
 from weights.memory.simulated.memory import DeviceMemory
+from weights.torch_seam import op_names, patch_data, patch_storages, register_device
 
 VARIABLE: Final = "ATELIER_SIMULATED"
 
@@ -66,7 +66,7 @@ def _config_of_environment() -> SimulatedConfig:
 
 
 def _check_ops(config: SimulatedConfig) -> None:
-    names = torch._C._dispatch_get_all_op_names()
+    names = op_names()
     known = {*names, *(name.partition(".")[0] for name in names)}
     if unknown := sorted((config.unsupported_ops | config.host_ops) - known):
         raise WeightsError(f"torch has no op {unknown[0]!r}: expected a name of its dispatcher, such as aten::_softmax")
@@ -74,11 +74,12 @@ def _check_ops(config: SimulatedConfig) -> None:
 
 def _install(config: SimulatedConfig, memories: Sequence[DeviceMemory]) -> SimulatedModule:
     module = SimulatedModule(config, memories)
-    # Experimental in torch, which is pinned.
-    _setup_privateuseone_for_python_backend("sim", backend_module=cast("Any", module))
-    kernels = Kernels(memories, config.unsupported_ops, config.host_ops)
+    register_device("sim", module)
+    kernels = SimulatedKernels(memories, config.unsupported_ops, config.host_ops)
     kernels.register()
-    _patch_torch(kernels)
+    # torch's Python side does both by type of device, and would do them wrong for a simulated one.
+    patch_storages("sim", kernels.empty_storage)
+    patch_data("sim")
     logger.warning(
         "torch is patched in this process: %d simulated device%s of %d bytes, computing on the host",
         config.num_devices,
@@ -86,53 +87,6 @@ def _install(config: SimulatedConfig, memories: Sequence[DeviceMemory]) -> Simul
         config.memory_bytes,
     )
     return module
-
-
-def _patch_torch(kernels: Kernels) -> None:
-    """Patch how storages are made and how `tensor.data` is set, for the life of the process.
-
-    torch's Python side does both by type of device, and would do them wrong for a simulated one.
-    """
-    _patch_storage(kernels)
-    _patch_data()
-
-
-def _patch_storage(kernels: Kernels) -> None:
-    """Make a storage of the device with memory: torch's own has none, and kills the process when it is touched."""
-    plain = torch.UntypedStorage.__new__
-
-    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        device = kwargs.get("device")
-        if device is None or torch.device(device).type != "sim":
-            return plain(cls, *args, **kwargs)
-        (size,) = args or (0,)
-        return kernels.empty_storage(torch.device(device), int(size))
-
-    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
-
-
-def _patch_data() -> None:
-    """Let `tensor.data = other` cross between host and device, as it may for CUDA: the tensor stays the same object."""
-    inherited: Any = torch._C.TensorBase.data
-    compatible = torch._has_compatible_shallow_copy_type
-
-    def get(self: torch.Tensor) -> torch.Tensor:
-        plain: torch.Tensor = inherited.__get__(self)
-        return plain
-
-    def put(self: torch.Tensor, value: torch.Tensor) -> None:
-        if self.device == value.device or "sim" not in (self.device.type, value.device.type):
-            inherited.__set__(self, value)
-            return
-        fresh = value.detach().requires_grad_(self.requires_grad)
-        torch._C._swap_tensor_impl(self, fresh)
-
-    def has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
-        kinds = {input.device.type, from_.device.type}
-        return kinds <= {"cpu", "sim"} or compatible(input, from_)
-
-    torch.Tensor.data = property(get, put)  # type: ignore[assignment]
-    torch._has_compatible_shallow_copy_type = has_compatible_shallow_copy_type
 
 
 class SimulatedModule(ModuleType):

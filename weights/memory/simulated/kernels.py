@@ -23,6 +23,7 @@ from weights.memory.simulated.memory import (
     storage_over,
     tensor_over,
 )
+from weights.torch_seam import below_autograd, has_kernel, op_names, schema_of
 
 # These look at sizes only, so the host's kernel makes the view; aliasing and in-place on views are then torch's own.
 _VIEWS: Final = (
@@ -58,7 +59,7 @@ _TENSOR_TYPES: Final = ("Tensor", "Optional[Tensor]")
 _Op = Any  # torch._ops.OpOverload
 
 
-class Kernels:
+class SimulatedKernels:
     """The kernels of the simulated devices of this process, by which `memories` are filled."""
 
     def __init__(
@@ -131,7 +132,7 @@ class Kernels:
         return adopt(self._memory(device), torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
 
     def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             hosts = [host_alias(side) if side.device.type == "sim" else side for side in (source, target)]
             if source.device != target.device:
                 if target.device.type == "sim":
@@ -143,11 +144,11 @@ class Kernels:
 
     def _read_number(self, tensor: torch.Tensor) -> Any:
         self._memory(tensor.device).count_transfer(tensor.element_size(), is_upload=False)
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return host_alias(tensor).item()
 
     def _resize(self, tensor: torch.Tensor, size: Sequence[int], memory_format: Any = None) -> torch.Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             self._follow_resized(tensor, torch.empty(size, dtype=tensor.dtype, device="meta"))
         return tensor
 
@@ -171,7 +172,7 @@ class Kernels:
             plan = self._plans[op] = _Plan.of(op, self._unsupported_ops, self._host_ops)
         if not plan.is_supported:
             raise NotImplementedError(f"Could not run '{plan.name}': this simulated device was told not to support it")
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             call = _Call(plan)
             host_args = [call.on_host(arg) for arg in args]
             host_kwargs = {key: call.on_host(value) for key, value in kwargs.items()}
@@ -211,7 +212,7 @@ class _Plan:
 
     @classmethod
     def of(cls, op: _Op, unsupported_ops: frozenset[str], host_ops: frozenset[str]) -> _Plan:
-        schema = op._schema
+        schema = schema_of(op)
         names = {schema.name, f"{schema.name}.{schema.overload_name}"}
         arguments = list(enumerate(schema.arguments))
         return cls(
@@ -296,10 +297,7 @@ def _op(name: str) -> _Op:
 
 def _taken_apart() -> list[str]:
     """Return the ops that have a kernel of the host and one that is made of other ops."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    names = [
-        name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::") and has_kernel(name, "CPU")
-    ]
+    names = [name for name in op_names() if name.startswith("aten::") and has_kernel(name, "CPU")]
     return [name.removeprefix("aten::") for name in names if any(has_kernel(name, key) for key in _COMPOSITES)]
 
 

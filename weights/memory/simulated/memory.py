@@ -13,11 +13,13 @@ from typing import Any, Final, cast
 import torch
 from torch.utils import dlpack
 
+from weights.torch_seam import host_keys, storage_with_address
+
 __all__ = [
     "HOST",
     "STEP_BYTES",
-    "Block",
     "DeviceMemory",
+    "SimulatedBlock",
     "adopt",
     "block_of",
     "host_alias",
@@ -26,10 +28,10 @@ __all__ = [
     "tensor_over",
 ]
 
+HOST: Final[Any] = host_keys()
 STEP_BYTES: Final = 512  # what CUDA's allocator rounds up to
 _FIRST_ADDRESS: Final = 1 << 44  # of no process's memory: whoever follows a pointer dies at once
 _ADDRESSES_PER_DEVICE: Final = 1 << 42
-HOST: Final[Any] = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _as_strided: Final[Any] = torch.ops.aten.as_strided.default
 _set_storage: Final[Any] = torch.ops.aten.set_.source_Storage_storage_offset
 _view_type: Final[Any] = torch.ops.aten.view.dtype
@@ -121,7 +123,7 @@ class DeviceMemory:
         return self._used_bytes
 
 
-class Block:
+class SimulatedBlock:
     """Memory of a simulated device: the bytes themselves, in host memory. Lives as long as the storage it is for."""
 
     __slots__ = ("_charged", "_typed", "address", "memory", "storage")
@@ -148,11 +150,11 @@ class Block:
             self.memory.note_free(self._charged)
 
 
-def block_of(tensor: torch.Tensor) -> Block:
+def block_of(tensor: torch.Tensor) -> SimulatedBlock:
     """Return the memory of a simulated tensor. Raises RuntimeError for one that torch made behind our back."""
     storage: Any = tensor.untyped_storage()
     try:
-        block: Block = storage._simulated
+        block: SimulatedBlock = storage._simulated
     except AttributeError:
         raise RuntimeError(f"a tensor on {tensor.device} has no memory: the simulated device did not make it") from None
     return block
@@ -166,9 +168,9 @@ def host_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 def storage_over(memory: DeviceMemory, host: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a storage on the device that has its bytes in `host`, and nobody else's. Raises OutOfMemoryError."""
-    block = Block(memory, host)
+    block = SimulatedBlock(memory, host)
     # The pointer is never followed. The attribute lives exactly as long as torch's own storage does.
-    storage: Any = torch._C._construct_storage_from_data_pointer(block.address, memory.device, host.nbytes())
+    storage: Any = storage_with_address(block.address, memory.device, host.nbytes())
     storage._simulated = block
     return cast("torch.UntypedStorage", storage)
 

@@ -10,9 +10,13 @@ from typing import Final
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.flux import Flux
+from deployments.engines.diffusion.families.flux2 import Flux2
+from deployments.engines.diffusion.families.flux2_klein import Flux2Klein
+from deployments.engines.diffusion.families.qwen_image import QwenImage
 from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
 from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
 from deployments.engines.diffusion.families.stable_diffusion_3 import StableDiffusion3
+from deployments.engines.diffusion.families.z_image import ZImage
 from deployments.engines.protocol import EngineError
 
 FAMILIES: Final[Mapping[str, Family]] = {
@@ -22,6 +26,10 @@ FAMILIES: Final[Mapping[str, Family]] = {
         StableDiffusionXL(),
         StableDiffusion3(),
         StableDiffusion(),
+        Flux2(),
+        Flux2Klein(),
+        QwenImage(),
+        ZImage(),
     )
     for class_name in (family.class_name, *family.other_class_names)
 }

@@ -7,34 +7,36 @@ noise scaled by the solver, text that is truncated at the tokenizer's own length
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
-from deployments.engines.protocol import ClipLayer, DiffusionRequest, EngineError, check_choice
+from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, lacking_encoders
+from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
     from deployments.engines.nn.lora import AdaptedSpan
 
-Role = Literal["prompt", "negative"]
+MIN_TEXT_LENGTH: Final = 16
+NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
-Encoded = Mapping[str, "torch.Tensor"]  # outputs of one text encoder for one text, without batch axis
 
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
     """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels.
 
-    `max_sequence_length` None is what `text_encoders` makes of it.
+    `max_sequence_length` None is what `text_encoders` makes of it. `true_cfg_scale` is that of families which have one.
     """
 
     num_inference_steps: int
     guidance_scale: float
     side: int
     max_sequence_length: int | None = None
+    true_cfg_scale: float = 1.0
 
 
 Task = Literal["text-to-image", "image-to-image", "inpainting"]
@@ -47,28 +49,6 @@ class EditDefaults:
     strength: float
     guidance_scale: float
     num_inference_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeItem:
-    """One text for one text encoder, named by its component. `max_length` None is the tokenizer's own."""
-
-    component: str
-    text: str
-    max_length: int | None
-    role: Role
-    padding: TextPadding = "stock"
-    long_text: LongText = "truncate"
-    layer: ClipLayer = "penultimate"
-
-
-class EncoderUse(NamedTuple):
-    """A text encoder of a pipeline: the most tokens that it gets, its rule for longer texts, its layer if a CLIP."""
-
-    component: str
-    max_length: int | None = None
-    long_text: LongText = "truncate"
-    layer: ClipLayer = "penultimate"
 
 
 class ImageSize(NamedTuple):
@@ -171,6 +151,7 @@ class Family(ABC):
     edits: ClassVar[Mapping[Task, EditDefaults]] = {}  # the tasks beside text-to-image
     guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
+    refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
     lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that reads its LoRAs of kohya's layout
     lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
@@ -178,21 +159,41 @@ class Family(ABC):
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
     controls_read_prompt: ClassVar[bool] = False  # also beside a negative prompt
+    encodes_controls: ClassVar[bool] = False  # `control_image` may encode, so that the VAE is needed
     embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
     modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
     text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
+    attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
+    float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
+    takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
-    def defaults_of(self, variant: Mapping[str, bool]) -> ImageDefaults:
+    def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_variant.py`)."""
         return self.defaults
+
+    def variant(self, model_index: Mapping[str, Any]) -> Family:
+        """Return the family as a checkpoint has it, by its model_index.json."""
+        return self
 
     # Text
 
     @abstractmethod
-    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
-        """Return the encoders that every text goes to. Raises EngineError for a length that one cannot have."""
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        """Return the encoders that every text goes to, and those of `lacking` for which stock takes a stand-in.
+
+        `lacking` are the encoders that the pipeline has not. Raises EngineError for a length that one cannot have.
+        """
+
+    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded:
+        """Return what stock takes for a text whose encoder the pipeline lacks, in the place and dtype of `like`.
+
+        Raises EngineError for an encoder that it must have.
+        """
+        raise EngineError(f"the pipeline has no {item.component}, which {self.class_name} needs")
 
     @abstractmethod
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
@@ -212,6 +213,18 @@ class Family(ABC):
         """Return the scale of classifier-free guidance."""
         return request.guidance_scale
 
+    def combine_guidance(self, negative: torch.Tensor, prompt: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return one prediction, made of those for a negative prompt and a prompt: classifier-free guidance."""
+        return negative + scale * (prompt - negative)
+
+    def padded_text_length(self, num_tokens: int) -> int:
+        """Return the length that a text has in a forward: a power of two that follows from its own length alone.
+
+        So texts of many lengths share forwards, and none depends on its batch-mates. The usual lengths of T5 are such
+        powers.
+        """
+        return max(MIN_TEXT_LENGTH, 1 << (num_tokens - 1).bit_length())
+
     def plan_texts(
         self,
         model_index: Mapping[str, Any],
@@ -222,13 +235,17 @@ class Family(ABC):
         max_sequence_length: int | None = None,
         text_padding: TextPadding = "stock",
         long_text: LongText = "truncate",
+        clip_skips: Mapping[Role, int] = NO_SKIPS,
     ) -> tuple[EncodeItem, ...]:
         """Plan what is encoded. Nothing runs, so a plan can be made and cached anywhere.
+
+        Items of `lacking_encoders` are not encoded: they have a `stand_in`.
 
         A negative prompt of None is what `no_negative` says; an empty *string* is a text and is encoded.
         `max_sequence_length` is for families whose prompt has a length of its own (Flux's T5); others ignore it.
         `text_padding` "trimmed" gives the rows of the prompt's own tokens, computed under a mask. `long_text` is for
-        texts beyond the limit. Raises EngineError for what the pipeline cannot take.
+        texts beyond the limit. `clip_skips` says by role how many layers of its CLIPs are left out, for families that
+        take it. Raises EngineError for what the pipeline cannot take.
         """
         check_choice("text_padding", text_padding, TextPadding)
         check_choice("long_text", long_text, LongText)
@@ -240,9 +257,19 @@ class Family(ABC):
             texts.append(("negative", negative_prompt))
         elif use_negative and self.no_negative(model_index) == "empty text":
             texts.append(("negative", ""))
-        uses = self.text_encoders(max_sequence_length, long_text)
+        uses = self.text_encoders(max_sequence_length, long_text, lacking_encoders(model_index))
+        skips = clip_skips if self.takes_clip_skip else NO_SKIPS
         return tuple(
-            EncodeItem(use.component, text, use.max_length, role, text_padding, use.long_text, use.layer)
+            EncodeItem(
+                use.component,
+                text,
+                use.max_length,
+                role,
+                text_padding,
+                use.long_text,
+                use.layer.before(skips.get(role, 0)),
+                use.form,
+            )
             for role, text in texts
             for use in uses
         )
@@ -277,6 +304,10 @@ class Family(ABC):
         """Return the channels of a latent image."""
         return int(denoiser_config["in_channels"])
 
+    def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
+        """Return the shape (C, h, w) in which stock draws the noise of an image."""
+        return self.latent_channels(denoiser_config), size.latent_height, size.latent_width
+
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
         return 0
@@ -305,13 +336,13 @@ class Family(ABC):
         """Return what `pack_latents` packed: (B, C, h, w)."""
         return latents
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return latents of the VAE at the scale at which they are denoised."""
-        return vae_latents * vae_config["scaling_factor"]
+        return vae_latents * vae.config["scaling_factor"]
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
         """Return latent images at the scale of the VAE."""
-        return latents_BCHW / vae_config["scaling_factor"]
+        return latents_BCHW / vae.config["scaling_factor"]
 
     def batch_shape(self, size: ImageSize) -> Hashable:
         """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
@@ -319,8 +350,8 @@ class Family(ABC):
 
     # The denoiser
 
-    def refusal(self, denoiser: Any) -> str | None:
-        """Return why `predict_noise` cannot call this variant of the denoiser, or None."""
+    def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
+        """Return why `predict_noise` cannot call a denoiser of this config, or None."""
         return None
 
     @abstractmethod
@@ -343,7 +374,7 @@ class Family(ABC):
         net: Any,
         pixels_B3HW: torch.Tensor,
         encode: Callable[[torch.Tensor], torch.Tensor],
-        vae_config: Mapping[str, Any],
+        vae: Any,
     ) -> torch.Tensor:
         """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
         return pixels_B3HW
@@ -382,11 +413,3 @@ def sum_residuals(
             for sums, kind in zip(total, own, strict=True)
         ]
     return total or None
-
-
-def output_of(role: Role, encodings: Mapping[str, Encoded], component: str, name: str) -> torch.Tensor:
-    """Return one output of one text encoder. Raises EngineError with what there is."""
-    encoded = encodings.get(component, {})
-    if name not in encoded:
-        raise EngineError(f"the {role} has no {name!r} of {component!r} (given: {', '.join(encoded) or 'nothing'})")
-    return encoded[name]

@@ -1,14 +1,22 @@
-"""The parts that families of flow matching share: noise is mixed with the image, unscaled, and the VAE has a shift."""
+"""The parts that families of flow matching share: noise is mixed with the image, unscaled, and the VAE has a shift.
+
+Most look at patches of PATCH x PATCH latents, and shift their schedule by the number of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+import numpy as np
 
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
+from deployments.engines.protocol import DiffusionRequest
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
+
+PATCH: Final = 2
 
 
 class FlowMatching(Family):
@@ -27,11 +35,57 @@ class FlowMatching(Family):
     def first_latents(self, noise_BCHW: torch.Tensor, solver: Any) -> torch.Tensor:
         return noise_BCHW
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        return (vae_latents - vae_config["shift_factor"]) * vae_config["scaling_factor"]
+    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        return (vae_latents - vae.config["shift_factor"]) * vae.config["scaling_factor"]
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        return latents_BCHW / vae_config["scaling_factor"] + vae_config["shift_factor"]
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        return latents_BCHW / vae.config["scaling_factor"] + vae.config["shift_factor"]
+
+
+class ShiftedFlow(FlowMatching):
+    """A transformer of patches, whose schedule is shifted by how many there are."""
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return PATCH * pixels_per_latent
+
+    def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
+        steps = request.num_inference_steps
+        schedule: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+        if request.sigmas is not None or request.timesteps is not None:
+            schedule = super().schedule(request, solver_config, size)
+        elif solver_config.get("use_flow_sigmas"):
+            schedule = {"num_inference_steps": steps}
+        return schedule | {"mu": self.shift(num_patches(size), steps, solver_config)}
+
+    def shift(self, num_patches: int, num_steps: int, solver_config: Mapping[str, Any]) -> float:
+        """Return mu, by which the solver shifts its schedule."""
+        return dynamic_shift(num_patches, solver_config, max_shift=1.15)
+
+
+class PackedFlow(ShiftedFlow):
+    """A transformer that takes its latents as packed patches: (num_images, h/2 * w/2, 4 * C)."""
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) // PATCH**2
+
+    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Pack (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
+        batch, channels, height, width = images_BCHW.shape
+        patches = images_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
+
+    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        """Unpack (B, h * w, 4 * C) -> (B, C, 2h, 2w)."""
+        batch, _, width = latents.shape
+        channels = width // PATCH**2
+        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
+        patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
+        return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
+
+
+def num_patches(size: ImageSize) -> int:
+    """Return how many patches an image has."""
+    return (size.latent_height // PATCH) * (size.latent_width // PATCH)
 
 
 def dynamic_shift(num_patches: int, solver_config: Mapping[str, Any], max_shift: float) -> float:

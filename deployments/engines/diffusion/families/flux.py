@@ -5,39 +5,33 @@ Source: diffusers 0.42, `pipelines/flux/pipeline_flux.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-
-import numpy as np
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
     ControlRows,
     EditDefaults,
-    Encoded,
-    EncoderUse,
     ImageDefaults,
     ImageSize,
     NoNegative,
-    Role,
     Rows,
     Task,
-    output_of,
     sum_residuals,
 )
-from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
+from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, num_patches
+from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
-PATCH: Final = 2
 MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
 # FLUX.1-schnell, by its model card: distilled to few steps, without guidance, its schedule not shifted by the size.
 SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, side=1024, max_sequence_length=256)
 
 
-class Flux(FlowMatching):
+class Flux(PackedFlow):
     """FluxPipeline. CLIP's pooled text modulates, T5's tokens are attended to.
 
     `guidance_scale` is embedded if the transformer has an embedding for it, else it does nothing. Guidance against a
@@ -66,17 +60,20 @@ class Flux(FlowMatching):
         "pooled_projection_dim",
     )
     controls_read_prompt: ClassVar[bool] = True
+    encodes_controls: ClassVar[bool] = True
     masks_text: ClassVar[bool] = True
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "chunk": f"long_text 'chunk' is for CLIP, and FluxPipeline reads prompts with T5, which takes up to "
         f"{MAX_T5_TOKENS} tokens in one piece; use truncate or error"
     }
 
-    def defaults_of(self, variant: Mapping[str, bool]) -> ImageDefaults:
+    def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         is_timestep_distilled = variant.get("guidance_embeds") is variant.get("use_dynamic_shifting") is False
         return SCHNELL if is_timestep_distilled else self.defaults
 
-    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
         """Return CLIP and T5. CLIP always truncates: its one vector only tints what T5 says, whatever the padding."""
         t5_tokens = MAX_T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
@@ -97,49 +94,19 @@ class Flux(FlowMatching):
     def cfg_scale(self, request: DiffusionRequest) -> float:
         return request.true_cfg_scale
 
-    def size_multiple(self, pixels_per_latent: int) -> int:
-        return PATCH * pixels_per_latent
-
-    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
-        return int(denoiser_config["in_channels"]) // PATCH**2
-
-    def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
-        steps = request.num_inference_steps
-        schedule: dict[str, Any] = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-        if request.sigmas is not None or request.timesteps is not None:
-            schedule = super().schedule(request, solver_config, size)
-        elif solver_config.get("use_flow_sigmas"):
-            schedule = {"num_inference_steps": steps}
-        num_patches = (size.latent_height // PATCH) * (size.latent_width // PATCH)
-        return schedule | {"mu": dynamic_shift(num_patches, solver_config, max_shift=1.15)}
-
-    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
-        """Pack (B, C, 2h, 2w) -> (B, h * w, 4 * C)."""
-        batch, channels, height, width = images_BCHW.shape
-        patches = images_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
-        return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH**2)
-
-    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
-        """Unpack (B, h * w, 4 * C) -> (B, C, 2h, 2w)."""
-        batch, _, width = latents.shape
-        channels = width // PATCH**2
-        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
-        patches = latents.view(batch, rows, columns, channels, PATCH, PATCH)
-        return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * PATCH, columns * PATCH)
-
     def batch_shape(self, size: ImageSize) -> Hashable:
         """Return the number of patches: attention sees them as one sequence, each with its own position."""
-        return (size.latent_height // PATCH) * (size.latent_width // PATCH)
+        return num_patches(size)
 
     def control_image(
         self,
         net: Any,
         pixels_B3HW: torch.Tensor,
         encode: Callable[[torch.Tensor], torch.Tensor],
-        vae_config: Mapping[str, Any],
+        vae: Any,
     ) -> torch.Tensor:
         images = pixels_B3HW * 2 - 1
-        return images if _reads_pixels(net) else self.pack_latents(self.scale_latents(encode(images), vae_config))
+        return images if _reads_pixels(net) else self.pack_latents(self.scale_latents(encode(images), vae))
 
     def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
         return "is a union of ControlNets, which is not supported" if net.union else None
@@ -223,8 +190,7 @@ def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torc
     def forward(ids: torch.Tensor) -> tuple[_AnglesByRow, ...]:
         import torch
 
-        num_patches = (sizes[0].latent_height // PATCH) * (sizes[0].latent_width // PATCH)
-        text_ids = ids[: len(ids) - num_patches]
+        text_ids = ids[: len(ids) - num_patches(sizes[0])]
         found = {
             size: type(positions).forward(positions, torch.cat([text_ids, _patch_ids(size).to(ids)]))
             for size in dict.fromkeys(sizes)

@@ -5,22 +5,19 @@ Source: diffusers 0.42, `pipelines/stable_diffusion_xl/pipeline_stable_diffusion
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
     EditDefaults,
-    Encoded,
-    EncoderUse,
     ImageDefaults,
     ImageSize,
     NoNegative,
-    Role,
     Rows,
     Task,
-    output_of,
 )
+from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
 from deployments.engines.diffusion.families.unet import UNetFamily
 from deployments.engines.protocol import EngineError
 
@@ -28,6 +25,8 @@ if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
 NUM_TIME_IDS: Final = 6  # original height and width, crop top and left, target height and width
+AESTHETIC_SCORE: Final = 6.0  # the stock pipeline's defaults
+NEGATIVE_AESTHETIC_SCORE: Final = 2.5
 
 
 class StableDiffusionXL(UNetFamily):
@@ -47,6 +46,7 @@ class StableDiffusionXL(UNetFamily):
         "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
     }
     upcasts_vae: ClassVar[bool] = True
+    takes_clip_skip: ClassVar[bool] = True
     lora_loader: ClassVar[str | None] = "StableDiffusionXLLoraLoaderMixin"
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
@@ -54,15 +54,24 @@ class StableDiffusionXL(UNetFamily):
         "padding; use stock"
     }
 
-    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
-        return EncoderUse("text_encoder", None, long_text), EncoderUse("text_encoder_2", None, long_text)
+    def variant(self, model_index: Mapping[str, Any]) -> StableDiffusionXL:
+        return REFINER if model_index.get("requires_aesthetics_score") else self
+
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        """Return both, or the second alone where the pipeline has no other: stock leaves the first out then."""
+        names = ("text_encoder_2",) if "text_encoder" in lacking else ("text_encoder", "text_encoder_2")
+        return [EncoderUse(name, None, long_text) for name in names]
 
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         import torch
 
-        first = output_of(role, encodings, "text_encoder", "penultimate")
         second = output_of(role, encodings, "text_encoder_2", "penultimate")
         pooled = output_of(role, encodings, "text_encoder_2", "pooled")
+        if "text_encoder" not in encodings:
+            return {"prompt_embeds": second.unsqueeze(0), "pooled_prompt_embeds": pooled.unsqueeze(0)}
+        first = output_of(role, encodings, "text_encoder", "penultimate")
         if len(first) != len(second):
             raise EngineError(
                 f"text_encoder gave {len(first)} tokens and text_encoder_2 {len(second)}: "
@@ -74,13 +83,13 @@ class StableDiffusionXL(UNetFamily):
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "zeros" if model_index.get("force_zeros_for_empty_prompt", True) else "empty text"
 
-    def scale_latents(self, vae_latents: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        mean_C11, std_C11 = _latent_statistics(vae_latents, vae_config)
-        return (vae_latents - mean_C11) * vae_config["scaling_factor"] / std_C11
+    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        mean_C11, std_C11 = _latent_statistics(vae_latents, vae.config)
+        return (vae_latents - mean_C11) * vae.config["scaling_factor"] / std_C11
 
-    def unscale_latents(self, latents_BCHW: torch.Tensor, vae_config: Mapping[str, Any]) -> torch.Tensor:
-        mean_C11, std_C11 = _latent_statistics(latents_BCHW, vae_config)
-        return latents_BCHW * std_C11 / vae_config["scaling_factor"] + mean_C11
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        mean_C11, std_C11 = _latent_statistics(latents_BCHW, vae.config)
+        return latents_BCHW * std_C11 / vae.config["scaling_factor"] + mean_C11
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         config = denoiser.config
@@ -94,6 +103,43 @@ class StableDiffusionXL(UNetFamily):
         ids = [size.height, size.width, 0, 0, size.height, size.width]
         size_ids = torch.tensor(ids, device=latents.device, dtype=latents.dtype)
         return {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": size_ids.expand(len(latents), -1)}}
+
+
+class StableDiffusionXLRefiner(StableDiffusionXL):
+    """StableDiffusionXLImg2ImgPipeline that `requires_aesthetics_score`: in place of its target size, an image has one.
+
+    A prompt's score is the last element of its pooled text, which has it row by row.
+    """
+
+    refines_only: ClassVar[bool] = True
+
+    def assemble_conditioning(
+        self, model_index: Mapping[str, Any], outputs: Mapping[EncodeItem, Encoded], *, use_negative: bool = True
+    ) -> dict[str, torch.Tensor]:
+        import torch
+
+        conditioning = super().assemble_conditioning(model_index, outputs, use_negative=use_negative)
+        for prefix, score in (("", AESTHETIC_SCORE), ("negative_", NEGATIVE_AESTHETIC_SCORE)):
+            if (pooled := conditioning.get(f"{prefix}pooled_prompt_embeds")) is not None:
+                conditioning[f"{prefix}pooled_prompt_embeds"] = torch.nn.functional.pad(pooled, (0, 1), value=score)
+        return conditioning
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        config = denoiser.config
+        pooled = denoiser.add_embedding.linear_1.in_features - (NUM_TIME_IDS - 1) * config.addition_time_embed_dim
+        return config.cross_attention_dim, pooled + 1
+
+    def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
+        import torch
+
+        assert pooled is not None  # `text_widths` asks for it
+        sizes = torch.tensor([size.height, size.width, 0, 0], device=pooled.device, dtype=rows.latents.dtype)
+        scores = pooled[:, -1:].to(sizes.dtype)
+        ids = torch.cat([sizes.expand(len(pooled), -1), scores], dim=1)
+        return {"added_cond_kwargs": {"text_embeds": pooled[:, :-1], "time_ids": ids}}
+
+
+REFINER: Final = StableDiffusionXLRefiner()
 
 
 def _latent_statistics(like: torch.Tensor, vae_config: Mapping[str, Any]) -> tuple[torch.Tensor | float, ...]:

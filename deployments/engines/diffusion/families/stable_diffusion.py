@@ -5,22 +5,20 @@ Source: diffusers 0.42, `pipelines/stable_diffusion/pipeline_stable_diffusion.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
     EditDefaults,
-    Encoded,
-    EncoderUse,
     ImageDefaults,
     ImageSize,
-    Role,
     Rows,
     Task,
-    output_of,
 )
+from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
 from deployments.engines.diffusion.families.unet import UNetFamily
+from deployments.engines.protocol import LAST
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
@@ -40,16 +38,18 @@ class StableDiffusion(UNetFamily):
         "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
         "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
     }
+    takes_clip_skip: ClassVar[bool] = True
     lora_loader: ClassVar[str | None] = "StableDiffusionLoraLoaderMixin"
     lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",
-        "chunk": "long_text 'chunk' is for StableDiffusionXLPipeline; use truncate or error",
     }
 
-    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
-        return (EncoderUse("text_encoder", None, long_text, layer="last"),)
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        return (EncoderUse("text_encoder", None, long_text, layer=LAST),)
 
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}

@@ -5,22 +5,19 @@ Source: diffusers 0.42, `pipelines/stable_diffusion_3/pipeline_stable_diffusion_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
     EditDefaults,
-    Encoded,
-    EncoderUse,
     ImageDefaults,
     ImageSize,
-    Role,
     Rows,
     Task,
-    output_of,
 )
 from deployments.engines.diffusion.families.flow_matching import FlowMatching, dynamic_shift
+from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch
@@ -29,12 +26,14 @@ if TYPE_CHECKING:  # the ingress has no torch
 PATCH: Final = 2
 T5_TOKENS: Final = 256  # the stock pipeline's default
 MAX_T5_TOKENS: Final = 512
+_CLIPS: Final = ("text_encoder", "text_encoder_2")
+_T5: Final = "text_encoder_3"
 
 
 class StableDiffusion3(FlowMatching):
     """StableDiffusion3Pipeline. Two CLIPs' tokens come before the T5's; their pooled texts modulate.
 
-    Latents are images: (num_images, C, h, w). A folder without its T5 cannot be served: stock puts zeros there.
+    Latents are images: (num_images, C, h, w). In a folder without its T5, zeros are in place of its tokens.
     Stock's inpainting pipeline forgets the VAE's shift when it decodes; here it is not forgotten.
     """
 
@@ -57,20 +56,29 @@ class StableDiffusion3(FlowMatching):
         "chunk": "long_text 'chunk' is for StableDiffusionXLPipeline; use truncate or error",
     }
 
-    def text_encoders(self, max_sequence_length: int | None, long_text: LongText) -> Sequence[EncoderUse]:
-        """Return the CLIPs and the T5. CLIPs always truncate: what they lose is for the T5 to say."""
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        """Return the CLIPs and the T5. CLIPs truncate beside a T5: what they lose is for that to say."""
         t5_tokens = T5_TOKENS if max_sequence_length is None else max_sequence_length
         if not 1 <= t5_tokens <= MAX_T5_TOKENS:
             raise EngineError(f"max_sequence_length {t5_tokens}: expected 1 to {MAX_T5_TOKENS}")
-        clips = EncoderUse("text_encoder"), EncoderUse("text_encoder_2")
-        return *clips, EncoderUse("text_encoder_3", t5_tokens, long_text)
+        of_clips = long_text if _T5 in lacking else "truncate"
+        clips = (EncoderUse(name, None, of_clips) for name in _CLIPS)
+        return *clips, EncoderUse(_T5, t5_tokens, long_text)
+
+    def stand_in(self, item: EncodeItem, denoiser_config: Mapping[str, Any], like: torch.Tensor) -> Encoded:
+        """Return zeros in place of the T5's tokens."""
+        if item.component != _T5 or item.max_length is None:
+            return super().stand_in(item, denoiser_config, like)
+        return {"hidden": like.new_zeros(item.max_length, int(denoiser_config["joint_attention_dim"]))}
 
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         import torch
 
-        t5 = output_of(role, encodings, "text_encoder_3", "hidden")
-        clips = [output_of(role, encodings, name, "penultimate").to(t5) for name in ("text_encoder", "text_encoder_2")]
-        pooled = [output_of(role, encodings, name, "pooled").to(t5) for name in ("text_encoder", "text_encoder_2")]
+        t5 = output_of(role, encodings, _T5, "hidden")
+        clips = [output_of(role, encodings, name, "penultimate").to(t5) for name in _CLIPS]
+        pooled = [output_of(role, encodings, name, "pooled").to(t5) for name in _CLIPS]
         if len({len(clip) for clip in clips}) > 1 or sum(clip.shape[1] for clip in clips) > t5.shape[1]:
             shapes = ", ".join(str(tuple(encoding.shape)) for encoding in (*clips, t5))
             raise EngineError(

@@ -37,8 +37,8 @@ class UNetFamily(Family):
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
 
-    def refusal(self, denoiser: Any) -> str | None:
-        if denoiser.config.time_cond_proj_dim is None:
+    def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
+        if denoiser_config.get("time_cond_proj_dim") is None:
             return None
         return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from transformers import AutoConfig, PretrainedConfig
-
-from deployments.engines.llm.models.packed import PackedSource
-from deployments.engines.nn.packed_weights import SUPPORTED_KINDS
+from deployments.engines.llm.models.gguf_keys import GgufKeys, rope_settings
+from deployments.engines.nn.packed_kinds import BLOCK_KINDS, FLOAT_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
 from weights.formats.gguf_model import gguf_set
 from weights.formats.gguf_names import CONTROL, EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.untrusted import shown
+
+if TYPE_CHECKING:  # the control plane asks `describe_gguf`, and has no torch
+    from transformers import PretrainedConfig
 
 # Name in general.architecture -> transformers' model type, and whether rows of q and k are in neighbouring RoPE pairs.
 # The config's class is imported when it is needed: it brings much with it.
@@ -68,19 +69,29 @@ def _read_header(file: Path, mtime_ns: int) -> GgufHeader:
     return read_gguf_header(file) if file.suffix == ".header" else read_gguf(file)
 
 
-def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
-    """Return the config that the metadata describes; `packed_source` of it says where the tensors go.
+class GgufDescription(NamedTuple):
+    """A decoder as metadata and tensors of a GGUF model describe it: transformers' model type and fields of its config.
 
-    Raises EngineError for an architecture, a RoPE scaling or a tensor type that is not supported, with those that are.
+    `kinds` are the stored types by tensor, `window` is the length of the attention's window, 0 for none.
+    """
+
+    model_type: str
+    fields: Mapping[str, Any]
+    kinds: Mapping[str, str]
+    is_interleaved: bool
+    window: int
+    rope_magnitude: float
+
+
+def describe_gguf(headers: Sequence[GgufHeader]) -> GgufDescription:
+    """Return what the metadata describes, checked without torch.
+
+    Raises EngineError for an architecture, a RoPE scaling or a tensor type that is not supported, with those that are,
+    and for a key that would change what the model computes and is not honoured.
     """
     metadata = headers[0].metadata
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _FAMILIES:
-        raise EngineError(
-            f"GGUF architecture {shown(architecture)} is not supported; supported are {_listed(_FAMILIES)}"
-        )
-    model_type, is_interleaved = _FAMILIES[architecture]
-    keys = _Keys(metadata, architecture)
+    architecture = _architecture_of(metadata)
+    keys = GgufKeys(metadata, architecture)
     kinds = {name: tensor.dtype for header in headers for name, tensor in header.tensors.items()}
     _check_kinds(kinds)
     num_layers = keys.integer("block_count", maximum=_MAX_LAYERS)
@@ -88,28 +99,18 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
     hidden_size = keys.integer("embedding_length")
     head_dim = keys.integer("attention.key_length", hidden_size // num_heads, maximum=_MAX_HEAD_DIM)
     _check_layers(kinds, num_layers)
-    if keys.integer("attention.value_length", head_dim) != head_dim:
-        raise EngineError("GGUF models whose keys and values have heads of different sizes are not supported")
-    if keys.integer("rope.dimension_count", head_dim) != head_dim:
-        raise EngineError(f"rope must turn the whole head of {head_dim}, {architecture}.rope.dimension_count differs")
-    embedding = next((h.tensors["token_embd.weight"] for h in headers if "token_embd.weight" in h.tensors), None)
-    if embedding is None or len(embedding.shape) != 2:
-        raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
-    if embedding.shape[1] != hidden_size:
-        raise EngineError(
-            f"tensor 'token_embd.weight' has shape {list(embedding.shape)}, expected rows of {hidden_size}"
-        )
+    _check_sizes(keys, architecture, head_dim, hidden_size)
+    vocab_size = _num_embeddings(headers, hidden_size)
     context_length = keys.integer("context_length")
     window = keys.integer("attention.sliding_window", 0, minimum=0)
     experts = _experts(keys, architecture, kinds, num_layers)
     _check_experts(headers, num_layers, experts)
-    if architecture == "llama" and experts:
-        model_type = "mixtral"
-    elif architecture == "llama" and 0 < window < context_length:
-        model_type = "mistral"
-    config = _config(
-        model_type,
-        vocab_size=embedding.shape[0],
+    model_type, is_interleaved = _FAMILIES[architecture]
+    if architecture == "llama":
+        model_type = _llama_type(model_type, bool(experts), 0 < window < context_length)
+    rope, magnitude = rope_settings(keys, context_length)
+    fields = dict(
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=keys.integer("feed_forward_length"),
         num_hidden_layers=num_layers,
@@ -119,29 +120,80 @@ def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
         rms_norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         max_position_embeddings=context_length,
         tie_word_embeddings="output.weight" not in kinds,
-        rope_parameters=_rope_parameters(keys, context_length),
+        rope_parameters=rope,
         attention_bias="blk.0.attn_q.bias" in kinds,
         mlp_bias="blk.0.ffn_gate.bias" in kinds,
         bos_token_id=_token_id(metadata, "bos"),
         eos_token_id=_end_tokens(metadata),
         **experts,
     )
+    keys.check_rest()
+    return GgufDescription(model_type, fields, kinds, is_interleaved, window, magnitude)
+
+
+def _architecture_of(metadata: Mapping[str, Any]) -> str:
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _FAMILIES:
+        raise EngineError(
+            f"GGUF architecture {shown(architecture)} is not supported; supported are {_listed(_FAMILIES)}"
+        )
+    return architecture
+
+
+def _llama_type(plain: str, has_experts: bool, has_window: bool) -> str:
+    """Return which of the models whose files all say "llama" it is."""
+    return "mixtral" if has_experts else "mistral" if has_window else plain
+
+
+def _check_sizes(keys: GgufKeys, architecture: str, head_dim: int, hidden_size: int) -> None:
+    if keys.integer("attention.value_length", head_dim) != head_dim:
+        raise EngineError("GGUF models whose keys and values have heads of different sizes are not supported")
+    if keys.integer("rope.dimension_count", head_dim) != head_dim:
+        raise EngineError(f"rope must turn the whole head of {head_dim}, {architecture}.rope.dimension_count differs")
+    if keys.integer("embedding_length_out", hidden_size) != hidden_size:
+        raise EngineError(f"embedding_length is {hidden_size}, {architecture}.embedding_length_out differs")
+
+
+def _num_embeddings(headers: Sequence[GgufHeader], hidden_size: int) -> int:
+    embedding = next((h.tensors["token_embd.weight"] for h in headers if "token_embd.weight" in h.tensors), None)
+    if embedding is None or len(embedding.shape) != 2:
+        raise EngineError("the GGUF file has no matrix 'token_embd.weight'")
+    if embedding.shape[1] != hidden_size:
+        raise EngineError(
+            f"tensor 'token_embd.weight' has shape {list(embedding.shape)}, expected rows of {hidden_size}"
+        )
+    return embedding.shape[0]
+
+
+def gguf_config(headers: Sequence[GgufHeader]) -> PretrainedConfig:
+    """Return the config that the metadata describes; `packed_source` of it says where the tensors go.
+
+    Raises EngineError as `describe_gguf` does.
+    """
+    from deployments.engines.llm.models.packed import PackedSource
+
+    model_type, fields, kinds, is_interleaved, window, magnitude = describe_gguf(headers)
+    config = _config(model_type, **fields)
     if model_type in ("mistral", "mixtral"):
         config.sliding_window = window or None
-    elif 0 < window < context_length:  # which layers have it is not said; within it, all attention is full
+    elif 0 < window < config.max_position_embeddings:  # which layers have it is not said; within it, all is full
         config.max_position_embeddings = window
     config.architectures = [CLASS_NAMES[model_type]]
     names = {
         f"{stored}.{leaf}": f"{name}.{leaf}"
-        for stored, name in _names(num_layers).items()
+        for stored, name in _names(config.num_hidden_layers).items()
         for leaf in ("weight", "bias")
     }
     factors = FREQUENCY_FACTORS if FREQUENCY_FACTORS in kinds else None
-    config.packed_source = PackedSource(names, kinds, is_interleaved=is_interleaved, frequency_factors=factors)
+    config.packed_source = PackedSource(
+        names, kinds, is_interleaved=is_interleaved, frequency_factors=factors, rope_magnitude=magnitude
+    )
     return config
 
 
 def _config(model_type: str, **fields: Any) -> PretrainedConfig:
+    from transformers import AutoConfig
+
     try:
         return AutoConfig.for_model(model_type, **fields)
     except Exception as error:  # transformers checks what it is given, and raises many kinds
@@ -164,7 +216,7 @@ def _names(num_layers: int) -> dict[str, str]:
     return {**TOP_NAMES, **layers}
 
 
-def _experts(keys: _Keys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
+def _experts(keys: GgufKeys, architecture: str, kinds: Mapping[str, str], num_layers: int) -> dict[str, Any]:
     """Return what the config says of experts, {} without any. Raises EngineError where a dense family has some."""
     num_experts = keys.integer("expert_count", 0, minimum=0, maximum=MAX_EXPERTS)
     if not num_experts and not architecture.endswith("moe"):
@@ -195,54 +247,10 @@ def _check_experts(headers: Sequence[GgufHeader], num_layers: int, experts: Mapp
             raise EngineError(f"tensor 'blk.{layer}.ffn_gate_exps.weight' is missing, expert_count is {count}")
 
 
-class _Keys:
-    """The hyperparameters of one architecture, each checked as it is read."""
-
-    def __init__(self, metadata: Mapping[str, GgufValue], architecture: str) -> None:
-        self._metadata = metadata
-        self._prefix = architecture
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
-        value = self._metadata.get(f"{self._prefix}.{key}", default)
-        if type(value) is not int or not minimum <= value <= maximum:
-            raise self._error(key, value, f"an integer from {minimum} to {maximum}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self._metadata.get(f"{self._prefix}.{key}", default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise self._error(key, value, "a positive number")
-        return float(value)
-
-    def text(self, key: str, default: str) -> str:
-        value = self._metadata.get(f"{self._prefix}.{key}", default)
-        if not isinstance(value, str):
-            raise self._error(key, value, "a text")
-        return value
-
-    def _error(self, key: str, value: Any, expected: str) -> EngineError:
-        return EngineError(f"GGUF key {self._prefix}.{key} is {shown(value)}, expected {expected}")
-
-
-def _rope_parameters(keys: _Keys, context_length: int) -> dict[str, Any]:
-    """Return RoPE's base and scaling. That of Llama 3 comes as a tensor of frequency factors instead."""
-    base = {"rope_theta": keys.number("rope.freq_base", 10000.0)}
-    kind = keys.text("rope.scaling.type", "none")
-    if kind == "none":
-        return {"rope_type": "default", **base}
-    factor = keys.number("rope.scaling.factor", 1.0)
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor, **base}
-    if kind == "yarn":
-        original = keys.integer("rope.scaling.original_context_length", context_length)
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **base}
-    raise EngineError(f"GGUF rope scaling {shown(kind)} is not supported; supported are none, linear, yarn")
-
-
 def _check_kinds(kinds: Mapping[str, str]) -> None:
     for name, kind in kinds.items():
-        if kind not in SUPPORTED_KINDS:
-            known = _listed(kind for kind in SUPPORTED_KINDS if kind != "GROUP_INT8")
+        if kind not in (*FLOAT_KINDS, *BLOCK_KINDS):
+            known = _listed((*FLOAT_KINDS, *BLOCK_KINDS))
             raise EngineError(f"tensor {name!r} is {kind}, which is not supported; supported are {known}")
 
 

@@ -1,17 +1,20 @@
-"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, or SentencePiece's BPE."""
+"""The tokenizer that GGUF metadata describes, as a transformers one: byte-level BPE, SentencePiece's BPE, Gemma 4's."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from deployments.engines.protocol import EngineError
 from weights.formats.gguf import GgufValue
 from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNKNOWN, USER_DEFINED
 from weights.formats.untrusted import shown
+
+if TYPE_CHECKING:  # the control plane asks `check_tokenizer_kind`, and has no torch
+    from transformers import PreTrainedTokenizerBase
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
@@ -27,20 +30,33 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
         raise EngineError(f"the GGUF metadata does not describe a tokenizer: {error}") from None
 
 
+def check_tokenizer_kind(metadata: Mapping[str, GgufValue]) -> None:
+    """Raise EngineError for a kind of tokenizer that is not supported, with those that are."""
+    model, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if model not in ("gpt2", "llama", "gemma4"):
+        raise EngineError(
+            f"tokenizer.ggml.model {shown(model)} is not supported; supported are gpt2 (BPE), llama (SPM), gemma4"
+        )
+    if model == "gpt2" and (not isinstance(pre, str) or pre not in TEXT_SPLITS):
+        raise EngineError(
+            f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(TEXT_SPLITS))}"
+        )
+
+
 def _tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+
+    check_tokenizer_kind(metadata)
     tokens = _texts(metadata, "tokens")
     kinds = _numbers(metadata, "token_type", len(tokens), default=1)
     if len(set(tokens)) != len(tokens):
         raise EngineError("tokenizer.ggml.tokens has a token twice")
-    model = metadata.get("tokenizer.ggml.model")
-    if model == "gpt2":
+    if metadata["tokenizer.ggml.model"] == "gpt2":
         core, adds_bos = _byte_level(metadata, tokens)
-    elif model == "llama":
-        core, adds_bos = _sentencepiece(metadata, tokens, kinds)
+    elif metadata["tokenizer.ggml.model"] == "gemma4":
+        core, adds_bos = _characters(metadata, tokens), True
     else:
-        raise EngineError(
-            f"tokenizer.ggml.model {shown(model)} is not supported; supported are gpt2 (BPE), llama (SPM)"
-        )
+        core, adds_bos = _sentencepiece(metadata, tokens, kinds)
     special = [text for text, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
     added = [text for text, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
@@ -60,13 +76,19 @@ def _tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase:
 
 
 def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> tuple[Tokenizer, bool]:
-    pre = metadata.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in TEXT_SPLITS:
-        raise EngineError(
-            f"tokenizer.ggml.pre {shown(pre)} is not supported; supported are {', '.join(sorted(TEXT_SPLITS))}"
-        )
+    pre = str(metadata["tokenizer.ggml.pre"])
     patterns, ignore_merges = TEXT_SPLITS[pre]
     vocabulary = {text: index for index, text in enumerate(tokens)}
+    merges = _merges(metadata, vocabulary)
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
+    core.decoder = decoders.ByteLevel()
+    return core, pre in ADDS_BOS
+
+
+def _merges(metadata: Mapping[str, GgufValue], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     merges = []
     for merge in _texts(metadata, "merges", may_be_absent=True):
         # A space inside of a token is written as another character, so the only one is between the two.
@@ -74,12 +96,24 @@ def _byte_level(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> t
         # What merges into no token is cut into bytes again by llama.cpp, and refused by the tokenizers library.
         if left in vocabulary and right in vocabulary and left + right in vocabulary:
             merges.append((left, right))
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=ignore_merges))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in patterns]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    core.decoder = decoders.ByteLevel()
-    return core, pre in ADDS_BOS
+    return merges
+
+
+def _characters(metadata: Mapping[str, GgufValue], tokens: tuple[str, ...]) -> Tokenizer:
+    """Build Gemma 4's BPE: over characters, a line at a time, with bytes for what the vocabulary lacks.
+
+    A run of line ends that is a token is that token, of a longer one each is a token of its own (llama.cpp,
+    LLAMA_VOCAB_PRE_TYPE_GEMMA4).
+    """
+    vocabulary = {text: index for index, text in enumerate(tokens)}
+    longest = next(length for length in itertools.count(1) if "\n" * (length + 1) not in vocabulary)
+    runs = [("\n" * left, "\n" * (both - left)) for both in range(2, longest + 1) for left in range(1, both)]
+    merges = [pair for pair in _merges(metadata, vocabulary) if "\n" not in "".join(pair)]
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges + runs, byte_fallback=True))
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"(?<!\n)\n{{1,{longest}}}(?!\n)|\n"), "isolated")
+    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return core
 
 
 def _sentencepiece(

@@ -10,7 +10,7 @@ K key/value heads, D head dimension, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,7 +31,15 @@ class _RMSNorm(nn.Module):
         """Normalize `x` (..., size); the result has its shape and dtype."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return (self.weight * wide.to(x.dtype)).to(x.dtype)
+
+
+class KvHeads(NamedTuple):
+    """The key/value heads of a layer: how many, and the elements of a key and of a value."""
+
+    num_heads: int
+    key_size: int
+    value_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +65,11 @@ class DecoderSpec:
     qk_norm: bool = False
     experts: ExpertsSpec | None = None
     windows: tuple[int, ...] = ()
+
+    @property
+    def kv_layers(self) -> tuple[KvHeads, ...]:
+        """Return the key/value heads of each layer."""
+        return (KvHeads(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
 
 class Attend(Protocol):

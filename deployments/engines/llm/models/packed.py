@@ -21,14 +21,15 @@ class PackedSource:
 
     `names` and `kinds`: the Hugging Face name and the stored type, by stored name; `*` in a name stands for the numbers
     of the experts whose matrices are one tensor. `is_interleaved` says that the rows of q and k are in the order of
-    neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's
-    inverse frequencies (llama3 scaling). `ignored` tensors are computed from the config instead.
+    neighbouring RoPE pairs. `frequency_factors` names the tensor that divides RoPE's inverse frequencies (llama3
+    scaling), and `rope_magnitude` multiplies cosine and sine. `ignored` tensors are computed from the config instead.
     """
 
     names: Mapping[str, str]
     kinds: Mapping[str, str]
     is_interleaved: bool = False
     frequency_factors: str | None = None
+    rope_magnitude: float = 1.0
     group_size: int = 0
     ignored: frozenset[str] = frozenset()
 
@@ -43,12 +44,12 @@ def place_packed(
 ) -> dict[str, torch.Tensor]:
     """Put the packed matrices of `tensors` (by stored names) into `module`, which was built on the meta device.
 
-    Returns the rest, norms and biases, by the module's names and in the compute dtype: these few are private copies.
+    Returns the rest, norms and biases, by the module's names and in float32, which most files have them in.
     Without a head of its own the module uses the embedding's matrix. Raises EngineError naming a tensor that is
     unknown, missing, of another shape, or of a type that is not supported.
     """
     dtype = compute_dtype(arithmetic)
-    weights, vectors = _sorted_out(source, tensors, dtype)
+    weights, vectors = _sorted_out(source, tensors)
     weights.setdefault(f"{_HEAD}.weight", weights.get(f"{_EMBEDDING}.weight", _NOTHING))
     for path, old in list(module.named_modules()):
         if not isinstance(old, nn.Linear | nn.Embedding):
@@ -90,7 +91,7 @@ _NOTHING = PackedWeight("", torch.empty(0), 0, 0)
 
 
 def _sorted_out(
-    source: PackedSource, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    source: PackedSource, tensors: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, PackedWeight], dict[str, torch.Tensor]]:
     """Return matrices and vectors by the names of the module's parameters."""
     weights: dict[str, PackedWeight] = {}
@@ -105,7 +106,7 @@ def _sorted_out(
             for expert, matrix in enumerate(tensor):
                 weights[name.replace("*", str(expert))] = packed_weight(stored, kind, matrix)
         elif tensor.dim() == 1 and tensor.is_floating_point():
-            vectors[name] = tensor.to(dtype)
+            vectors[name] = tensor.float()
         elif kind == GROUP_INT8:
             scales = tensors.get(stored.replace(".weight", ".scales"))
             if scales is None:

@@ -8,23 +8,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from deployments.engines.build import read_config
+from deployments.engines.config_files import read_config
 from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
-from deployments.engines.llm.models.gguf_config import CLASS_NAMES, MAX_EXPERTS, gguf_config, gguf_headers
+from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
+from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
-from deployments.engines.llm.models.packed import PackedSource, place_packed, uses_torch_products
+from deployments.engines.llm.models.own_cache import OwnCacheModel, create_own_cache_model
+from deployments.engines.llm.models.packed import PackedSource, compute_dtype, place_packed, uses_torch_products
+from deployments.engines.llm.models.stock import StockModel, create_stock_model
+from deployments.engines.llm.models.stock_classes import OWN_CACHE
+from deployments.engines.llm.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8
 from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
+from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
-from weights.quantization.group_int8 import METHOD
 
 # On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
 # unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
@@ -48,6 +54,23 @@ class LoadedModel:
     device: torch.device
     pads_rows: bool = True
 
+    def hidden_states(
+        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, planner: Planner, check: Callable[[], None]
+    ) -> torch.Tensor:
+        """Return the hidden states (T, C) of a step's tokens, behind the last norm."""
+        angles = self.rotary.angles(positions_T, self.dtype)
+        windows = self.spec.windows or (0,) * self.spec.num_layers
+        plans = {window: planner(window, None) for window in set(windows)}
+        attend = LayerAttention(tuple(plans[window] for window in windows), check)
+        return self.module(token_ids_T, angles, attend)
+
+    def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
+        """Return (N, vocabulary) scores of the next token."""
+        return self.module.logits(hidden_NC)
+
+
+AnyModel = LoadedModel | StockModel | OwnCacheModel
+
 
 def load_config(folder: Path) -> PretrainedConfig:
     """Read the transformers config of a model folder, or make it of the metadata of the GGUF model that is there.
@@ -58,21 +81,35 @@ def load_config(folder: Path) -> PretrainedConfig:
     if headers := gguf_headers(folder):
         return gguf_config(headers)
     content = read_config(folder / "config.json")
-    names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
-    if names[0] not in ARCHITECTURES:
-        asked = names[0] or content.get("model_type")
-        raise EngineError(
-            f"architecture {asked!r} in {folder / 'config.json'} is not supported; "
-            f"supported are {', '.join(sorted(ARCHITECTURES))}"
-        )
+    class_name = check_config(content, folder / "config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        source = AutoConfig if class_name in ARCHITECTURES else getattr(transformers, class_name).config_class
+        config = source.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds; all mean that this config cannot be used
         raise EngineError(f"{folder / 'config.json'} is not a valid config: {error}") from error
-    config.architectures = names
+    config.architectures = [class_name]
     if (header := kuiper_header(folder)) is not None:
         config.packed_source = kuiper_source(header, config)
     return config
+
+
+def is_stock(config: PretrainedConfig) -> bool:
+    """Return whether transformers computes the model."""
+    return config.architectures[0] not in ARCHITECTURES
+
+
+def create_any_model(
+    config: PretrainedConfig,
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device,
+    *,
+    arithmetic: Arithmetic = "fast",
+) -> AnyModel:
+    """Build our decoder, or the class of transformers where we have none. Raises EngineError as they do."""
+    if not is_stock(config):
+        return create_model(config, tensors, device, arithmetic=arithmetic)
+    create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model
+    return create(config, tensors, device)
 
 
 def create_model(
@@ -82,7 +119,7 @@ def create_model(
     *,
     arithmetic: Arithmetic = "fast",
 ) -> LoadedModel:
-    """Build the decoder on the meta device and assign `tensors`.
+    """Build our decoder on the meta device and assign `tensors`.
 
     Tensors that are on `device` already are used where they are; others are copied there. Those of a GGUF or Kuiper
     file stay packed, and `arithmetic` says how products with them are computed (`nn/packed_linear.py`).
@@ -102,7 +139,7 @@ def create_model(
         rotary = _rescaled(rotary, source, placed)
         placed = place_packed(module, source, placed, arithmetic)
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
-    dtype = module.model.norm.weight.dtype
+    dtype = module.model.norm.weight.dtype if source is None else compute_dtype(arithmetic)
     pads_rows = uses_torch_products(module)
     for part in module.modules():
         if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(device):
@@ -120,9 +157,8 @@ def _stored_source(
     quantization = getattr(config, "quantization_config", None)
     if quantization is None and arithmetic != "exact":
         return None
-    given = quantization or {"quant_method": METHOD, "group_size": 1}
-    if not isinstance(given, dict) or given.get("quant_method") != METHOD or type(given.get("group_size")) is not int:
-        raise EngineError(f"quantization_config {shown(given)} is not supported; supported is {METHOD}")
+    given: Any = quantization or {"quant_method": GROUP_INT8_METHOD, "group_size": 1}
+    check_quantization(given)
     kinds_by_dtype = {dtype: kind for kind, dtype in DENSE_KINDS.items()} | {torch.int8: GROUP_INT8}
     scales = frozenset(name for name in tensors if name.endswith(".scales"))
     names = [name for name in tensors if not name.endswith((*_IGNORED_SUFFIXES, ".scales"))]
@@ -146,11 +182,13 @@ def _rescaled(rotary: Rotary, source: PackedSource, tensors: Mapping[str, torch.
         if factors is None or factors.shape != frequencies.shape:
             raise EngineError(f"tensor {source.frequency_factors!r} does not have {len(frequencies)} factors")
         frequencies = frequencies / factors.float()
-    return Rotary(frequencies, rotary.magnitude, is_interleaved=source.is_interleaved)
+    return Rotary(frequencies, rotary.magnitude * source.rope_magnitude, is_interleaved=source.is_interleaved)
 
 
 def decoder_spec(config: PretrainedConfig) -> DecoderSpec:
     """Return the sizes of a config's decoder. Raises EngineError for what is not supported."""
+    if is_stock(config):
+        raise EngineError(f"a {config.architectures[0]} is computed by transformers: it is none of our decoders")
     return ARCHITECTURES[config.architectures[0]](config)
 
 
@@ -237,22 +275,17 @@ ARCHITECTURES: dict[str, Callable[[PretrainedConfig], DecoderSpec]] = {
     "Qwen3ForCausalLM": _qwen3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
 }
-# The kinds whose frequencies do not depend on the length of the sequence.
-_SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _create_rotary(config: PretrainedConfig, head_dim: int, device: torch.device) -> Rotary:
     """Return the rotary of `config`, with its frequencies on `device`.
 
     Raises:
-        EngineError: the kind of scaling is not one of `_SUPPORTED_ROPE_TYPES`, or it turns only a part of the
-        head.
+        EngineError: the kind of scaling is not one of `ROPE_TYPES`, or it turns only a part of the head.
     """
     parameters = config.rope_parameters
     rope_type = parameters["rope_type"]
-    if rope_type not in _SUPPORTED_ROPE_TYPES:
-        known = ", ".join(_SUPPORTED_ROPE_TYPES)
-        raise EngineError(f"rope type {rope_type!r} is not supported; supported are {known}")
+    check_rope_type(rope_type)
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
         frequencies, magnitude = 1.0 / (parameters["rope_theta"] ** exponents), 1.0
@@ -298,14 +331,14 @@ def _check_names(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         name = missing[0]
         raise EngineError(
             f"tensor {name!r} of shape {tuple(expected[name].shape)} is missing{_and_others(missing)}: "
-            f"{len(given)} tensors came, the model has {len(expected)}"
+            f"{len(given)} tensors given, the model has {len(expected)}"
         )
     unknown = [name for name in given if name not in expected]
     if unknown:
         name = unknown[0]
         raise EngineError(
             f"tensor {name!r} of shape {tuple(given[name].shape)} is unknown here{_and_others(unknown)}: "
-            f"{len(given)} tensors came, the model has {len(expected)}"
+            f"{len(given)} tensors given, the model has {len(expected)}"
         )
 
 

@@ -26,6 +26,7 @@ _CODES: Final[dict[int, StatusCode]] = {
     401: StatusCode.UNAUTHENTICATED,
     403: StatusCode.PERMISSION_DENIED,
     404: StatusCode.NOT_FOUND,
+    408: StatusCode.DEADLINE_EXCEEDED,
     409: StatusCode.FAILED_PRECONDITION,
     413: StatusCode.INVALID_ARGUMENT,  # RESOURCE_EXHAUSTED would ask to be tried again
     422: StatusCode.FAILED_PRECONDITION,

@@ -14,7 +14,16 @@ from google.protobuf.json_format import ParseDict
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.records import SHARED_MEMORY, InferRequest, InferResponse, ModelMetadata, read_wish
+from deployments.ingress.kserve.records import (
+    MAX_TENSORS,
+    SHARED_MEMORY,
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    SharedTensor,
+    read_part,
+    read_wish,
+)
 from deployments.ingress.kserve.statistics import ModelStatistics
 from deployments.ingress.kserve.tensors import (
     check_count,
@@ -46,9 +55,13 @@ Scalar = bool | int | float | str
 
 def read_request(message: messages.ModelInferRequest) -> InferRequest:
     """Return the record of a request. Raises InvalidRequest naming the tensor or parameter."""
+    for field, tensors in (("inputs", message.inputs), ("outputs", message.outputs)):
+        if len(tensors) > MAX_TENSORS:
+            raise InvalidRequest(f"{field}: {len(tensors)} tensors, at most {MAX_TENSORS} are allowed", field)
     return InferRequest(
         model=message.model_name,
         inputs=tuple(_inputs(message)),
+        shared_inputs=tuple(_shared_input(one) for one in message.inputs if SHARED_MEMORY in one.parameters),
         version=message.model_version,
         id=message.id,
         parameters=read_parameters(message.parameters),
@@ -82,6 +95,10 @@ def write_response(response: InferResponse) -> messages.ModelInferResponse:
         outputs=[{"name": out.name, "datatype": out.datatype, "shape": out.shape} for out in response.outputs],
         raw_output_contents=[to_bytes(out) for out in response.outputs],
     )
+    for tensor in response.shared_outputs:  # behind the others: raw contents are found by their place
+        output = message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        for name, value in tensor.part.parameters().items():
+            _set_parameter(output.parameters[name], value)
     for name, value in response.parameters.items():
         _set_parameter(message.parameters[name], value)
     return message
@@ -110,14 +127,11 @@ def write_statistics(found: Iterable[ModelStatistics]) -> messages.ModelStatisti
 
 def _inputs(message: messages.ModelInferRequest) -> Iterable[TensorValue]:
     raw = message.raw_input_contents
-    if raw and len(raw) != len(message.inputs):
-        raise InvalidRequest(
-            f"{len(raw)} raw_input_contents for {len(message.inputs)} inputs: expected one for each, or none"
-        )
-    for position, tensor in enumerate(message.inputs):
+    own = [tensor for tensor in message.inputs if SHARED_MEMORY not in tensor.parameters]
+    if raw and len(raw) != len(own):
+        raise InvalidRequest(f"{len(raw)} raw_input_contents for {len(own)} inputs: expected one for each, or none")
+    for position, tensor in enumerate(own):
         name = tensor.name
-        if SHARED_MEMORY in tensor.parameters:
-            raise InvalidRequest(f"{name}: shared memory is not supported; send the data", name)
         datatype, shape = checked_datatype(name, tensor.datatype), checked_shape(name, list(tensor.shape))
         if not raw:
             yield _from_contents(name, datatype, shape, tensor.contents)
@@ -125,6 +139,14 @@ def _inputs(message: messages.ModelInferRequest) -> Iterable[TensorValue]:
             raise InvalidRequest(f"{name}: has contents although the request has raw_input_contents", name)
         else:
             yield from_bytes(name, datatype, shape, raw[position])
+
+
+def _shared_input(tensor: Any) -> SharedTensor:
+    name = tensor.name
+    if tensor.HasField("contents"):
+        raise InvalidRequest(f"{name}: has contents and {SHARED_MEMORY}; only one can be", name)
+    datatype, shape = checked_datatype(name, tensor.datatype), checked_shape(name, list(tensor.shape))
+    return SharedTensor(name, datatype, shape, read_part(name, read_parameters(tensor.parameters)))
 
 
 def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], contents: Any) -> TensorValue:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
 import grpc
 from grpc_reflection.v1alpha import reflection
 
-from deployments.errors import ServiceError
+from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.errors import failure_of
 from deployments.ingress.kserve.grpc.calls import Method, service_handler, status_of
@@ -36,8 +36,10 @@ from deployments.ingress.kserve.statistics import Statistics
 _logger = logging.getLogger("atelier.ingress")
 
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
-_WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may hear of a change
+_WATCH_INTERVAL_S: Final = 1.0  # how late a watcher may be notified of a change
 _GRACE_S: Final = 5.0
+MAX_OPEN_CALLS: Final = 1024  # at once, of those that need no key
+_MESSAGE_S: Final = 10.0  # for the request of such a call
 MAX_CALLS: Final = 16_384  # at once, probes and open streams among them; the admission queue bounds inference
 _OPEN: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _OF_OPERATORS: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
@@ -65,6 +67,10 @@ class _HealthServicer:
         self._is_ready = is_ready
         self._services = ("", *services)
         self._sleep = sleep
+        self._num_watchers = 0
+        self._poller: asyncio.Task[None] | None = None  # while there are watchers
+        self._last: Any = None  # the status that it saw
+        self._changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def methods(self) -> dict[str, Method]:
         """Return the methods by the names that the .proto has."""
@@ -80,13 +86,32 @@ class _HealthServicer:
         return messages.HealthCheckResponse(status=status)
 
     async def watch(self, request: messages.HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:
-        """Write the status at once and whenever it has changed, until the client goes."""
-        last = None
+        """Write the status at once and whenever it has changed, until the client goes. One poller looks for all."""
+        self._num_watchers += 1
+        try:
+            if self._poller is None:
+                self._last, self._poller = None, asyncio.create_task(self._poll())
+            last = None
+            while True:
+                changed = self._changed
+                status = self._last if request.service in self._services else "SERVICE_UNKNOWN"
+                if status not in (None, last):
+                    last = status
+                    await context.write(messages.HealthCheckResponse(status=status))
+                await asyncio.shield(changed)
+        finally:
+            self._num_watchers -= 1
+            if not self._num_watchers and self._poller is not None:
+                self._poller.cancel()
+                self._poller = None
+
+    async def _poll(self) -> None:
+        """Look at the status, and tell the watchers of each change."""
         while True:
-            status = await self._status(request.service)
-            if status != last:
-                await context.write(messages.HealthCheckResponse(status=status))
-                last = status
+            if (status := await self._status("")) != self._last:
+                self._last = status
+                changed, self._changed = self._changed, asyncio.get_running_loop().create_future()
+                changed.set_result(None)
             await self._sleep(_WATCH_INTERVAL_S)
 
     async def _status(self, service: str) -> Any:
@@ -120,6 +145,7 @@ async def start_grpc_server(
     max_message_bytes: int,
     callers: Callers | None = None,
     max_calls: int = MAX_CALLS,
+    max_open_calls: int = MAX_OPEN_CALLS,
 ) -> GrpcServer:
     """Listen on `host` and `port`, and return the server. Without `callers` nobody needs a key.
 
@@ -128,7 +154,7 @@ async def start_grpc_server(
     Raises OSError when it cannot listen there.
     """
     server = grpc.aio.server(
-        interceptors=[_AccessInterceptor(callers)] if callers else [],
+        interceptors=[_AccessInterceptor(callers, max_open_calls)] if callers else [],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
@@ -165,12 +191,15 @@ def _need_of(method: str) -> Need:
 class _AccessInterceptor(grpc.aio.ServerInterceptor):
     """The gate of every call: it knows who calls by the metadata `authorization` or `x-api-key`.
 
-    It refuses whom the config does not let in. A call counts against the limits of its key; a stream of requests does
-    not, but each of its requests (`begin_current_request`).
+    It refuses whom the config does not let in, before the message of the call is here. Of calls that need no key, few
+    are open at once, and their messages have to come soon: whoever opens many takes them from others like that. A call
+    counts against the limits of its key; a stream of requests does not, but each of its requests
+    (`begin_current_request`).
     """
 
-    def __init__(self, callers: Callers) -> None:
+    def __init__(self, callers: Callers, max_open_calls: int) -> None:
         self._callers = callers
+        self._num_free = max_open_calls
 
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
@@ -178,13 +207,34 @@ class _AccessInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:  # no such method, which the server says itself
             return None
+        if (need := _need_of(details.method)) == "nothing":
+            return self._one_of_few(handler)
         metadata = dict(details.invocation_metadata or ())
         try:
             key = shown_key(metadata.get("authorization"), metadata.get("x-api-key"))
-            caller = self._callers.identify(key, _need_of(details.method))
+            caller = self._callers.identify(key, need)
         except ServiceError as error:
             return _refusing(handler, error)
         return _acting(handler, caller) if caller else handler
+
+    def _one_of_few(self, handler: _Handler) -> _Handler:
+        behavior = handler.unary_unary or handler.unary_stream
+
+        async def answer(requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> Any:
+            if not self._num_free:
+                return await _abort(context, QueueFull("server busy: too many open calls without a key; try again"))
+            self._num_free -= 1
+            try:
+                try:
+                    async with asyncio.timeout(_MESSAGE_S):
+                        request = await anext(aiter(requests))
+                except (TimeoutError, StopAsyncIteration):
+                    return await _abort(context, RequestTooSlow("the message of this call did not come in time"))
+                return await behavior(request, context)
+            finally:
+                self._num_free += 1
+
+        return _before_message(handler, answer)
 
 
 def _acting(handler: _Handler, caller: Caller) -> _Handler:
@@ -209,11 +259,17 @@ def _refusing(handler: _Handler, error: ServiceError) -> _Handler:
     async def refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
         await _abort(context, error)
 
-    return _with_behavior(handler, refuse)
+    return _before_message(handler, refuse)
 
 
 def _with_behavior(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    return make(behavior, handler.request_deserializer, handler.response_serializer)
+
+
+def _before_message(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
+    """Return a handler whose behavior begins before the call's message is here, and gets what iterates over it."""
+    make = _MAKERS[True, handler.response_streaming]
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 

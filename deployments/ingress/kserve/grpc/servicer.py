@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import aclosing
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -15,20 +15,19 @@ from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import Method, parsed, read_infer, status_of, write_infer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.kserve.loopback_peers import parse_grpc_peer, uid_of_client
 from deployments.ingress.kserve.models import is_decoupled
-from deployments.ingress.kserve.records import server_metadata
+from deployments.ingress.kserve.records import InferRequest
 from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.shared_memory import Owner, RegionStatus
 from deployments.ingress.kserve.statistics import Statistics, statistics_of
 from deployments.ingress.responses import server_timing
 from deployments.ingress.terms import Terms, current_terms, read_terms
 
 SERVICE: Final = "inference.GRPCInferenceService"
-# Of Triton's service, but not of this one: clients that try hear why instead of "method not found".
+# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
 _UNSUPPORTED: Final = {
-    "shared memory": (
-        "SystemSharedMemoryStatus",
-        "SystemSharedMemoryRegister",
-        "SystemSharedMemoryUnregister",
+    "shared memory of CUDA": (
         "CudaSharedMemoryStatus",
         "CudaSharedMemoryRegister",
         "CudaSharedMemoryUnregister",
@@ -65,6 +64,9 @@ class InferenceServicer:
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._repository_model_load,
             "RepositoryModelUnload": self._repository_model_unload,
+            "SystemSharedMemoryStatus": self._shared_memory_status,
+            "SystemSharedMemoryRegister": self._register_shared_memory,
+            "SystemSharedMemoryUnregister": self._unregister_shared_memory,
         }
 
     async def _server_live(self, request: Any, context: Any) -> messages.ServerLiveResponse:
@@ -77,7 +79,7 @@ class InferenceServicer:
         return messages.ModelReadyResponse(ready=await self._inference.ready(request.name, request.version))
 
     async def _server_metadata(self, request: Any, context: Any) -> messages.ServerMetadataResponse:
-        return messages.ServerMetadataResponse(**asdict(server_metadata()))
+        return messages.ServerMetadataResponse(**asdict(self._inference.server_metadata()))
 
     async def _model_metadata(
         self, request: messages.ModelMetadataRequest, context: Any
@@ -93,7 +95,7 @@ class InferenceServicer:
     ) -> messages.ModelInferResponse:
         """The phase times are in the trailing metadata, in the form of the HTTP header."""
         current_terms.set(_terms_of(context))
-        response = await self._inference.infer(await read_infer(request))
+        response = await self._inference.infer(await _read_infer(context, request))
         timing = server_timing(response.timings_ms)
         context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
         return await write_infer(response)
@@ -102,7 +104,8 @@ class InferenceServicer:
         asked = dict(context.invocation_metadata() or ())
         errors_end_it = asked.get(_ERRORS_END_STREAMS) == "true"
         current_terms.set(_terms_of(context))
-        stream = _InferStream(self._inference, context.write, errors_end_it=errors_end_it)
+        read = partial(_read_infer, context)
+        stream = _InferStream(self._inference, context.write, errors_end_it=errors_end_it, read=read)
         await stream.answer_requests(requests)
 
     async def _model_statistics(
@@ -131,6 +134,45 @@ class InferenceServicer:
         await self._repository.unload(request.model_name, parameters, request.repository_name)
         return messages.RepositoryModelUnloadResponse()
 
+    async def _shared_memory_status(
+        self, request: messages.SystemSharedMemoryStatusRequest, context: grpc.aio.ServicerContext
+    ) -> messages.SystemSharedMemoryStatusResponse:
+        found = self._inference.shared_memory.list_regions(await self._owner(context), request.name)
+        status = messages.SystemSharedMemoryStatusResponse.RegionStatus
+        return messages.SystemSharedMemoryStatusResponse(regions={one.name: status(**one._asdict()) for one in found})
+
+    async def _register_shared_memory(
+        self, request: messages.SystemSharedMemoryRegisterRequest, context: grpc.aio.ServicerContext
+    ) -> messages.SystemSharedMemoryRegisterResponse:
+        owner = await self._owner(context)
+        region = RegionStatus(request.name, request.key, request.offset, request.byte_size)
+        await self._inference.shared_memory.register(owner, region)
+        return messages.SystemSharedMemoryRegisterResponse()
+
+    async def _unregister_shared_memory(
+        self, request: messages.SystemSharedMemoryUnregisterRequest, context: grpc.aio.ServicerContext
+    ) -> messages.SystemSharedMemoryUnregisterResponse:
+        await self._inference.shared_memory.unregister(await self._owner(context), request.name)
+        return messages.SystemSharedMemoryUnregisterResponse()
+
+    async def _owner(self, context: grpc.aio.ServicerContext) -> Owner:
+        """Return who asks for regions. Ends the call where there are none."""
+        if not self._inference.shared_memory.is_on:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "shared memory is not supported by this server")
+        return await _owner_of(context)
+
+
+async def _owner_of(context: grpc.aio.ServicerContext) -> Owner:
+    """Return the user and the tenant who call. Raises NotAllowed for a client that is not on this machine."""
+    uid = await asyncio.to_thread(uid_of_client, parse_grpc_peer(context.peer()))
+    return Owner(uid, current_tenant.get())
+
+
+async def _read_infer(context: grpc.aio.ServicerContext, request: Any) -> InferRequest:
+    """Return the record of a request, with its owner where some of its tensors are in shared memory."""
+    asked = await read_infer(request)
+    return replace(asked, owner=await _owner_of(context)) if asked.has_shared else asked
+
 
 def unsupported_handlers() -> grpc.GenericRpcHandler:
     """Return handlers for the methods of Triton's service that are not here; requests are not decoded."""
@@ -154,12 +196,21 @@ class _InferStream:
     `triton_grpc_error: true` gets it as the status of the whole stream instead. `triton_final_response` is true on the
     last response of each request, error or not, so no empty one has to follow it.
 
-    `write` sends one response. With `errors_end_it`, `answer_requests` raises what a request raises.
+    `write` sends one response. With `errors_end_it`, `answer_requests` raises what a request raises. `read` makes the
+    record of a request.
     """
 
-    def __init__(self, inference: Inference, write: _Write, *, errors_end_it: bool) -> None:
+    def __init__(
+        self,
+        inference: Inference,
+        write: _Write,
+        *,
+        errors_end_it: bool,
+        read: Callable[[Any], Awaitable[InferRequest]] = read_infer,
+    ) -> None:
         self._inference = inference
         self._write = write
+        self._read = read
         self._errors_end_it = errors_end_it
         self._room = asyncio.Semaphore(MAX_CONCURRENT)
         self._writing = asyncio.Lock()  # gRPC takes one write of a call at a time
@@ -190,8 +241,8 @@ class _InferStream:
     async def _respond(self, request: Any, before: _Turn) -> None:
         try:
             with begin_current_request():
-                asked = await read_infer(request)
-                async with aclosing(self._inference.infer_stream(asked)) as responses:
+                asked = await self._read(request)
+                async with self._inference.infer_stream(asked) as responses:
                     async for response in responses:
                         await self._send(before, infer_response=await write_infer(response))
         except Exception as error:

@@ -11,22 +11,27 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
-from pydantic_core import to_json
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, ValidationError
+from pydantic_core import CoreSchema, to_json
 
 from deployments.errors import InvalidRequest
+from deployments.ingress.bodies import check_json_size
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.records import (
+    MAX_TENSORS,
     SHARED_MEMORY,
     VERSION,
     InferRequest,
     InferResponse,
     OutputWish,
     Parameters,
+    SharedTensor,
+    read_part,
     read_wish,
 )
 from deployments.ingress.responses import Answer, json_text, json_with_list
 from deployments.pipelines.records import Datatype, TensorValue
+from deployments.records.requests import failing_fast
 
 _PIECE_ELEMENTS: Final = 2**14
 BodyT = TypeVar("BodyT", bound=BaseModel)
@@ -41,6 +46,10 @@ TensorData = Annotated[list[Any], Field(description="the elements in row-major o
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return failing_fast(handler(source))
 
 
 class InputBody(_Body):
@@ -69,8 +78,8 @@ class InferBody(_Body):
     model_name: str | None = Field(None, description="if given, that of the path")
     model_version: str | None = Field(None, description="if given, that of the path")
     parameters: ParametersBody | None = None
-    inputs: list[InputBody]
-    outputs: list[OutputBody] | None = None
+    inputs: list[InputBody] = Field(max_length=MAX_TENSORS)
+    outputs: list[OutputBody] | None = Field(None, max_length=MAX_TENSORS)
 
 
 class LiveAnswer(Answer):
@@ -122,7 +131,8 @@ def read_request(model: str, version: str, body: bytes, json_length: str | None 
         version=version,
         id=form.id or "",
         parameters=parameters,
-        inputs=_inputs(form.inputs, memoryview(body)[num_json_bytes:]),
+        inputs=_inputs([one for one in form.inputs if not _is_shared(one)], memoryview(body)[num_json_bytes:]),
+        shared_inputs=tuple(_shared_input(one) for one in form.inputs if _is_shared(one)),
         outputs=tuple(_wish(output, default) for output in form.outputs or ()),
     )
 
@@ -143,6 +153,10 @@ def write_response(request: InferRequest, response: InferResponse) -> tuple[byte
             outputs.append(json_text(output).encode())
         else:
             outputs.append(json_with_list(output, "data", _data_parts(value)))
+    for tensor in response.shared_outputs:
+        output = OutputAnswer(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        output.parameters = dict(tensor.part.parameters())
+        outputs.append(json_text(output).encode())
     answer = InferAnswer(model_name=response.model, model_version=response.version, outputs=[])
     if response.id:
         answer.id = response.id
@@ -162,16 +176,15 @@ def _data_parts(value: TensorValue) -> Iterator[bytes]:
 
 
 def read_json(class_: type[BodyT], body: bytes) -> BodyT:
-    """Return strict JSON of that form. Raises InvalidRequest naming the member."""
+    """Return strict JSON of that form. Raises InvalidRequest naming the member, RequestTooLarge for too many values."""
+    check_json_size(body)
     try:
-        return class_.model_validate(json.loads(body, parse_constant=_not_json))
+        return class_.model_validate(json.loads(body.decode(), parse_constant=_not_json))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         text = "unknown member" if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidRequest(f"{where}: {text}", where) from None
-    except RecursionError:
-        raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, numbers of thousands of digits
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
@@ -191,8 +204,6 @@ def _inputs(forms: list[InputBody], raw: memoryview) -> tuple[TensorValue, ...]:
     for form in forms:
         name = form.name
         parameters = read_parameters(f"input {name!r}", form.parameters)
-        if SHARED_MEMORY in parameters:
-            raise InvalidRequest(f"input {name!r}: shared memory is not supported; send the data in the body", name)
         datatype, shape = tensors.checked_datatype(name, form.datatype), tensors.checked_shape(name, form.shape)
         if "binary_data_size" in parameters:
             size = parameters["binary_data_size"]
@@ -213,6 +224,19 @@ def _inputs(forms: list[InputBody], raw: memoryview) -> tuple[TensorValue, ...]:
     if position != len(raw):
         raise InvalidRequest(f"{len(raw) - position} bytes of the body belong to no input")
     return tuple(values)
+
+
+def _is_shared(form: InputBody) -> bool:
+    return SHARED_MEMORY in (form.parameters or {})
+
+
+def _shared_input(form: InputBody) -> SharedTensor:
+    name = form.name
+    parameters = read_parameters(f"input {name!r}", form.parameters)
+    if form.data is not None or "binary_data_size" in parameters:
+        raise InvalidRequest(f"input {name!r} has data and {SHARED_MEMORY}; only one can be", name)
+    datatype, shape = tensors.checked_datatype(name, form.datatype), tensors.checked_shape(name, form.shape)
+    return SharedTensor(name, datatype, shape, read_part(name, parameters))
 
 
 def _wish(form: OutputBody, default: bool) -> OutputWish:

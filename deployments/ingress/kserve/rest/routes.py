@@ -9,6 +9,7 @@ import asyncio
 import gzip
 import zlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter
@@ -26,7 +27,6 @@ from deployments.ingress.kserve.records import (
     InferResponse,
     ModelMetadata,
     ServerMetadata,
-    server_metadata,
 )
 from deployments.ingress.kserve.rest.messages import (
     InferAnswer,
@@ -50,6 +50,7 @@ from deployments.ingress.kserve.rest.routing import (
     protocol_error_response,
     request_body,
 )
+from deployments.ingress.kserve.rest.shared_memory_routes import owner_of
 from deployments.ingress.responses import (
     Answer,
     EventStream,
@@ -65,8 +66,7 @@ _LENGTH_HEADER: Final = {
     _JSON_LENGTH_HEADER: {"description": "bytes of JSON, when raw bytes follow", "schema": {"type": "integer"}}
 }
 _UNSUPPORTED: Final = {
-    "/systemsharedmemory": "shared memory",
-    "/cudasharedmemory": "shared memory",
+    "/cudasharedmemory": "shared memory of CUDA",
     "/trace": "tracing",
     "/logging": "changing the log",
 }
@@ -96,6 +96,8 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
         body = await _read_body(request, limits.max_body_bytes)
         json_length = request.headers.get(_JSON_LENGTH_HEADER)
         asked = await call_aside(len(body), read_request, model, version, body, json_length)
+        if asked.has_shared:
+            asked = replace(asked, owner=await owner_of(request))
         return await _written(request, asked, await inference.infer(asked))
 
     add_model_route(
@@ -104,7 +106,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
         "/infer",
         infer,
         response_model=InferAnswer,
-        responses=documented(*INFERENCE_ERRORS)
+        responses=documented(403, *INFERENCE_ERRORS)
         | {200: {"content": {"application/octet-stream": {}}, "headers": _LENGTH_HEADER}},
         openapi_extra=request_body(InferBody),
     )
@@ -115,7 +117,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
 def _add_server_routes(router: APIRouter, inference: Inference) -> None:
     async def metadata() -> Response:
         """Return name, version and extensions of this server."""
-        return json_response(server_metadata())
+        return json_response(inference.server_metadata())
 
     @router.get(f"{PREFIX}/health/live", response_model=LiveAnswer)
     async def live() -> Response:
@@ -203,16 +205,20 @@ class GenerateAnswer(Answer):
 def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes: int) -> None:
     """Add the routes `/generate` and `/generate_stream` of each model."""
 
+    async def asked_of(request: Request, model: str, version: str) -> InferRequest:
+        body = await _read_body(request, max_body_bytes)
+        return await call_aside(len(body), _generate_request, model, version, body)
+
     async def generate(request: Request, model: str, version: str) -> Response:
         """The whole continuation of a text."""
         await inference.metadata(model, version)  # an unknown model is said before anything about the body
-        response = await inference.infer(_generate_request(model, version, await _read_body(request, max_body_bytes)))
+        response = await inference.infer(await asked_of(request, model, version))
         return json_response(_generate_answer(response), headers=server_timing(response.timings_ms))
 
     async def generate_stream(request: Request, model: str, version: str) -> Response:
         """The continuation of a text, piece by piece, as server-sent events. An error in between is an event too."""
         await inference.metadata(model, version)
-        pieces = inference.infer_stream(_generate_request(model, version, await _read_body(request, max_body_bytes)))
+        pieces = inference.infer_stream(await asked_of(request, model, version))
         opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
         return EventStream(_generate_events(opening, pieces), pieces)
 
@@ -238,7 +244,7 @@ def _generate_request(model: str, version: str, body: bytes) -> InferRequest:
                 f"unknown option {name!r} (known: {', '.join((*_GENERATE_OPTIONS, *_GENERATE_STEERING))})", name
             )
         if name in beside and name in inside:
-            raise InvalidRequest(f"{name}: given in parameters and beside them", name)
+            raise InvalidRequest(f"{name}: given both in parameters and outside of them", name)
     inputs = [tensors.from_json("text_input", "BYTES", (1,), [form.text_input])]
     if isinstance(options.get("stop"), list):  # the one option of which a text can have several
         stop = options.pop("stop")

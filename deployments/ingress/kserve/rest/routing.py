@@ -8,30 +8,32 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Annotated, Any, Final
 
-from fastapi import APIRouter, FastAPI, Path
+from fastapi import APIRouter, Path
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.ingress.errors import describe_errors, error_content, error_response, failure_of
+from deployments.ingress.errors import Failure, error_content, failure_of
 from deployments.ingress.kserve.records import VERSION
 from deployments.ingress.responses import Answer, json_response
 
 PREFIX: Final = "/v2"
 _MEANINGS: Final = {
     400: "the request is not of the documented form, or asks for what the model does not do",
+    403: "shared memory is for clients on this machine, and for their own files",
     404: "no such model or version",
+    408: "the body did not come in time",
     409: "running requests or pins hold the model",
     413: "larger than the server allows",
-    429: "too many requests wait already",
+    429: "the queue is full",
     500: "the model broke down on this request",
     501: "an extension that this server does not have",
     503: "the model or its replica is not available now",
-    504: "the request's own timeout is over",
+    504: "the request timed out",
 }
-INFERENCE_ERRORS: Final = (400, 404, 413, 429, 500, 503, 504)
+INFERENCE_ERRORS: Final = (400, 404, 408, 413, 429, 500, 503, 504)
 Handler = Callable[[Request, str, str], Awaitable[Response]]
 ModelName = Annotated[str, Path(description="a name of GET /v1/models, or of a pipeline")]
 _ModelVersion = Annotated[str, Path(description=f"{VERSION!r}, the one that is served", examples=[VERSION])]
@@ -49,10 +51,14 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"content": content, "description": _MEANINGS[status]} for status in statuses}
 
 
+def protocol_failure_response(failure: Failure) -> Response:
+    """Return `failure` in the protocol's form."""
+    return json_response(ProtocolError(error=failure.message), failure.status, failure.headers)
+
+
 def protocol_error_response(error: Exception) -> Response:
     """Return any exception in the protocol's form."""
-    failure = failure_of(error)
-    return json_response(ProtocolError(error=failure.message), failure.status, failure.headers)
+    return protocol_failure_response(failure_of(error))
 
 
 class _ProtocolRoute(APIRoute):
@@ -70,33 +76,6 @@ class _ProtocolRoute(APIRoute):
                 return protocol_error_response(error)
 
         return answered
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Give unknown paths and methods under /v2 the protocol's form.
-
-    Comes after `install_error_handlers` of `deployments/ingress/errors.py`, whose handler goes on for other paths.
-    """
-    describe_errors(app, ProtocolError)
-    others: Any = app.exception_handlers[HTTPException]
-
-    @app.exception_handler(HTTPException)
-    async def _http(request: Request, error: HTTPException) -> Response:
-        if not is_protocol_path(request.url.path):
-            answer: Response = await others(request, error)
-            return answer
-        text = f"{request.method} {request.url.path}: {error.detail}"
-        return json_response(ProtocolError(error=text), error.status_code, error.headers)
-
-
-def is_protocol_path(path: str) -> bool:
-    """Return whether a request for `path` is answered in this protocol."""
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
-
-
-def error_response_at(path: str, error: Exception) -> Response:
-    """Return any exception in the form of the protocol that `path` belongs to: this one's or OpenAI's."""
-    return protocol_error_response(error) if is_protocol_path(path) else error_response(error)
 
 
 def create_protocol_router() -> APIRouter:

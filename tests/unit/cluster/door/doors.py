@@ -6,7 +6,6 @@ Run as a script, it is a manager that starts HAProxy, prints its process id and 
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,23 +17,19 @@ from aiohttp import web
 from ray.serve._private.haproxy import BackendConfig, HAProxyConfig, ServerConfig
 from ray.serve.config import HTTPOptions
 
-from cluster.door.haproxy import HTTP_ADDRESS, MAX_REQUESTS, _DoorProcess
+from cluster.door.door_plan import HTTP_ADDRESS, MAX_REQUESTS
 from cluster.door.haproxy_rules import MAX_RETRIES, RETRY_ON
+from cluster.ray_seam.haproxy import _DoorProcess
+from infra.ports import free_port
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Replica:
     """A server that counts what reaches it. Health checks are answered and not counted."""
 
     def __init__(self, answer: Answer) -> None:
-        self.port = free_port()
+        self.port = 0  # until it listens
         self.seen: list[str] = []
         self._answer = answer
 
@@ -43,7 +38,8 @@ class Replica:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, handler_cancellation=True)
         await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", self.port).start()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.port = self._runner.addresses[0][1]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -97,8 +93,6 @@ async def door(
             retries=MAX_RETRIES,
             observe_error_limit=1,
             nbthread=1,
-            stats_port=free_port(),
-            metrics_port=free_port(),
             is_head=True,
             **settings,
         )
@@ -122,8 +116,6 @@ async def _manage(folder: str, port: int) -> None:
         server_state_file=f"{folder}/servers",
         metrics_socket_path=f"{folder}/log",
         http_options=HTTPOptions(host="127.0.0.1", port=port),
-        stats_port=free_port(),
-        metrics_port=free_port(),
         nbthread=1,
     )
     process = _DoorProcess(config, {}, f"{folder}/haproxy.cfg")

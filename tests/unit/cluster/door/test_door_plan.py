@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from cluster.door.door_plan import _check_haproxy_runs, check_helper_ports, plan_door
+from cluster.door import door_plan
+from cluster.door.door_plan import METRICS_PORT, STATS_PORT, check_haproxy_runs, check_helper_ports, plan_door
 from cluster.errors import ProxyUnavailable, SessionError
 from configs.cluster import ClusterConfig
 from configs.http import HaproxyConfig
+from infra.ports import free_port
 
 
 def config(**http: Any) -> ClusterConfig:
@@ -45,13 +47,14 @@ def taken(*ports: int) -> Iterator[None]:
         yield
 
 
-def test_two_clusters_of_one_machine_get_ports_of_their_own(binary: Path) -> None:
-    one = plan_door(config())
-    with taken(one.stats_port, one.metrics_port, one.fallback_port, one.replica_ports[0]):
-        other = plan_door(config())
-    assert (
-        len({getattr(plan, f"{kind}_port") for plan in (one, other) for kind in ("stats", "metrics", "fallback")}) == 6
-    )
+def test_two_clusters_of_one_machine_get_ports_of_their_own(binary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door_plan, "_FIRST_FALLBACK_PORT", free_port())
+    monkeypatch.setattr(door_plan, "_FIRST_REPLICA_PORT", free_port(in_a_row=8))
+    asked = config(haproxy={"num_replica_ports": 8})
+    one = plan_door(asked)
+    with taken(one.fallback_port, one.replica_ports[0]):
+        other = plan_door(asked)
+    assert one.fallback_port != other.fallback_port
     assert one.replica_ports[1] < other.replica_ports[0]
     assert one.folder != other.folder
     for plan in (one, other):
@@ -65,6 +68,7 @@ def test_ports_of_the_config_are_taken_as_they_are(binary: Path) -> None:
     door = plan_door(config(haproxy=haproxy | {"first_replica_port": 20100, "num_replica_ports": 10}))
     assert (door.stats_port, door.metrics_port, door.fallback_port) == (18404, 19101, 18500)
     environment = door.environment(config(port=8123, host="192.0.2.1", request_timeout_s=0.5))
+    assert (environment[STATS_PORT], environment[METRICS_PORT]) == ("18404", "19101")
     assert environment["ATELIER_HTTP_ADDRESS"] == "192.0.2.1:8123"
     first, beyond = (int(environment[f"RAY_SERVE_DIRECT_INGRESS_{end}_HTTP_PORT"]) for end in ("MIN", "MAX"))
     assert list(range(first, beyond)) == list(range(20100, 20110))
@@ -73,6 +77,7 @@ def test_ports_of_the_config_are_taken_as_they_are(binary: Path) -> None:
 def test_haproxy_waits_longer_than_the_replica_and_remembers_ports_longer_than_both(binary: Path) -> None:
     asked = config(request_timeout_s=77.5)
     environment = plan_door(asked).environment(asked)
+    assert environment.keys().isdisjoint({STATS_PORT, METRICS_PORT})  # HAProxy does without what nobody asked for
     server_s, stop_s, port_s = (
         float(environment[f"RAY_SERVE_{name}_S"])
         for name in ("HAPROXY_TIMEOUT_SERVER", "HAPROXY_HARD_STOP_AFTER", "PORT_QUARANTINE")
@@ -91,17 +96,18 @@ def test_a_taken_port_of_the_config_is_said(name: str) -> None:
 
 
 def test_replica_ports_are_refused_only_when_all_are_taken() -> None:
-    haproxy = HaproxyConfig(first_replica_port=21000, num_replica_ports=8)
-    with taken(*range(21000, 21007)):
+    first = free_port(in_a_row=8)
+    haproxy = HaproxyConfig(first_replica_port=first, num_replica_ports=8)
+    with taken(*range(first, first + 7)):
         check_helper_ports(haproxy)
-        with taken(21007), pytest.raises(SessionError, match="ports 21000 to 21007 are all taken"):
+        with taken(first + 7), pytest.raises(SessionError, match=f"ports {first} to {first + 7} are all taken"):
             check_helper_ports(haproxy)
 
 
 def test_the_reason_for_serves_own_proxy_is_one_line(
     binary: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    _check_haproxy_runs()
+    check_haproxy_runs()
     binary.write_text("#!/bin/sh\necho one >&2\necho 'no such library' >&2\nexit 127\n")
     with pytest.raises(ProxyUnavailable, match=r"^/.*haproxy does not run: no such library$"):
         plan_door(config())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,13 +20,17 @@ import aiohttp
 import psutil
 import pytest
 from aiohttp import web
+from kit.waiting import until
 from ray.serve._private import haproxy as serve_haproxy
-from ray.serve._private.haproxy import HAProxyConfig, ServerConfig
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig, ServerConfig
 from unit.cluster.door import doors
-from unit.cluster.door.doors import Replica, dies, door, free_port, says_yes
+from unit.cluster.door.doors import Replica, dies, door, says_yes
 
-from cluster.door.haproxy import HTTP_ADDRESS, MAX_REQUESTS
-from cluster.door.haproxy_rules import CROWDED, MAX_RETRIES, rewrite_config
+from cluster.door.door_plan import HTTP_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT
+from cluster.door.haproxy_rules import CROWDED, MAX_RETRIES, RECEIVED, machine_clock, rewrite_config
+from cluster.errors import RayIncompatible
+from cluster.ray_seam import haproxy
+from infra.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -57,6 +64,17 @@ async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
                 assert answer.headers["Retry-After"] == "1"
         assert len(first.seen) >= 1
         assert len(second.seen) == (2 if repeated else 1)
+
+
+async def test_a_replica_learns_when_a_request_came_and_on_whose_clock(client: aiohttp.ClientSession) -> None:
+    async def says_received(request: web.Request) -> web.Response:
+        return web.Response(text=request.headers[RECEIVED])
+
+    async with Replica(says_received) as replica, door(replica) as (url, _):
+        answer = await client.get(url + "/v1/models", headers={RECEIVED: "somebody:1"})
+        clock, _, received_us = (await answer.text()).rpartition(":")
+    assert clock == machine_clock()
+    assert abs(time.time() - int(received_us) / 1e6) < 60
 
 
 async def test_what_does_not_fit_the_buffer_is_repeated_whole_or_not_at_all(client: aiohttp.ClientSession) -> None:
@@ -129,9 +147,7 @@ class Held(Replica):
         return await says_yes(request)
 
     async def wait_for(self, number: int) -> None:
-        async with asyncio.timeout(10):
-            while len(self.seen) < number:
-                await asyncio.sleep(0.005)
+        await until(lambda: len(self.seen) >= number)
 
 
 async def ask(client: aiohttp.ClientSession, url: str, **given: Any) -> tuple[int, str | None, str]:
@@ -146,9 +162,7 @@ async def test_more_than_the_replicas_may_have_in_hand_is_refused_and_nothing_el
         asked = [asyncio.create_task(ask(client, url + "/v1/embeddings")) for _ in range(20)]
         await one.wait_for(3)
         await other.wait_for(3)
-        async with asyncio.timeout(10):
-            while sum(task.done() for task in asked) < 14:
-                await asyncio.sleep(0.005)
+        await until(lambda: sum(task.done() for task in asked) >= 14)
         status, retry_after, text = await ask(client, url + "/v1/embeddings")
         assert (status, retry_after, json.loads(text)["error"]["code"]) == (429, "1", "queue_full")
         status, retry_after, text = await ask(client, url + "/v2/models/m/infer")
@@ -169,9 +183,7 @@ async def test_the_bound_holds_for_serves_own_proxy_too(client: aiohttp.ClientSe
     async with Held() as stand_by, door(free_port(), fallback=stand_by, max_requests=2) as (url, _):
         asked = [asyncio.create_task(ask(client, url + "/v1/embeddings")) for _ in range(6)]
         await stand_by.wait_for(2)
-        async with asyncio.timeout(10):
-            while sum(task.done() for task in asked) < 4:
-                await asyncio.sleep(0.005)
+        await until(lambda: sum(task.done() for task in asked) >= 4)
         stand_by.gate.set()
         assert sorted(status for status, _, _ in await asyncio.gather(*asked)) == [200] * 2 + [429] * 4
 
@@ -277,6 +289,7 @@ async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> 
     with tempfile.TemporaryDirectory(prefix="d") as folder:
         port = free_port()
         environment = os.environ | {HTTP_ADDRESS: f"127.0.0.1:{port}", MAX_REQUESTS: "8"}
+        environment["PYTHONPATH"] = os.pathsep.join(sys.path)
         manager = await asyncio.create_subprocess_exec(
             sys.executable, doors.__file__, folder, str(port), env=environment, stdout=subprocess.PIPE
         )
@@ -289,30 +302,74 @@ async def test_haproxy_ends_with_the_process_that_started_it(tmp_path: Path) -> 
         assert not haproxy.is_running() or haproxy.status() == psutil.STATUS_ZOMBIE
 
 
-async def test_only_the_frontend_can_be_reached_from_outside() -> None:
-    async with Replica(says_yes) as replica, door(replica) as (url, process):
-        assert process._proc is not None
-        listening = {
-            (connection.laddr.ip, connection.laddr.port)
-            for connection in psutil.Process(process._proc.pid).net_connections("inet")
-            if connection.status == psutil.CONN_LISTEN
-        }
-        ports = {int(url.rpartition(":")[2]), process.cfg.stats_port, process.cfg.metrics_port}
-        assert listening == {("127.0.0.1", port) for port in ports}
-        assert Path(process.cfg.socket_path).stat().st_mode & 0o077 == 0
+@pytest.mark.parametrize("asked", [[], [STATS_PORT], [METRICS_PORT, STATS_PORT]])
+async def test_haproxys_own_pages_are_where_they_were_asked_for_and_not_outside(
+    client: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """Nobody listens on a port that nobody chose: HAProxy would not start where it is taken."""
+    ports = {STATS_PORT: free_port(), METRICS_PORT: free_port()}
+    for name in asked:
+        monkeypatch.setenv(name, str(ports[name]))
+    pages = {"stats_port": ports[STATS_PORT], "metrics_port": ports[METRICS_PORT]}
+    with contextlib.ExitStack() as others:
+        for name in ports.keys() - {*asked}:
+            others.enter_context(socket.create_server(("127.0.0.1", ports[name])))
+        async with Replica(says_yes) as replica, door(replica, **pages) as (url, process):
+            assert process._proc is not None
+            listening = {
+                (connection.laddr.ip, connection.laddr.port)
+                for connection in psutil.Process(process._proc.pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            }
+            chosen = {int(url.rpartition(":")[2])} | {ports[name] for name in asked}
+            assert listening == {("127.0.0.1", port) for port in chosen}
+            assert Path(process.cfg.socket_path).stat().st_mode & 0o077 == 0
 
 
 def test_the_public_address_is_the_one_that_was_asked_for() -> None:
     text = _rendered()
-    assert "\n    bind *:8123 shards by-thread\n" in rewrite_config(text, "0.0.0.0", 8123, 8)
-    assert "\n    bind [::1]:8123 shards by-thread\n" in rewrite_config(text, "::1", 8123, 8)
+    assert "\n    bind *:8123 shards by-thread\n" in rewrite_config(text, "0.0.0.0", 8123, 8, 8)
+    assert "\n    bind [::1]:8123 shards by-thread\n" in rewrite_config(text, "::1", 8123, 8, 8)
     with pytest.raises(ValueError, match="0 places for metrics"):
-        rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000, 8)
+        rewrite_config(text.replace("bind :", "bind 127.0.0.1:"), "127.0.0.1", 8000, 8, 8)
 
 
-def _rendered() -> str:
+@pytest.mark.parametrize(
+    ("line", "other", "named"),
+    [
+        ("use_backend app if is_app", "use_backend app", "chooses 0 of 1"),
+        (":1 check", ":1", "another form in backend app"),
+    ],
+)
+def test_a_configuration_of_another_form_is_refused(line: str, other: str, named: str) -> None:
+    """Replicas without a bound on their requests would serve, and nobody would notice."""
+    text = _rendered({"app": BackendConfig("app", "/", servers=[ServerConfig(name="r", host="127.0.0.1", port=1)])})
+    assert "\nbackend app-quick\n" in rewrite_config(text, "127.0.0.1", 8000, 8, 8)
+    assert line in text
+    with pytest.raises(ValueError, match=named):
+        rewrite_config(text.replace(line, other), "127.0.0.1", 8000, 8, 8)
+
+
+def _rendered(backends: dict[str, BackendConfig] | None = None) -> str:
     with tempfile.TemporaryDirectory(prefix="d") as folder:
         config = HAProxyConfig(socket_path=f"{folder}/admin", server_state_base=folder, server_state_file=f"{folder}/s")
-        plain = serve_haproxy.HAProxyApi(config, {}, f"{folder}/haproxy.cfg")
+        plain = serve_haproxy.HAProxyApi(config, backends or {}, f"{folder}/haproxy.cfg")
         plain._generate_config_file_internal()
         return Path(f"{folder}/haproxy.cfg").read_text()
+
+
+async def test_a_serve_that_does_not_start_what_it_was_given_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a Ray that has the name and does not read it: its own configuration opens the admin socket to all."""
+    started: list[Any] = []
+    start = HAProxyApi.start
+
+    async def note(self: Any) -> None:
+        await start(self)
+        started.append(self._proc)
+
+    monkeypatch.setattr(HAProxyApi, "start", note)
+    monkeypatch.setattr(haproxy, "_prepare_start", haproxy._find_haproxy)
+    with pytest.raises(RayIncompatible, match=r"admin socket .* is open to other users"):
+        async with door(free_port()):
+            pass
+    assert await started[0].wait() != 0  # and nobody can command it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -62,9 +63,14 @@ async def test_a_client_that_leaves_is_noticed(client: aiohttp.ClientSession, be
         await asyncio.wait_for(gone.wait(), 10)
 
 
-async def test_a_refusal_arrives_while_the_body_is_still_being_sent(client: aiohttp.ClientSession) -> None:
+@pytest.mark.parametrize("headers", [{}, {haproxy_rules.UNREAD: "1"}])
+async def test_a_refusal_arrives_while_the_body_is_still_being_sent(
+    client: aiohttp.ClientSession, headers: dict[str, str]
+) -> None:
+    text = json.dumps({"error": 'too "large": é %[src] %'}, ensure_ascii=False)
+
     async def refuses(request: web.Request) -> web.Response:
-        answer = web.Response(status=413, text="too large")
+        answer = web.Response(status=413, text=text, headers=headers)
         answer.force_close()
         return answer
 
@@ -73,9 +79,16 @@ async def test_a_refusal_arrives_while_the_body_is_still_being_sent(client: aioh
             yield b"x" * 2**14
 
     async with Replica(refuses) as replica, door(replica) as (url, _):
-        for body in (b"x" * 2**24, pieces()):
-            async with client.post(url + "/v1/embeddings", data=body) as answer:
-                assert (answer.status, await answer.text()) == (413, "too large")
+        for make in (lambda: b"x" * 2**24, pieces):
+            for is_last in (False, False, True):
+                try:
+                    async with client.post(url + "/v1/embeddings", data=make()) as answer:
+                        assert (answer.status, await answer.text()) == (413, text)
+                        assert haproxy_rules.UNREAD not in answer.headers
+                    break
+                except aiohttp.ClientOSError:  # aiohttp may tell of a write that failed although the answer is here
+                    if is_last:
+                        raise
 
 
 async def shows_headers(request: web.Request) -> web.Response:
@@ -119,6 +132,7 @@ async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, va
 async def test_a_client_that_is_slow_with_its_request_is_cut_off(monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     """Slowloris: a byte now and then. The replica does not hear of it."""
     monkeypatch.setattr(haproxy_rules, "_DEFAULT_RULES", haproxy_rules._DEFAULT_RULES.replace("30s", "1s"))
+    monkeypatch.setattr(haproxy_rules, "_PATH_RULES", haproxy_rules._PATH_RULES.replace("10s", "1s"))
     async with Replica(says_yes) as replica, door(replica) as (url, _):
         where = urlsplit(url)
         reader, writer = await asyncio.open_connection(where.hostname, where.port)
@@ -156,3 +170,28 @@ async def test_a_client_that_stops_reading_is_cut_off_and_its_replica_told() -> 
             client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: door\r\n\r\n")
             await asyncio.wait_for(ended.wait(), 10)
     assert 0 < written < 32 * 2**20
+
+
+async def test_an_address_has_its_share_of_connections_and_others_have_theirs(client: aiohttp.ClientSession) -> None:
+    """Half-sent heads, which cost their sender a packet each."""
+    async with Replica(says_yes) as replica, door(replica, maxconn=40) as (url, _):
+        where = urlsplit(url)
+        begun = []
+        for _ in range(60):
+            with contextlib.suppress(ConnectionResetError):  # the later ones
+                begun.append(await asyncio.open_connection(where.hostname, where.port))
+                begun[-1][1].write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: do")
+        connector = aiohttp.TCPConnector(local_addr=("127.0.0.2", 0))
+        async with (
+            aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=5)) as other,
+            other.post(url + "/v1/embeddings", data=b"x") as answer,
+        ):
+            assert await answer.text() == "yes 1"
+        for _, writer in begun:
+            writer.close()
+        async with asyncio.timeout(10):
+            status = 0
+            while status != 200:  # as soon as HAProxy has seen that they are closed
+                with contextlib.suppress(aiohttp.ClientConnectionError):
+                    async with client.post(url + "/v1/embeddings", data=b"x") as answer:
+                        status = answer.status

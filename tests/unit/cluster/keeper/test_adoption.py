@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import threading
 from typing import Any
 
@@ -10,6 +9,8 @@ import numpy as np
 import pytest
 import ray
 import xxhash
+from kit.clock import Clock
+from kit.seeding import seeded_random
 
 from cluster.keeper import adoption
 from cluster.keeper.adoption import Adoption
@@ -19,14 +20,6 @@ from cluster.keeper.records import HeldOffer
 from weights.manifest import ExtentRef
 
 WAIT_S = 3.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Waiting:
@@ -60,7 +53,7 @@ def adopting(held: Any, clock: Clock, wait_s: float = WAIT_S) -> Adoption:
 
 
 def test_each_offer_gives_the_next_one_more_time() -> None:
-    clock, later = Clock(), []
+    clock, later = Clock(100.0), []
     held = Waiting(clock, later)
     taking = adopting(held, clock)
     later += [lambda: taking.take_offers("v", [offer("a", b"1")]), lambda: taking.take_offers("w", [offer("b", b"2")])]
@@ -70,7 +63,7 @@ def test_each_offer_gives_the_next_one_more_time() -> None:
 
 
 def test_an_offer_that_comes_too_late_keeps_nobody_waiting() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     held = Waiting(clock, [])
     taking = adopting(held, clock)
     clock.now_s += WAIT_S
@@ -80,13 +73,14 @@ def test_an_offer_that_comes_too_late_keeps_nobody_waiting() -> None:
 
 
 def test_who_wants_what_is_offered_goes_on_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = secrets.token_bytes(64)
+    data = seeded_random().randbytes(64)
     monkeypatch.setattr(ray, "get", lambda ref, timeout: np.frombuffer(ref, np.uint8))
     held = HeldExtents(1000)
     taking = Adoption(held, DamageLog(), verify=True, wait_s=60.0)
     waiting = threading.Thread(target=taking.wait_for, args=(["a"],))
     waiting.start()
-    assert taking.take_offers("v", [offer("a", data)]) == len(data)
+    taking.take_offers("v", [offer("a", data)])
+    assert taking.adopted_bytes == len(data)
     waiting.join(10)
     assert not waiting.is_alive()
     assert adoption.ADOPTION_S < 60.0

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from kit.seeding import seeded_rng
 
 from cluster.keeper.audit import BLOCK_BYTES, Audit
-from cluster.keeper.records import Held
+from cluster.keeper.records import HeldExtent
 from weights.manifest import ExtentRef
 
 
@@ -19,20 +20,20 @@ class Node:
     """Extents by id, and what the audit says of them. Time passes only while the audit pauses."""
 
     def __init__(self, bytes_per_s: float = 1e12) -> None:
-        self.extents: dict[str, Held] = {}
+        self.extents: dict[str, HeldExtent] = {}
         self.damaged: list[str] = []
         self.pauses_s: list[float] = []
         self.during_pause: Any = lambda: None
         self.audit = Audit(lambda: list(self.extents), self.extents.get, self._note, bytes_per_s, clock=lambda: 0.0)
         self.audit._closed.wait = self._pause  # type: ignore[method-assign]
 
-    def put(self, id_: str, nbytes: int) -> Held:
-        view = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
+    def put(self, id_: str, nbytes: int) -> HeldExtent:
+        view = seeded_rng().integers(0, 256, nbytes, np.uint8)
         ref = ExtentRef(id=id_, pack=id_, offset=0, nbytes=nbytes, checksum=xxhash.xxh3_128_hexdigest(view))
-        self.extents[id_] = Held(ref, None, view, "storage")
+        self.extents[id_] = HeldExtent(ref, None, view, "storage")
         return self.extents[id_]
 
-    def _note(self, held: Held) -> None:
+    def _note(self, held: HeldExtent) -> None:
         self.damaged.append(held.extent.id)
 
     def _pause(self, seconds: float) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
+from kit.clock import Clock
 
 from cluster.keeper.extent_loading import ExtentLoader, Writing
 from cluster.peers.client import FetchFailed
+from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry
 from cluster.peers.messages import Located, Question
 from cluster.peers.protocol import PeerAddress
-from cluster.peers.sources import PATIENCE_S, Fetched, PeerOffer, PeerShare
+from cluster.peers.sources import PATIENCE_S, FetchOutcome, PeerOffer, PeerShare
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
@@ -35,13 +36,7 @@ READS_IT = Located(reading={"e": "other"})
 MINE = Located(claimed=("e",))
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
+class PausingClock(Clock):
     def pause(self, _: threading.Condition, seconds: float) -> None:
         self.now_s += seconds
 
@@ -60,7 +55,7 @@ class Stages(StageClock):
 class FakePeers:
     """Another node: gives `data` at `gbps`, or fails. `located` is what the registry says, one answer after another."""
 
-    def __init__(self, clock: Clock, data: bytes) -> None:
+    def __init__(self, clock: PausingClock, data: bytes) -> None:
         self.clock = clock
         self.data = data
         self.gbps = 1.0
@@ -82,7 +77,7 @@ class FakePeers:
 
     def fetch_extent(
         self, addresses: Sequence[PeerAddress], extent: ExtentRef, place: Any, *, min_gbps: float
-    ) -> Fetched:
+    ) -> FetchOutcome:
         self.fetched.append(tuple(addresses))
         if self.errors and not self.fails_late:
             raise self.errors.pop(0)
@@ -92,13 +87,13 @@ class FakePeers:
         out[:] = memoryview(self.data)
         seconds = extent.nbytes / self.gbps / 1e9
         self.clock.now_s += seconds
-        return Fetched([PeerShare(addresses[0], extent.nbytes, seconds)])
+        return FetchOutcome([PeerShare(addresses[0], extent.nbytes, seconds)])
 
 
 class SlowReader(ExtentReader):
     """Takes its time, by the clock given."""
 
-    def __init__(self, packs: Path, pool: HostBufferPool, clock: Clock) -> None:
+    def __init__(self, packs: Path, pool: HostBufferPool, clock: PausingClock) -> None:
         super().__init__(packs, pool, ReadPlanner())
         self.ticks = clock
         self.gbps = 1.0
@@ -112,7 +107,7 @@ class SlowReader(ExtentReader):
 
 @pytest.fixture
 def data(tmp_path: Path) -> bytes:
-    data = os.urandom(NBYTES)
+    data = random.randbytes(NBYTES)
     (tmp_path / "pack").write_bytes(data)
     return data
 
@@ -123,12 +118,12 @@ def extent(data: bytes) -> ExtentRef:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> PausingClock:
+    return PausingClock()
 
 
 @pytest.fixture
-def peers(clock: Clock, data: bytes) -> FakePeers:
+def peers(clock: PausingClock, data: bytes) -> FakePeers:
     return FakePeers(clock, data)
 
 
@@ -138,12 +133,12 @@ def pool() -> HostBufferPool:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, pool: HostBufferPool, clock: Clock) -> SlowReader:
+def reader(tmp_path: Path, pool: HostBufferPool, clock: PausingClock) -> SlowReader:
     return SlowReader(tmp_path, pool, clock)
 
 
 @pytest.fixture
-def loader(reader: SlowReader, peers: FakePeers, clock: Clock) -> ExtentLoader:
+def loader(reader: SlowReader, peers: FakePeers, clock: PausingClock) -> ExtentLoader:
     return ExtentLoader(reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1))
 
 
@@ -205,7 +200,7 @@ def test_a_peer_that_was_measured_to_be_faster_is_asked(loader, extent, reader: 
     assert loader.reload_rate("adopted") == pytest.approx(1 / 1e9)
 
 
-def test_making_the_place_does_not_count_against_storage(loader, extent, clock: Clock, peers: FakePeers) -> None:
+def test_making_the_place_does_not_count_against_storage(loader, extent, clock: PausingClock, peers: FakePeers) -> None:
     def slow_place() -> Any:
         clock.now_s += 10.0
         return np.zeros(extent.nbytes, np.uint8)
@@ -217,7 +212,7 @@ def test_making_the_place_does_not_count_against_storage(loader, extent, clock: 
 
 
 @pytest.mark.parametrize(
-    "error", [FetchFailed("gone", Fetched(failed=[HERE])), ExtentCorrupt("other bytes"), RuntimeError("a mistake")]
+    "error", [FetchFailed("gone", FetchOutcome(failed=[HERE])), ExtentCorrupt("other bytes"), RuntimeError("a mistake")]
 )
 def test_a_peer_that_fails_is_a_detour(loader, extent, data: bytes, peers: FakePeers, error: Exception) -> None:
     peers.errors = [error]
@@ -227,18 +222,18 @@ def test_a_peer_that_fails_is_a_detour(loader, extent, data: bytes, peers: FakeP
 
 
 def test_a_peer_that_is_busy_is_asked_again_after_a_pause_and_storage_is_not_read(
-    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: Clock
+    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: PausingClock
 ) -> None:
-    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(5)]
+    peers.errors = [FetchFailed("no slot", FetchOutcome(busy=[HERE])) for _ in range(5)]
     assert load(loader, extent, peers, HAS_IT) == (data, "peer")
     assert (reader.num_reads, len(peers.fetched)) == (0, 6)
     assert 0.5 < clock.now_s < 5
 
 
 def test_a_peer_that_is_always_busy_is_waited_for_a_bounded_time(
-    loader, extent, data: bytes, peers: FakePeers, clock: Clock
+    loader, extent, data: bytes, peers: FakePeers, clock: PausingClock
 ) -> None:
-    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(1000)]
+    peers.errors = [FetchFailed("no slot", FetchOutcome(busy=[HERE])) for _ in range(1000)]
     assert load(loader, extent, peers, HAS_IT) == (data, "storage")
     assert PATIENCE_S <= clock.now_s < PATIENCE_S + 2
 
@@ -274,7 +269,7 @@ def test_a_place_is_made_for_a_peer_with_a_slot_and_given_back_when_it_is_not_fi
             yield Writing(lambda: places.append(writing.place()) or places[-1], writing.seal)
         held.pop()
 
-    peers.errors = [FetchFailed("no slot", Fetched(busy=[HERE])) for _ in range(3)]
+    peers.errors = [FetchFailed("no slot", FetchOutcome(busy=[HERE])) for _ in range(3)]
     peers.fails_late = fails_late
     peers.located = [HAS_IT]
     stages = Stages()
@@ -305,7 +300,7 @@ def test_without_the_secret_or_an_answer_nobody_is_asked(loader, extent, data: b
 
 
 def test_who_is_reading_it_is_waited_for(
-    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: Clock
+    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, clock: PausingClock
 ) -> None:
     assert load(loader, extent, peers, READS_IT, READS_IT, HAS_IT) == (data, "peer")
     assert reader.num_reads == 0
@@ -313,7 +308,7 @@ def test_who_is_reading_it_is_waited_for(
 
 
 def test_when_nobody_is_reading_it_any_more_this_node_does(
-    loader, extent, data: bytes, peers: FakePeers, clock: Clock
+    loader, extent, data: bytes, peers: FakePeers, clock: PausingClock
 ) -> None:
     assert load(loader, extent, peers, READS_IT, MINE) == (data, "storage")
     assert clock.now_s < 1
@@ -339,6 +334,46 @@ def test_threads_that_wait_for_one_extent_load_the_others(reader: SlowReader, pe
         assert sorted(done) == [f"f{index}" for index in range(10)]
         has_it.set()
     assert {future.result().source for future in loading if future.result().extent == extent} == {"peer"}
+
+
+def test_a_node_without_the_stores_folder_asks_others_to_read(extent, reader, clock, data: bytes, peers) -> None:
+    loader = ExtentLoader(
+        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
+    )
+    offer = Located(offers={extent.id: [PeerOffer(PeerAddress("other", 1), "other")]})
+    assert load(loader, extent, peers, Located(), None, Located(reading={extent.id: "other"}), offer) == (data, "peer")
+    assert [(asked.unreadable, asked.max_claims) for asked in peers.questions] == [((extent,), 0)] * 4
+    assert reader.num_reads == 0
+
+
+def test_what_nobody_reads_for_it_ends_with_the_reason(extent, reader, clock, peers: FakePeers) -> None:
+    loader = ExtentLoader(
+        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
+    )
+    peers.located = [Located()]
+    loader.expect([extent], Stages())
+    loaded = loader.load_next(copy)
+    assert str(loaded.error) == (
+        "pack: this node has not the store's folder, and for 120 s no other node has given it any weights"
+    )
+    assert (reader.num_reads, clock.now_s) == (0, pytest.approx(GIVE_UP_S, abs=2.0))
+    assert loader.load_next(copy) is None
+
+
+def test_what_was_given_up_while_a_thread_was_about_to_ask_for_it_stops_no_other_question(
+    extent, reader, clock, data: bytes, peers: FakePeers
+) -> None:
+    loader = ExtentLoader(
+        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
+    )
+    loader.expect([extent], Stages())
+    step = loader._next()
+    assert isinstance(step, AskRegistry)
+    assert loader.withdraw() == extent
+    peers.located = [Located()]
+    loader._ask(step.question)
+    offer = Located(offers={extent.id: [PeerOffer(PeerAddress("other", 1), "other")]})
+    assert load(loader, extent, peers, offer) == (data, "peer")
 
 
 def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, extent, peers: FakePeers) -> None:

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
+from kit.clock import Clock
+from kit.waiting import wait_until
 from unit.counting import operations
 
-from cluster.keeper.held_extents import Claim, HeldExtents
-from cluster.keeper.records import Held
+from cluster.keeper.held_extents import HeldExtents
+from cluster.keeper.records import Claim, HeldExtent
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.residency.admission import PATIENCE_S
 
 WAIT_S = 10.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def extent(id_: str, nbytes: int = 100) -> ExtentRef:
@@ -39,7 +31,7 @@ def extents(ids: str) -> list[ExtentRef]:
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture
@@ -63,8 +55,8 @@ def load(held: HeldExtents, claim: Claim) -> None:
         held.loaded(found.id, f"ref-{found.id}", np.zeros(found.nbytes, np.uint8), "storage")
 
 
-def copy_of(id_: str, ref: str = "") -> Held:
-    return Held(extent(id_), ref or f"ref-{id_}", np.zeros(100, np.uint8), "adopted")
+def copy_of(id_: str, ref: str = "") -> HeldExtent:
+    return HeldExtent(extent(id_), ref or f"ref-{id_}", np.zeros(100, np.uint8), "adopted")
 
 
 def acquire(held: HeldExtents, ids: str, holder: str) -> dict[str, Any]:
@@ -81,18 +73,11 @@ def resident(held: HeldExtents) -> str:
     return "".join(sorted(held.ids()))
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.001)
-
-
 def waiting(held: HeldExtents, pool: ThreadPoolExecutor, ids: str, holder: str) -> Future[Any]:
     """A request that waits in the queue by the time this returns."""
     before = held.num_waiting
     future = pool.submit(acquire, held, ids, holder)
-    eventually(lambda: held.num_waiting == before + 1)
+    wait_until(lambda: held.num_waiting == before + 1)
     return future
 
 
@@ -139,7 +124,7 @@ def test_the_wait_ends_with_who_has_the_room(clock: Clock) -> None:
     for words in (
         "2 extents of pack-c, pack-d need 200 bytes",
         "100 bytes are missing",
-        "budget of the node, 300 bytes",
+        "store.node_budget_bytes is 300 bytes",
         "worker-1 (200 bytes)",
         "pinned: 100 bytes",
     ):
@@ -307,8 +292,8 @@ def test_a_damaged_extent_is_replaced_and_its_room_is_counted_while_leased(held:
     acquire(held, "ab", "v")
     damaged = held.held("a")
     assert damaged is not None
-    assert held.condemn("a", damaged.view)
-    assert not held.condemn("a", damaged.view)
+    assert held.invalidate("a", damaged.view)
+    assert not held.invalidate("a", damaged.view)
     assert resident(held) == "b"
     claim = held.claim(extents("a"), "v")
     assert [found.id for found in claim.to_load] == ["a"]
@@ -375,17 +360,17 @@ def test_what_is_mapped_beside_what_is_here_counts_until_it_is_given_back(held: 
 
 
 def test_the_dead_get_leases_again_when_they_are_heard_of(held: HeldExtents) -> None:
-    life = held.greet("v")
-    assert held.claim([], "v").life == held.life("v") == life
+    epoch = held.greet("v")
+    assert held.claim([], "v").epoch == held.epoch("v") == epoch
     held.end_holder("v")
-    assert held.claim([], "v").life == held.life("v") == 0
-    assert held.greet("v") == held.life("v") != life
+    assert held.claim([], "v").epoch == held.epoch("v") == 0
+    assert held.greet("v") == held.epoch("v") != epoch
     acquire(held, "a", "v")
-    held.release(["a"], "v", life)  # of before
+    held.release(["a"], "v", epoch)  # of before
     assert held.bytes_by_holder() == {"v": 100}
-    held.release(["a"], "v", held.life("v"))
+    held.release(["a"], "v", held.epoch("v"))
     assert held.bytes_by_holder() == {}
-    assert held.greet("v") == held.life("v")
+    assert held.greet("v") == held.epoch("v")
 
 
 def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldExtents) -> None:
@@ -393,8 +378,8 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
     second = held.claim(extents("a"), "w")
     held.failed("b", ExtentCorrupt("other bytes"))
     with pytest.raises(ExtentCorrupt):
-        held.settle(Claim(first.entries[1:], first.arrivals[1:], (), first.life), "v")
-    held._give_back(Claim(first.entries[:1], first.arrivals[:1], (), first.life), "v")
+        held.settle(Claim(first.entries[1:], first.arrivals[1:], (), first.epoch), "v")
+    held._give_back(Claim(first.entries[:1], first.arrivals[:1], (), first.epoch), "v")
     for id_ in "ac":
         held.loaded(id_, f"ref-{id_}", np.zeros(100, np.uint8), "storage")
     held._give_back(first, "v")  # once more than it has: nobody else's goes
@@ -404,7 +389,7 @@ def test_half_of_a_claim_that_fails_leaves_the_other_half_to_others(held: HeldEx
 
 def filled(num_extents: int, num_leased: int = 50) -> HeldExtents:
     """Full, with some leased, some pinned, and the rest used a while ago."""
-    clock = Clock()
+    clock = Clock(1000.0)
     held = HeldExtents(100 * num_extents, clock=clock, max_wait_s=0.0)
     ids = [str(number) for number in range(num_extents)]
     for start in range(0, num_extents, 100):
@@ -434,7 +419,7 @@ def make_room(held: HeldExtents) -> None:
 
 def refuse(held: HeldExtents) -> None:
     held.set_pins([])
-    with pytest.raises(BudgetExceeded, match="bytes are missing"):
+    with pytest.raises(BudgetExceeded, match="are missing"):
         held.claim([extent("huge", 10**9)], "w")
 
 
@@ -455,7 +440,7 @@ WORK: dict[str, Callable[[HeldExtents], object]] = {
     "a smaller budget": lambda held: held.set_budget(held.budget_bytes - 1000),
     "a larger budget": lambda held: held.set_budget(held.budget_bytes + 1000),
     "shedding": lambda held: held.shed(1000),
-    "a condemned copy": lambda held: held.condemn("3", held.held("3").view),  # type: ignore[union-attr]
+    "an invalidated copy": lambda held: held.invalidate("3", held.held("3").view),  # type: ignore[union-attr]
     "a pin": lambda held: held.set_pins([str(number) for number in range(50, 99)]),
 }
 

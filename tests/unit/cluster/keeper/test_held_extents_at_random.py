@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -12,13 +10,14 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kit.waiting import wait_until
 
-from cluster.keeper.held_extents import Claim, HeldExtents
-from cluster.keeper.records import Held
+from cluster.keeper.held_extents import HeldExtents
+from cluster.keeper.records import Claim, HeldExtent
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.residency.admission import PATIENCE_S
-from weights.residency.leases import Entry
+from weights.residency.entry_table import Entry
 
 SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 EXTENTS = {
@@ -73,7 +72,18 @@ class Books(RuleBasedStateMachine):
             return
         future = self.threads.submit(self.held.claim, [EXTENTS[id_] for id_ in ids], holder)
         self.waiting.append(Asked(ids, holder, future))
-        eventually(self._is_known_who_waits)
+        wait_until(self._is_known_who_waits)
+
+    @rule(ids=some_ids, holder=holders)
+    def ask_for_what_is_here(self, ids: list[str], holder: str) -> None:
+        self._collect()
+        here = {entry.key for entry in self._here()}
+        given = self.held.lease_resident([EXTENTS[id_] for id_ in ids], holder)
+        assert (given is not None) == (here.issuperset(ids) and not self.waiting)
+        if given is not None:
+            refs, epoch = given
+            assert (refs.keys(), epoch) == (set(ids), self.held.epoch(holder))
+            self.leases.update((holder, id_) for id_ in ids if epoch)
 
     @rule(id_=st.sampled_from("abcdef"))
     def arrive(self, id_: str) -> None:
@@ -84,7 +94,7 @@ class Books(RuleBasedStateMachine):
     def fail(self, id_: str) -> None:
         if id_ not in self.held._coming:
             return
-        coming = self.held._book.entries[id_]
+        coming = self.held._table.entries[id_]
         self._collect()
         self.held.failed(id_, ExtentCorrupt(id_))
         for asked in [one for one in self.loading if coming in one.future.result().entries]:
@@ -108,7 +118,7 @@ class Books(RuleBasedStateMachine):
 
     @rule(holder=holders)
     def greet(self, holder: str) -> None:
-        assert self.held.greet(holder) == self.held.life(holder) > 0
+        assert self.held.greet(holder) == self.held.epoch(holder) > 0
         self.ended.discard(holder)
 
     @rule(ids=some_ids)
@@ -128,17 +138,17 @@ class Books(RuleBasedStateMachine):
         assert not (taken and before > self.held.budget_bytes)
 
     @rule(id_=st.sampled_from("abcdef"))
-    def condemn(self, id_: str) -> None:
+    def invalidate(self, id_: str) -> None:
         if (found := self.held.held(id_)) is not None:
-            assert self.held.condemn(id_, found.view)
-            assert not self.held.condemn(id_, found.view)
+            assert self.held.invalidate(id_, found.view)
+            assert not self.held.invalidate(id_, found.view)
 
     @rule(id_=st.sampled_from("abcdef"), holder=holders, count=st.integers(1, 2), same=st.booleans())
     def adopt(self, id_: str, holder: str, count: int, same: bool) -> None:
         here = self.held.held(id_)
         ref = here.ref if here and same else self._ref(id_)
-        before = self.held._book.entries.get(id_)
-        copy = Held(EXTENTS[id_], ref, np.zeros(SIZES[id_], np.uint8), "adopted")
+        before = self.held._table.entries.get(id_)
+        copy = HeldExtent(EXTENTS[id_], ref, np.zeros(SIZES[id_], np.uint8), "adopted")
         assert self.held.adopt(copy, holder, count) == (before is None)
         self.used_bytes += SIZES[id_]  # it is in memory already
         if holder not in self.ended:
@@ -147,7 +157,7 @@ class Books(RuleBasedStateMachine):
     @rule(ids=some_ids)
     def drop(self, ids: list[str]) -> None:
         may_go = {
-            id_ for id_ in ids if (found := self.held._book.entries.get(id_)) and found.is_here and self._may_go(found)
+            id_ for id_ in ids if (found := self.held._table.entries.get(id_)) and found.is_here and self._may_go(found)
         }
         assert set(self.held.drop(ids)) == may_go
 
@@ -176,16 +186,17 @@ class Books(RuleBasedStateMachine):
             self._check_budget()
 
     def _check_totals(self) -> None:
-        totals, book = self.held.totals(), self.held._book
+        totals, table = self.held.totals(), self.held._table
         assert totals.num_extents == len(self._here())
         assert totals.resident_bytes == _bytes(self._here())
         assert totals.leased_bytes == _bytes([found for found in self._here() if found.is_leased])
         assert totals.pinned_bytes == _bytes([found for found in self._here() if found.key in self.pinned])
-        assert book.used_bytes == self._used_bytes()
-        assert set(book._order._members) == {found for found in self._here() if self._may_go(found)}
+        assert table.used_bytes == self._used_bytes()
+        with table.order.ascending(table.rates(), table.now_s()) as evictable:
+            assert set(evictable) == {found for found in self._here() if self._may_go(found)}
         by_holder: Counter[str] = Counter()
         for entry in self._entries():
-            by_holder.update(dict.fromkeys(entry.firm, entry.nbytes))
+            by_holder.update(dict.fromkeys(entry.held, entry.nbytes))
         assert self.held.bytes_by_holder() == dict(by_holder)
 
     def _check_budget(self) -> None:
@@ -199,33 +210,33 @@ class Books(RuleBasedStateMachine):
         """None was evicted that is leased, and none is leased that should not be."""
         found: Counter[tuple[str, str]] = Counter()
         for entry in self._entries():
-            found.update({(holder, entry.key): count for holder, count in entry.firm.items()})
+            found.update({(holder, entry.key): count for holder, count in entry.held.items()})
         loading: Counter[tuple[str, str]] = Counter()
         for asked in self.loading:
-            if asked.future.result().life == self.held.life(asked.holder) > 0:
+            if asked.future.result().epoch == self.held.epoch(asked.holder) > 0:
                 loading.update((asked.holder, id_) for id_ in asked.ids)
         assert found == +(self.leases + loading)
 
     # naive books
 
-    def _here(self) -> list[Entry[Held]]:
-        return [entry for entry in self.held._book.entries.values() if entry.is_here]
+    def _here(self) -> list[Entry[HeldExtent]]:
+        return [entry for entry in self.held._table.entries.values() if entry.is_here]
 
-    def _entries(self) -> list[Entry[Held]]:
-        return [*self.held._book.entries.values(), *self.held._book.apart]
+    def _entries(self) -> list[Entry[HeldExtent]]:
+        return [*self.held._table.entries.values(), *self.held._table.detached]
 
     def _used_bytes(self) -> int:
         return _bytes(self._entries())
 
-    def _may_go(self, found: Entry[Held]) -> bool:
+    def _may_go(self, found: Entry[HeldExtent]) -> bool:
         return not found.is_leased and found.key not in self.pinned
 
     def _may_be_given(self, place: int) -> bool:
         """Return what the rules say of the one in this place of the queue."""
         asked, first = self.waiting[place], self.waiting[0]
-        missing = [id_ for id_ in asked.ids if id_ not in self.held._book.entries]
+        missing = [id_ for id_ in asked.ids if id_ not in self.held._table.entries]
         if not missing:
-            return place == 0 or any(entry.firm[asked.holder] for entry in self._entries())
+            return place == 0 or any(entry.held[asked.holder] for entry in self._entries())
         kept = [entry for entry in self._entries() if entry not in self._here() or not self._may_go(entry)]
         spared = [found for found in self._here() if self._may_go(found) and found.key in asked.ids]
         needed_bytes = _bytes(kept) + _bytes(spared) + sum(SIZES[id_] for id_ in missing)
@@ -234,7 +245,7 @@ class Books(RuleBasedStateMachine):
     def _collect(self) -> None:
         """Wait until nobody waits who may go; note what they were given, or why not."""
         while True:
-            eventually(self._is_known_who_waits)
+            wait_until(self._is_known_who_waits)
             for asked in [one for one in self.waiting if one.future.done()]:
                 self.waiting.remove(asked)
                 if asked.future.exception() is None:
@@ -244,13 +255,13 @@ class Books(RuleBasedStateMachine):
             may_go = [asked for place, asked in enumerate(self.waiting) if self._may_be_given(place)]
             if not may_go:
                 break
-            eventually(lambda may_go=may_go: all(asked.future.done() for asked in may_go))
+            wait_until(lambda may_go=may_go: all(asked.future.done() for asked in may_go))
         for asked in list(self.loading):
             claim = asked.future.result()
             if all(arrival.done() for arrival in claim.arrivals):
                 self.loading.remove(asked)
                 assert self.held.settle(claim, asked.holder).keys() == set(asked.ids)
-                if claim.life == self.held.life(asked.holder) > 0:
+                if claim.epoch == self.held.epoch(asked.holder) > 0:
                     self.leases.update((asked.holder, id_) for id_ in asked.ids)
 
     def _is_known_who_waits(self) -> bool:
@@ -266,15 +277,8 @@ class Books(RuleBasedStateMachine):
         return f"{id_}{self.serial}"
 
 
-def _bytes(entries: list[Entry[Held]]) -> int:
+def _bytes(entries: list[Entry[HeldExtent]]) -> int:
     return sum(entry.nbytes for entry in entries)
-
-
-def eventually(condition: object) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline_s, "somebody waits who may go"
-        threading.Event().wait(0.0002)
 
 
 TestBooks = Books.TestCase

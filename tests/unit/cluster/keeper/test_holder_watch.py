@@ -63,7 +63,7 @@ def test_who_was_killed_is_told_once_and_who_is_only_silent_is_not(
 ) -> None:
     processes = {holder: start() for holder in ("a", "b", "stopped")}
     for holder, process in processes.items():
-        watched.watch.heard(holder, told(process))
+        watched.watch.on_heartbeat(holder, told(process))
     psutil.Process(processes["stopped"].pid).suspend()
     assert watched.found_dead(1000.0) == []
     processes["b"].kill()
@@ -76,7 +76,7 @@ def test_the_dead_are_dead_before_their_parent_looks(
     watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
 ) -> None:
     process = start()
-    watched.watch.heard("a", told(process))
+    watched.watch.on_heartbeat("a", told(process))
     process.kill()
     seen = psutil.Process(process.pid)
     while seen.status() != psutil.STATUS_ZOMBIE:
@@ -87,11 +87,11 @@ def test_the_dead_are_dead_before_their_parent_looks(
 def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: Watched) -> None:
     mine = ProcessMark.this()
     elsewhere = mine._replace(started_s=mine.started_s - 100)  # the id means another process here
-    watched.watch.heard("gone", elsewhere)
-    watched.watch.heard("elsewhere", elsewhere)
-    watched.watch.heard("unknown")
+    watched.watch.on_heartbeat("gone", elsewhere)
+    watched.watch.on_heartbeat("elsewhere", elsewhere)
+    watched.watch.on_heartbeat("unknown")
     assert watched.found_dead(40.0) == []
-    watched.watch.heard("elsewhere", elsewhere)
+    watched.watch.on_heartbeat("elsewhere", elsewhere)
     assert sorted(watched.found_dead(61.0)) == ["gone", "unknown"]
     assert sorted(watched.found_dead(101.0)) == ["elsewhere", "gone", "unknown"]
 
@@ -99,27 +99,25 @@ def test_whose_process_cannot_be_seen_is_dead_after_a_time_of_silence(watched: W
 def test_time_in_which_the_watch_stood_still_is_nobodys_silence() -> None:
     """Its process was stopped, and the heartbeats that came meanwhile were not heard."""
     now_s, dead = [0.0], []
-    watch = HolderWatch(dead.append, interval_s=NEVER_S, silence_s=60, clock=lambda: now_s[0])
-    watch.heard("elsewhere")
-    watch._interval_s = 1.0
+    watch = HolderWatch(dead.append, interval_s=1.0, silence_s=60, clock=lambda: now_s[0])
+    watch.on_heartbeat("elsewhere")
     for seconds, expected in ((30.0, []), (1000.0, []), (1.0, []), *((1.0, []),) * 20, *((5.0, None),) * 12):
         now_s[0] += seconds
         watch.check()
         assert expected is None or dead == expected
     assert dead == ["elsewhere"]
-    watch.close()
 
 
 def test_a_clock_that_was_set_a_little_makes_nobody_invisible(watched: Watched) -> None:
     mine = ProcessMark.this()
-    watched.watch.heard("a", mine._replace(started_s=mine.started_s + 1.0))
+    watched.watch.on_heartbeat("a", mine._replace(started_s=mine.started_s + 1.0))
     assert watched.found_dead(1000.0) == []
 
 
 def test_a_process_that_is_told_later_counts_from_then(watched: Watched) -> None:
-    watched.watch.heard("a")
-    watched.watch.heard("a", ProcessMark.this())
-    watched.watch.heard("a")
+    watched.watch.on_heartbeat("a")
+    watched.watch.on_heartbeat("a", ProcessMark.this())
+    watched.watch.on_heartbeat("a")
     assert watched.found_dead(1000.0) == []
 
 
@@ -133,10 +131,29 @@ def test_the_watch_runs_by_itself_and_survives_what_goes_wrong(start: Callable[[
         heard.set()
 
     watch = HolderWatch(on_death, interval_s=0.001)
+    watch.start()
     for holder in ("a", "b"):
         process = start()
-        watch.heard(holder, told(process))
+        watch.on_heartbeat(holder, told(process))
         process.kill()
         process.wait()
     assert heard.wait(10)
     watch.close()
+
+
+def test_who_lives_is_told_at_any_time_from_who_has_died(
+    watched: Watched, start: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    """Asked of one that does not answer, between two rounds."""
+    process = start()
+    watched.watch.on_heartbeat("stopped", told(process))
+    watched.watch.on_heartbeat("unseen")
+    psutil.Process(process.pid).suspend()
+    watched.now_s = 59.0
+    assert [watched.watch.lives(holder) for holder in ("stopped", "unseen", "stranger")] == [True, True, False]
+    watched.now_s = 61.0
+    assert [watched.watch.lives(holder) for holder in ("stopped", "unseen")] == [True, False]
+    process.kill()
+    psutil.wait_procs([psutil.Process(process.pid)], timeout=10)
+    assert not watched.watch.lives("stopped")
+    assert watched.dead == []  # told by the next round

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 import subprocess
 import sys
@@ -20,16 +19,18 @@ import psutil
 import pytest
 import ray
 import xxhash
+from kit.seeding import seeded_random
+from kit.waiting import wait_until
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
 
 from cluster.keeper import holder_watch
-from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
 from cluster.peers.link import RegistryClient
 from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.processes import ProcessMark
-from cluster.registry.residency import ResidencyMap
+from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import ExtentRef
 from weights.reading.extents import ExtentReader
@@ -71,7 +72,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             reads.pass_gate(extent.id)
             super().read_into(extent, place, stages)
 
-    monkeypatch.setattr("cluster.keeper.actor.ExtentReader", WatchedReader)
+    monkeypatch.setattr("cluster.keeper.reading.ExtentReader", WatchedReader)
     return reads
 
 
@@ -80,7 +81,7 @@ def extents(tmp_path: Path) -> dict[str, ExtentRef]:
     """a to f, 100 bytes each, one pack per extent."""
     found = {}
     for id_ in "abcdef":
-        data = os.urandom(100)
+        data = random.randbytes(100)
         (tmp_path / id_).write_bytes(data)
         found[id_] = ExtentRef(id=id_, pack=id_, offset=0, nbytes=100, checksum=xxhash.xxh3_128_hexdigest(data))
     return found
@@ -97,8 +98,11 @@ def keeper(tmp_path: Path, reads: Reads, store: FakeStore) -> Iterator[Make]:
     keepers: list[NodeKeeper] = []
 
     def make(budget: int | None = 1000, **options: Any) -> NodeKeeper:
-        settings = {"store": store, "audit_bytes_per_s": 0, "max_wait_s": 0.0} | options
-        keepers.append(NodeKeeper(str(tmp_path), budget, "node", **settings))
+        chosen = {"audit_bytes_per_s": 0, "max_wait_s": 0.0} | options
+        others = {name: chosen.pop(name) for name in ("registry", "store", "directory") if name in chosen}
+        keepers.append(
+            NodeKeeper(str(tmp_path), budget, "node", KeeperSettings(**chosen), **({"store": store} | others))
+        )
         return keepers[-1]
 
     yield make
@@ -122,23 +126,15 @@ def damage(tmp_path: Path, id_: str) -> bytes:
     return good
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(WAIT_S * 1000):
-        if condition():
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError("what was waited for did not happen")
-
-
 def leases_of(keeper: NodeKeeper, id_: str) -> Counter[str]:
     """Return the leases of what is here or being read."""
-    entry = keeper._held._book.entries.get(id_)
-    return entry.firm + entry.callable if entry else Counter()
+    entry = keeper.memory.held._table.entries.get(id_)
+    return entry.held + entry.recallable if entry else Counter()
 
 
 def wait_for_leases(keeper: NodeKeeper, id_: str, count: int) -> None:
     """Until that many callers wait for an extent that is being read."""
-    until(lambda: leases_of(keeper, id_).total() == count)
+    wait_until(lambda: leases_of(keeper, id_).total() == count)
 
 
 def test_acquired_bytes_are_those_of_the_pack(keeper, extents, tmp_path: Path) -> None:
@@ -215,7 +211,7 @@ def test_leased_extents_stay_and_too_much_is_refused(keeper, extents, reads: Rea
     for word in (
         "3 extents of a, c, d need 200 bytes",
         "100 bytes are missing",
-        "budget of the node, 300 bytes",
+        "store.node_budget_bytes is 300 bytes",
         "worker-1",
     ):
         assert word in str(caught.value)
@@ -322,7 +318,7 @@ def test_what_loading_took_is_told(keeper, extents) -> None:
 
 
 def test_an_extent_larger_than_the_staging_memory_is_read_all_the_same(keeper, tmp_path: Path) -> None:
-    data = os.urandom(3 * 4096)
+    data = random.randbytes(3 * 4096)
     (tmp_path / "big").write_bytes(data)
     big = ExtentRef(id="x", pack="big", offset=0, nbytes=len(data), checksum=xxhash.xxh3_128_hexdigest(data))
     node = keeper(10**6, staging_bytes=2 * 4096)
@@ -390,7 +386,7 @@ def test_leases_end_with_the_process_that_has_them(keeper, extents) -> None:
     for name in ("dies", "lives"):
         node.acquire([extents["a"]], name)
     holder.kill()
-    until(lambda: set(leases_of(node, "a")) == {"lives"})
+    wait_until(lambda: set(leases_of(node, "a")) == {"lives"})
     holder.communicate()
 
 
@@ -403,14 +399,14 @@ def test_replicas_count_with_their_first_sign_of_life_and_until_their_end(keeper
         node.hello("lives", ProcessMark.this())
     assert node.stats().num_holders == 2
     holder.kill()
-    until(lambda: node.stats().num_holders == 1)
+    wait_until(lambda: node.stats().num_holders == 1)
     holder.communicate()
 
 
 def test_leases_of_another_life_are_not_given_back(keeper, extents) -> None:
     node = keeper()
     acquired = node.acquire([extents["a"]], "w")
-    node.release(["a"], "w", "a life before")
+    node.release(["a"], "w", "an epoch before")
     assert node.stats().leased_bytes == 100
     node.release(["a"], "w", acquired.generation)
     assert node.stats().leased_bytes == 0
@@ -491,7 +487,7 @@ def test_room_is_counted_from_the_moment_that_it_is_made(
     assert sorted(store.used_bytes) in ([0, 0], [0, 100])  # at the same moment, or one after the other
     node.acquire([extents["c"], extents["d"]], "w")
     assert max(store.used_bytes) in (200, 300)
-    assert node._writer.used_bytes == 400
+    assert node.memory.writer.used_bytes == 400
 
 
 def test_pages_are_made_beforehand_on_request(keeper, store: FakeStore) -> None:
@@ -506,7 +502,7 @@ def test_somebody_waiting_for_room_shows_in_the_answer_to_a_sign_of_life(keeper,
     node.acquire([extents["a"], extents["b"]], "v")
     assert node.hello("v").wanted_bytes == 0
     waiting = pool.submit(node.acquire, [extents["c"]], "w")
-    until(lambda: node.hello("v").wanted_bytes > 0)
+    wait_until(lambda: node.hello("v").wanted_bytes > 0)
     assert (node.hello("v").wanted_bytes, node.stats().num_waiting) == (100, 1)
     node.release(["a"], "v")
     assert waiting.result(WAIT_S).refs
@@ -562,7 +558,7 @@ def test_a_write_into_shared_bytes_is_noticed_and_replaced(keeper, extents, tmp_
     node = keeper(audit_bytes_per_s=2**30)
     first = node.acquire([extents["a"], extents["b"]], "w").refs["a"].array
     first[50] ^= 1
-    until(lambda: node.stats().num_corrupt > 0)
+    wait_until(lambda: node.stats().num_corrupt > 0)
     assert (node.stats().num_corrupt, node.stats().corrupt, resident(node)) == (1, ("a",), "b")
     assert node.acquire([extents["a"]], "w").refs["a"].array.tobytes() == (tmp_path / "a").read_bytes()
     assert reads.counts == {"a": 2, "b": 1}
@@ -588,7 +584,7 @@ def test_replicas_that_have_a_damaged_copy_hear_of_it_once(keeper, extents, repl
     replicas["gave back"].release([extents["a"]])  # perhaps it made something of it
     replicas["never had it"].fetch([extents["b"]])
     views[0]["a"][50] ^= 1
-    node._audit.round()
+    node.memory.audit.round()
     fresh = replicas["never had it"].fetch([extents["a"]])
     for _ in range(2):
         for one in replicas.values():
@@ -642,10 +638,10 @@ def test_what_is_mapped_beside_a_fresh_copy_is_looked_at_as_well(keeper, extents
 
 def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, reads: Reads, monkeypatch) -> None:
     now_s = [0.0]
-    watch = holder_watch.HolderWatch(lambda holder: node._held.end_holder(holder), 3600.0, 60.0, lambda: now_s[0])
+    watch = holder_watch.HolderWatch(lambda holder: node.memory.held.end_holder(holder), 3600.0, 60.0, lambda: now_s[0])
     node = keeper()
-    node._watch.close()
-    node._watch = watch
+    node.memory.held.watch.close()
+    node.memory.held.watch = watch
     # In a container of its own: its process cannot be seen.
     monkeypatch.setattr(ProcessMark, "seen", lambda _: None)
     paused, other = replica(node, "paused"), replica(node, "other")
@@ -659,7 +655,7 @@ def test_who_was_taken_for_dead_gets_its_leases_back(keeper, extents, replica, r
     assert node.stats().holders == {}
     paused.beat()
     assert {found.id: found.holders for found in node.residents("ab")} == {"a": {"paused": 2}, "b": {"paused": 1}}
-    node.release(["a"], "paused", late.generation)  # of the life before
+    node.release(["a"], "paused", late.generation)  # of the epoch before
     assert node.stats().holders == {"paused": 200}
     paused.fetch([extents["c"]])
     for ids in ("abc", "a"):
@@ -672,7 +668,7 @@ def test_the_first_call_of_who_was_taken_for_dead_is_leased_too(keeper, extents,
     node = keeper()
     holder = replica(node)
     holder.fetch([extents["a"]])
-    node._held.end_holder("r")
+    node.memory.held.end_holder("r")
     holder.fetch([extents["b"]])
     assert {found.id: found.holders for found in node.residents()} == {"a": {"r": 1}, "b": {"r": 1}}
 
@@ -694,11 +690,14 @@ class SharedRegistry(RegistryClient):
     """The registry, shared by keepers of one process."""
 
     def __init__(self) -> None:
-        self.held = ResidencyMap(time.monotonic, random.Random())
+        self.held = ResidencyMap(time.monotonic, seeded_random())
         self._lock = threading.Lock()
-        self._secret = os.urandom(32)
+        self._secret = random.randbytes(32)
+        self.may_answer = threading.Event()  # to who asks for the secret
+        self.may_answer.set()
 
     def peer_secret(self) -> bytes:
+        assert self.may_answer.wait(WAIT_S)
         return self._secret
 
     def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
@@ -714,17 +713,33 @@ class SharedRegistry(RegistryClient):
         return sorted(offer.node for offer in found)
 
 
+def test_other_nodes_find_a_keeper_at_the_address_that_ray_says_of_its_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the config says of how Ray was started: rendered ones do not say it, and announced 127.0.0.1 to all."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.7")
+    node = NodeKeeper(str(tmp_path), 1000, "first", store=FakeStore(), directory=SharedRegistry())
+    try:
+        wait_until(lambda: bool(node.stats().address))
+        assert str(node.stats().address).rpartition(":")[0] == "127.0.0.7"
+    finally:
+        node.close()
+
+
 def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, reads: Reads) -> None:
     directory = SharedRegistry()
     nodes = [
-        NodeKeeper(str(tmp_path), 1000, name, store=FakeStore(), directory=directory, audit_bytes_per_s=0)
+        NodeKeeper(
+            str(tmp_path), 1000, name, KeeperSettings(audit_bytes_per_s=0), store=FakeStore(), directory=directory
+        )
         for name in ("first", "second")
     ]
     try:
-        until(lambda: all(node.stats().address for node in nodes))
+        wait_until(lambda: all(node.stats().address for node in nodes))
         wanted = [extents[id_] for id_ in "abc"]
         nodes[0].acquire(wanted, "w")
-        until(lambda: all(directory.holders(id_) == ["first"] for id_ in "abc"))
+        wait_until(lambda: all(directory.holders(id_) == ["first"] for id_ in "abc"))
         acquired = nodes[1].acquire(wanted, "w")
         assert {id_: ref.array.tobytes() for id_, ref in acquired.refs.items()} == {
             id_: (tmp_path / id_).read_bytes() for id_ in "abc"
@@ -732,31 +747,47 @@ def test_a_second_node_takes_extents_from_the_first(tmp_path: Path, extents, rea
         assert acquired.report.sources == {"peer": 300}
         assert reads.counts == dict.fromkeys("abc", 1)
         assert (nodes[1].stats().peer_bytes, nodes[1].stats().read_bytes) == (300, 0)
-        until(lambda: nodes[0].stats().served_bytes == 300)
+        wait_until(lambda: nodes[0].stats().served_bytes == 300)
         # What the first one gives up, the second one is not sent there for.
         nodes[0].release(list("abc"), "w")
         assert nodes[0].drop(["a"]) == ["a"]
-        until(lambda: directory.holders("a") == ["second"])
+        wait_until(lambda: directory.holders("a") == ["second"])
     finally:
         for node in nodes:
             node.close()
 
 
+@pytest.mark.parametrize("is_early", [False, True], ids=["known to each other", "before they know each other"])
 def test_nodes_that_load_together_read_storage_once(
-    tmp_path: Path, extents, reads: Reads, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, extents, reads: Reads, monkeypatch: pytest.MonkeyPatch, is_early: bool
 ) -> None:
     # Of 100 bytes, times say nothing of bandwidth: storage that happens to look faster is not read by all.
     monkeypatch.setattr("cluster.peers.sources.STORAGE_MARGIN", math.inf)
+    monkeypatch.setattr("cluster.peers.link.OPEN_WITHIN_S", WAIT_S)
     directory = SharedRegistry()
+    if is_early:
+        directory.may_answer.clear()
     nodes = [
-        NodeKeeper(str(tmp_path), 1000, f"n{index}", store=FakeStore(), directory=directory, audit_bytes_per_s=0)
-        for index in range(6)
+        NodeKeeper(
+            str(tmp_path),
+            1000,
+            f"n{index}",
+            KeeperSettings(audit_bytes_per_s=0),
+            store=FakeStore(),
+            directory=directory,
+        )
+        for index in range(8)
     ]
     try:
-        until(lambda: all(node.stats().address for node in nodes))
+        if not is_early:
+            wait_until(lambda: all(node.stats().address for node in nodes))
         wanted = list(extents.values())[:5]
         with ThreadPoolExecutor(len(nodes)) as threads:
-            acquired = list(threads.map(lambda node: node.acquire(wanted, "w"), nodes))
+            acquiring = [threads.submit(node.acquire, wanted, "w") for node in nodes]
+            if is_early:
+                wait_until(lambda: all(leases_of(node, extent.id) for node in nodes for extent in wanted))
+                directory.may_answer.set()
+            acquired = [found.result(WAIT_S) for found in acquiring]
         for found in acquired:
             assert {id_: ref.array.tobytes() for id_, ref in found.refs.items()} == {
                 extent.id: (tmp_path / extent.pack).read_bytes() for extent in wanted

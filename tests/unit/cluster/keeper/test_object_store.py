@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from kit.seeding import seeded_rng
 
 from cluster.keeper.object_store import (
     PROBE_BYTES,
@@ -139,7 +140,7 @@ def test_a_full_dev_shm_is_refused_before_it_is_touched(fake: FakeRay, monkeypat
 def test_what_is_written_to_a_new_object_is_what_others_see(fake: FakeRay, nbytes: int, is_writable: bool) -> None:
     fake.is_writable = is_writable
     store = ObjectStore("n", environ={})
-    data = np.random.default_rng().integers(0, 256, nbytes, np.uint8)
+    data = seeded_rng().integers(0, 256, nbytes, np.uint8)
     created = store.create_object(nbytes, 0)
     created.out[:] = data
     ref, view = created.seal(0)

@@ -14,7 +14,7 @@ from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
 
 from cluster.errors import KeeperFailed
 from cluster.keeper.ray_extents import RayExtents
-from cluster.keeper.records import Acquired, Greeting, HeldOffer
+from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs
 from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -55,13 +55,13 @@ class FakeKeeper:
         self.life += 1
         self.leases.clear()
 
-    def on_acquire(self, extents: Sequence[ExtentRef], holder: str) -> Acquired:
+    def on_acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         if self.before:
             self.before.pop(0)()
         self.leases.update(extent.id for extent in extents)
         self.num_copies += 1
         refs = {extent.id: Ref(f"{extent.id}{self.num_copies}") for extent in extents}
-        return Acquired(refs, None, str(self.life))
+        return LeasedRefs(refs, None, str(self.life))
 
     def on_release(self, ids: Sequence[str], holder: str, generation: str) -> None:
         if generation == str(self.life):
@@ -190,7 +190,7 @@ def test_an_answer_of_the_life_before_is_not_recorded_in_the_new_one(keeper: Fak
     replica.fetch(extents("a"))
     acquire = keeper.on_acquire
 
-    def late(found: Sequence[ExtentRef], holder: str) -> Acquired:
+    def late(found: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         keeper.on_acquire = acquire  # type: ignore[method-assign]
         acquired = acquire(found, holder)
         keeper.die()

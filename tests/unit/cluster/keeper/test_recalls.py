@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
+import subprocess
 import threading
 import time
 import weakref
@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import xxhash
-from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
+from kit.seeding import seeded_random
+from kit.waiting import wait_until
+from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
 
-from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.recalls import ANSWER_WITHIN_S
-from cluster.keeper.records import Recall, RecallAnswer
+from cluster.keeper.records import HeldExtent, Recall, RecallAnswer
+from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 
@@ -46,7 +50,9 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeKeeper
     monkeypatch.setattr("cluster.keeper.ray_extents.ray.is_initialized", lambda: True)
     monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
     monkeypatch.setattr("cluster.keeper.actor.RECALL_POLL_S", 0.05)
-    node = NodeKeeper(str(tmp_path), BUDGET_BYTES, "node", store=FakeStore(), audit_bytes_per_s=0, max_wait_s=5.0)
+    node = NodeKeeper(
+        str(tmp_path), BUDGET_BYTES, "node", KeeperSettings(audit_bytes_per_s=0, max_wait_s=5.0), store=FakeStore()
+    )
     yield node
     node.close()
 
@@ -99,15 +105,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
-
-
 def listening(node: NodeKeeper, *holders: str) -> None:
-    until(lambda: all(holder in node._held._recalls for holder in holders))
+    wait_until(lambda: all(holder in node.memory.held._recalls for holder in holders))
 
 
 def resident(node: NodeKeeper) -> str:
@@ -168,7 +167,7 @@ def test_what_is_in_use_is_not_given_back_until_it_is_released(node, replica, po
     one.use("abc")
     listening(node, "one")
     waiting = pool.submit(two.use, "d")
-    until(lambda: bool(one.recalls))
+    wait_until(lambda: bool(one.recalls))
     assert not waiting.done()
     (called, _), *_ = one.recalls
     one.leave(called[0])
@@ -182,7 +181,7 @@ def test_after_a_while_the_use_of_what_is_wanted_is_overdue(node, replica, pool)
     one.use("abc")
     listening(node, "one")
     waiting = pool.submit(two.use, "d")
-    until(lambda: any(is_overdue for _, is_overdue in one.recalls))
+    wait_until(lambda: any(is_overdue for _, is_overdue in one.recalls))
     one.leave("abc")
     waiting.result(WAIT_S)
 
@@ -193,7 +192,7 @@ def test_what_is_called_back_is_not_taken_again_before_who_waits_for_it(node, re
     two.use("c")
     listening(node, "one", "two")
     waiting = pool.submit(two.use, "de")  # beside c, which is in use: a or b has to go, then both
-    until(lambda: {id_ for ids, _ in one.recalls for id_ in ids} == {"a", "b"})
+    wait_until(lambda: {id_ for ids, _ in one.recalls for id_ in ids} == {"a", "b"})
     again = pool.submit(one.use, "ab")
     time.sleep(0.05)
     assert not again.done()
@@ -205,46 +204,134 @@ def test_what_is_called_back_is_not_taken_again_before_who_waits_for_it(node, re
     assert set(again.result(WAIT_S)) == {"a", "b"}
 
 
-def test_who_does_not_answer_counts_as_dead_and_is_adopted_at_its_next_sign_of_life(node, replica, pool) -> None:
+def test_who_lives_and_does_not_answer_keeps_its_memory(node, replica, pool) -> None:
+    """It is not scheduled, perhaps: what it has mapped is in memory whatever the keeper counts."""
+    silent, other = replica("silent"), replica("other")
+    silent.use("abc")
+    silent.leave("abc")
+    listening(node, "silent")
+    silent.gate.clear()
+    waiting = pool.submit(other.use, "de")
+    wait_until(lambda: node.memory.held._recalls._lines["silent"].is_timed_out)
+    assert not waiting.done()
+    assert node.stats().holders == {"silent": 300}
+    silent.gate.set()
+    assert set(waiting.result(WAIT_S)) == {"d", "e"}
+    assert node.memory.held.used_bytes == BUDGET_BYTES
+    silent.use("a")
+    listening(node, "silent", "other")
+    assert node.stats().holders == {"silent": 100, "other": 200}
+
+
+def test_room_is_made_of_what_others_keep_when_one_does_not_answer(node, replica) -> None:
+    silent, quick, other = replica("silent"), replica("quick"), replica("other")
+    silent.use("ab")
+    silent.leave("ab")
+    for _ in range(9):
+        quick.use("c")
+        quick.leave("c")
+    listening(node, "silent", "quick")
+    silent.gate.clear()
+    start_s = time.monotonic()
+    other.use("d")  # a or b is worth less
+    assert time.monotonic() - start_s >= ANSWER_WITHIN_S
+    assert (resident(node), node.stats().holders) == ("abd", {"silent": 200, "other": 100})
+    silent.gate.set()
+
+
+def test_who_has_died_does_not_answer_and_keeps_nothing(node, replica) -> None:
+    dead, other = replica("dead"), replica("other")
+    with subprocess.Popen(["sleep", "60"]) as process:
+        dead.client._process = ProcessMark(process.pid, psutil.Process(process.pid).create_time())
+        dead.use("abc")
+        dead.leave("abc")
+        listening(node, "dead")
+        dead.gate.clear()
+        process.kill()
+    other.use("de")
+    assert "dead" not in node.stats().holders
+    assert node.memory.held.used_bytes <= BUDGET_BYTES
+    dead.gate.set()
+
+
+def test_no_room_is_made_in_a_full_store_of_what_a_silent_replica_has(node, replica) -> None:
     silent, other = replica("silent"), replica("other")
     silent.use("ab")
     silent.leave("ab")
-    silent.use("c")
     listening(node, "silent")
     silent.gate.clear()
-    start_s = time.monotonic()
-    other.use("de")
-    assert ANSWER_WITHIN_S <= time.monotonic() - start_s < 2 * ANSWER_WITHIN_S + 0.3
-    assert "silent" not in node.stats().holders
+    node.memory.store.num_full = 99
+    with pytest.raises(BudgetExceeded, match=r"leased by: .*silent \(200 bytes\)"):
+        other.use("c")
+    assert node.stats().holders == {"silent": 200}
     silent.gate.set()
-    silent.client.beat()
-    # What it kept was given back when it woke; what it uses is adopted, over the budget if it has to be.
-    assert node.stats().holders["silent"] >= 100
-    until(lambda: node.stats().resident_bytes <= BUDGET_BYTES)
-    other.leave("de")
-    listening(node, "silent", "other")
-    silent.use("abc")
-    assert node.stats().resident_bytes <= BUDGET_BYTES
+
+
+def test_what_a_replica_is_still_getting_is_not_called_back(node, replica, pool, monkeypatch) -> None:
+    one, two = replica("one"), replica("two")
+    read_into, gate, polls = node.reading.loader._reader.read_into, threading.Event(), []
+
+    def read_late(extent: ExtentRef, *rest: Any) -> None:
+        assert extent.id != "b" or gate.wait(WAIT_S)
+        read_into(extent, *rest)
+
+    monkeypatch.setattr(node.reading.loader._reader, "read_into", read_late)
+    take_recall = node.memory.held._recalls.take_recall
+    monkeypatch.setattr(
+        node.memory.held._recalls, "take_recall", lambda *poll: polls.append(take_recall(*poll)) or polls[-1]
+    )
+    one.use("c")
+    one.leave("c")
+    listening(node, "one")
+    getting = pool.submit(one.use, "ab")
+    wait_until(lambda: "a" in resident(node))
+    waiting = pool.submit(two.use, "de")
+    wait_until(lambda: node.stats().num_waiting == 1)
+    num_polls = len(polls)
+    wait_until(lambda: len(polls) > num_polls + 5)
+    assert set(polls) == {Recall()}
+    assert not waiting.done()
+    gate.set()
+    getting.result(WAIT_S)
+    one.leave("ab")
+    assert set(waiting.result(WAIT_S)) == {"d", "e"}
+
+
+@pytest.mark.parametrize("epoch", ["its own", "another"])
+def test_what_a_replica_says_nothing_of_is_not_asked_for_again_at_once(node, extents, pool, epoch: str) -> None:
+    """The answer that gave it the lease is on its way, or the offer that makes the lease one of this epoch."""
+    acquired = node.acquire([extents[id_] for id_ in "abc"], "late")
+    answer = RecallAnswer((), acquired.generation if epoch == "its own" else "another-1")
+    recalls: list[Recall] = []
+    node.memory.held._max_wait_s = 1.0
+    node.next_recall("late")
+    waiting = pool.submit(node.acquire, [extents["d"]], "other")
+    while not waiting.done():
+        recalls.append(node.next_recall("late", answer))
+    with pytest.raises(BudgetExceeded, match=r"leased by: late \(300 bytes\)"):
+        waiting.result()
+    assert 1 <= sum(bool(recall.ids) for recall in recalls) < 8
+    assert node.stats().num_recalled == 0
 
 
 def test_a_dead_holder_ends_its_poll(node, replica) -> None:
-    node._held.end_holder("never heard of")
+    node.memory.held.end_holder("never heard of")
     polling: Future[Recall] = Future()
     threading.Thread(
-        target=lambda: polling.set_result(node._held.next_recall("dies", None, None, WAIT_S)), daemon=True
+        target=lambda: polling.set_result(node.memory.held.next_recall("dies", None, None, WAIT_S)), daemon=True
     ).start()
     listening(node, "dies")
-    node._held.end_holder("dies")
+    node.memory.held.end_holder("dies")
     assert polling.result(WAIT_S) == Recall()
-    assert "dies" not in node._held._recalls
+    assert "dies" not in node.memory.held._recalls
 
 
 def test_a_newer_poll_ends_the_one_before(node) -> None:
     polls: list[Recall] = []
-    first = threading.Thread(target=lambda: polls.append(node._held.next_recall("r", None, None, WAIT_S)))
+    first = threading.Thread(target=lambda: polls.append(node.memory.held.next_recall("r", None, None, WAIT_S)))
     first.start()
     listening(node, "r")
-    node._held.next_recall("r", None, None, 0.01)
+    node.memory.held.next_recall("r", None, None, 0.01)
     first.join(WAIT_S)
     assert polls == [Recall()]
 
@@ -252,10 +339,10 @@ def test_a_newer_poll_ends_the_one_before(node) -> None:
 def test_an_answer_of_another_life_changes_nothing(node, replica, extents) -> None:
     one = replica("one")
     one.use("ab")
-    answer = RecallAnswer((), ("a", "b"), "another-1")
-    life = node._life(answer.generation)
-    assert life is None
-    node._held.next_recall("one", answer, life, 0.0)
+    answer = RecallAnswer(("a", "b"), "another-1")
+    epoch = node._epoch(answer.generation)
+    assert epoch is None
+    node.memory.held.next_recall("one", answer, epoch, 0.0)
     assert node.stats().holders == {"one": 200}
 
 
@@ -263,7 +350,7 @@ def test_kept_extents_are_adopted_by_the_next_keeper_and_called_back_by_it(node,
     one, two = replica("one"), replica("two")
     one.use("ab")
     one.leave("ab")
-    after = NodeKeeper(str(tmp_path), BUDGET_BYTES, "node", store=FakeStore(), audit_bytes_per_s=0)
+    after = NodeKeeper(str(tmp_path), BUDGET_BYTES, "node", KeeperSettings(audit_bytes_per_s=0), store=FakeStore())
     for client in (one, two):
         client.handle.actor = after
     one.client.beat()
@@ -282,7 +369,7 @@ def test_a_smaller_budget_calls_back_what_is_kept(node, replica) -> None:
     one.leave("ab")
     listening(node, "one")
     node.set_budget(100)
-    until(lambda: node.stats().resident_bytes == 100)
+    wait_until(lambda: node.stats().resident_bytes == 100)
     assert (resident(node), node.stats().holders) == ("c", {"one": 100})
 
 
@@ -292,7 +379,7 @@ def test_what_is_dropped_is_called_back(node, replica) -> None:
     one.leave("ab")
     listening(node, "one")
     node.drop(["a", "c"])
-    until(lambda: resident(node) == "bc" or node.drop(["a"]) == ["a"])
+    wait_until(lambda: resident(node) == "bc" or node.drop(["a"]) == ["a"])
     assert node.stats().holders == {"one": 200}
 
 
@@ -301,7 +388,7 @@ def test_a_damaged_copy_is_not_used_again_and_not_kept(node, replica) -> None:
     views = one.use("ab")
     one.leave("a")
     views["a"][50] ^= 1
-    node._audit.round()
+    node.memory.audit.round()
     one.client.beat()
     assert one.damaged == ["a"]
     assert node.stats().holders == {"one": 100}  # the damaged copy, which nobody used, was given back
@@ -311,10 +398,10 @@ def test_a_damaged_copy_is_not_used_again_and_not_kept(node, replica) -> None:
 
 
 def test_leases_that_are_never_called_back_are_waited_for_and_named(node, replica, extents, pool) -> None:
-    node.acquire([extents["a"], extents["b"], extents["c"]], "firm")
+    node.acquire([extents["a"], extents["b"], extents["c"]], "held")
     one = replica("one")
-    node._held._max_wait_s = 0.2
-    with pytest.raises(BudgetExceeded, match="leased by: firm"):
+    node.memory.held._max_wait_s = 0.2
+    with pytest.raises(BudgetExceeded, match="leased by: held"):
         one.use("d")
 
 
@@ -326,9 +413,9 @@ def test_what_was_called_back_is_free_without_a_collection(node, replica) -> Non
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(node._held.held(id_).ref.array) for id_ in "abc"]  # type: ignore[union-attr]
+        gone = [weakref.ref(node.memory.held.held(id_).ref.array) for id_ in "abc"]  # type: ignore[union-attr]
         two.use("def")
-        until(lambda: not any(ref() is not None for ref in gone))
+        wait_until(lambda: not any(ref() is not None for ref in gone))
     finally:
         gc.enable()
 
@@ -344,8 +431,7 @@ def test_many_switches_of_two_replicas_never_exceed_the_budget_and_end(node, rep
             start_s = time.monotonic()
             client.use(ids)
             longest_s[0] = max(longest_s[0], time.monotonic() - start_s)
-            with node._held._lock:
-                used = node._held._book.used_bytes
+            used = node.memory.held.used_bytes
             if used > BUDGET_BYTES:
                 over.append(used)
             client.leave(ids)
@@ -361,7 +447,7 @@ def test_a_keeper_is_after_many_switches_what_it_was_after_some(
     node: NodeKeeper, replica: Callable[[str], Replica]
 ) -> None:
     """All that it notes of requests, leases, recalls and evictions ends with them: it runs for months."""
-    replicas, chosen = [replica("one"), replica("two")], random.Random()
+    replicas, chosen = [replica("one"), replica("two")], seeded_random()
 
     def num_objects_after(num_switches: int) -> int:
         for _ in range(num_switches):
@@ -370,7 +456,7 @@ def test_a_keeper_is_after_many_switches_what_it_was_after_some(
             one.leave(ids)
             one.client.beat()
             one.recalls.clear()
-        node._store.used_bytes.clear()  # type: ignore[attr-defined]  # the fake's own notes
+        node.memory.store.used_bytes.clear()  # type: ignore[attr-defined]  # the fake's own notes
         gc.collect()
         return len(gc.get_objects())
 
@@ -380,3 +466,22 @@ def test_a_keeper_is_after_many_switches_what_it_was_after_some(
     assert node.stats().num_evicted > num_evicted + 200
     assert node.stats().num_recalled > num_recalled + 100
     assert after - before < 200  # one object for every other switch; outdated places in a heap are fewer
+
+
+def test_an_empty_extent_is_held_called_back_and_gone_like_any_other(node, replica, tmp_path: Path, extents) -> None:
+    (tmp_path / "0").touch()
+    extents["0"] = ExtentRef(id="0", pack="0", offset=0, nbytes=0, checksum=xxhash.xxh3_128_hexdigest(b""))
+    one, two = replica("one"), replica("two")
+    assert one.use("0")["0"].nbytes == 0
+    one.leave("0")
+    for id_ in "abc":  # nothing else is from storage
+        data = np.fromfile(tmp_path / id_, np.uint8)
+        node.memory.held.adopt(HeldExtent(extents[id_], Ref(data), data, "adopted"), "one", 1)
+    node.release(["a", "b", "c"], "one")
+    listening(node, "one")
+    two.use("de0")
+    two.leave("de0")
+    assert node.stats().resident_bytes <= BUDGET_BYTES
+    wait_until(lambda: node.drop(["0"]) == ["0"] or "0" not in resident(node))
+    node.set_budget(0)
+    wait_until(lambda: node.stats().resident_bytes == 0)

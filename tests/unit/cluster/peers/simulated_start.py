@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from cluster.keeper.extent_loading import MAX_CLAIMS
 from cluster.peers.client import GRACE_S, MIN_GBPS
-from cluster.peers.fetch_queue import Ask, Fetch, FetchQueue, Read
+from cluster.peers.fetch_queue import AskRegistry, Fetch, FetchQueue, Read
 from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
 from cluster.peers.server import LINGER_S, TransferSlots
-from cluster.peers.sources import Fetched, PeerShare
-from cluster.registry.residency import ResidencyMap
+from cluster.peers.sources import FetchOutcome, PeerShare
+from cluster.registry.extent_locations import ResidencyMap
 from weights.residency.claims import RENEW_S
 
 MIB = 2**20
@@ -39,7 +39,7 @@ class Flow:
     left_bytes: float
     fetch: Fetch | None = None
     others: tuple[PeerAddress, ...] = ()
-    tried: Fetched = field(default_factory=Fetched)
+    tried: FetchOutcome = field(default_factory=FetchOutcome)
     bytes_per_s: float = 0.0
     at_s: float = 0.0
     due_s: float = 0.0
@@ -160,7 +160,7 @@ class SimulatedStart:
                     flow = Flow(step.id, None, node, self.now_s, self.extent_bytes)
                     self._begin(flow)
                     self.at(self.now_s + RENEW_S, lambda flow=flow: self._renew(flow))
-                case Ask():
+                case AskRegistry():
                     node.num_idle -= 1
                     self.num_questions += 1
                     self.num_located += len(step.question.ids)
@@ -176,7 +176,7 @@ class SimulatedStart:
         node.wake_s = float("inf")
         self._pump(node)
 
-    def _told(self, node: Node, step: Ask, answer: object) -> None:
+    def _told(self, node: Node, step: AskRegistry, answer: object) -> None:
         node.num_idle += 1
         node.queue.apply_answer(step.question, answer, self.now_s)  # type: ignore[arg-type]
         self._pump(node)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ def take_all(ranges: ExtentRanges, count: int) -> list[ExtentRange]:
 
 
 def test_cover_the_extent_once_and_in_order() -> None:
-    data = bytearray(os.urandom(1000))
+    data = bytearray(random.randbytes(1000))
     parts = take_all(ExtentRanges(memoryview(data), 300), 4)
     assert [(part.offset, part.view.tobytes()) for part in parts] == [
         (offset, bytes(data[offset : offset + 300])) for offset in (0, 300, 600, 900)
@@ -31,7 +30,7 @@ def test_cover_the_extent_once_and_in_order() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_checksum_does_not_depend_on_the_order_of_arrival(seed: int) -> None:
-    data = bytearray(os.urandom(10_000))
+    data = bytearray(random.randbytes(10_000))
     ranges = ExtentRanges(memoryview(data), 128)
     parts = take_all(ranges, 79)
     random.Random(seed).shuffle(parts)

@@ -9,12 +9,14 @@ import random
 import pytest
 
 from cluster.peers.fetch_queue import (
+    GIVE_UP_S,
     MAX_FETCHES,
     MAX_PEERS,
     WINDOW,
-    Ask,
+    AskRegistry,
     Fetch,
     FetchQueue,
+    GiveUp,
     Located,
     Question,
     Read,
@@ -26,7 +28,7 @@ from cluster.peers.sources import (
     MAX_OFFERS,
     PATIENCE_S,
     BandwidthEstimate,
-    Fetched,
+    FetchOutcome,
     PeerOffer,
     PeerRecord,
     PeerShare,
@@ -52,7 +54,7 @@ def offers(nodes: str) -> list[PeerOffer]:
 def ask(found: FetchQueue, answer: Located | None, now_s: float = 0.0) -> Question:
     """Return its question, which is answered at once."""
     step = found.next_step(now_s)
-    assert isinstance(step, Ask), step
+    assert isinstance(step, AskRegistry), step
     found.apply_answer(step.question, answer, now_s)
     return step.question
 
@@ -65,11 +67,52 @@ def step_id(step: object) -> str:
 def test_an_unknown_extent_is_asked_for_once_while_other_threads_wait() -> None:
     found = queue("a", "b")
     step = found.next_step(0.0)
-    assert isinstance(step, Ask)
+    assert isinstance(step, AskRegistry)
     assert (sorted(step.question.ids), step.question.max_claims, step.question.insist) == (["a", "b"], 8, None)
     assert found.next_step(0.0) == Wait(math.inf)
     found.apply_answer(step.question, Located(claimed=("a",), reading={"b": "other"}), 0.0)
     assert step_id(found.next_step(0.0)) == "a"
+
+
+def test_a_node_that_cannot_read_claims_nothing_and_waits_for_the_others() -> None:
+    found = queue("a", "b")
+    found.can_read = False
+    assert ask(found, Located(), now_s=0.0).max_claims == 0
+    assert isinstance(found.next_step(0.0), Wait), "it does not ask again at once"
+    assert ask(found, None, now_s=1.0).insist is None
+    assert isinstance(found.next_step(1.0), Wait), "without the registry it waits as well"
+    ask(found, Located(offers={"a": offers("x")}, reading={"b": "y"}), now_s=2.0)
+    step = found.next_step(2.0)
+    assert isinstance(step, Fetch)
+    found.end_refused_fetch(step.id, FetchOutcome(failed=[at("x")]), 2.0)
+    assert ask(found, Located(offers={"a": offers("x")}, reading={"b": "y"}), now_s=2.0).insist is None
+    assert isinstance(found.next_step(2.0), Wait), "whoever failed is the only one: another may read it"
+    assert ask(found, Located(offers={"a": offers("z")}), now_s=4.0).insist is None
+    step = found.next_step(4.0)
+    assert step == Fetch("a", step.plan), "the next that has it"
+    found.end_fetch("a", FetchOutcome(), 4.0)
+    found.can_read = True
+    assert ask(found, Located(claimed=("b",)), now_s=6.0).max_claims == 8, "its storage has come"
+    assert step_id(found.next_step(6.0)) == "b"
+
+
+def test_a_node_that_cannot_read_gives_up_when_nothing_comes_for_long() -> None:
+    found = queue("a", "b")
+    found.can_read = False
+    now_s = 0.0
+    while now_s <= GIVE_UP_S:
+        step = found.next_step(now_s)
+        assert not isinstance(step, GiveUp)
+        if isinstance(step, AskRegistry):
+            found.apply_answer(step.question, Located(), now_s)
+        now_s += 1.0
+    given_up = set()
+    for _ in "ab":
+        step = found.next_step(now_s)
+        assert isinstance(step, GiveUp)
+        given_up.add(step.id)
+        found.end_read(step.id, None, now_s)
+    assert (given_up, found.num_waiting) == ({"a", "b"}, 0)
 
 
 def test_every_node_begins_elsewhere() -> None:
@@ -79,7 +122,7 @@ def test_every_node_begins_elsewhere() -> None:
         found = FetchQueue(random.Random(seed), 1)
         found.add_extents(dict.fromkeys(ids, NBYTES), 0.0)
         step = found.next_step(0.0)
-        assert isinstance(step, Ask)
+        assert isinstance(step, AskRegistry)
         begun.add(step.question.ids[0])
         assert len(step.question.ids) == WINDOW
     assert len(begun) > 20
@@ -98,7 +141,7 @@ def test_no_more_is_fetched_at_once_than_a_node_gives_and_storage_is_read_beside
     steps = [found.next_step(0.0) for _ in range(MAX_FETCHES + 1)]
     assert [type(step) for step in steps] == [Read] + [Fetch] * MAX_FETCHES
     assert found.next_step(0.0) == Wait(math.inf)
-    found.end_fetch(step_id(steps[1]), Fetched([PeerShare(at("x"), NBYTES, 0.1)]), 0.1)
+    found.end_fetch(step_id(steps[1]), FetchOutcome([PeerShare(at("x"), NBYTES, 0.1)]), 0.1)
     assert isinstance(found.next_step(0.1), Fetch)
 
 
@@ -117,7 +160,7 @@ def test_a_waiting_node_asks_less_and_less_often() -> None:
             now_s = step.until_s
         else:
             ask_again = Located(reading={"a": "other"})
-            assert isinstance(step, Ask)
+            assert isinstance(step, AskRegistry)
             assert step.question.insist is None  # somebody reads it: there is no hurry to do the same
             found.apply_answer(step.question, ask_again, now_s)
             times.append(now_s)
@@ -131,7 +174,7 @@ def test_a_busy_peer_is_left_alone_for_a_moment_and_asked_again_while_another_ex
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("xy")}))
     assert step_id(found.next_step(0.0)) == "a"
-    found.end_refused_fetch("a", Fetched(busy=[at("x")]), 0.0)
+    found.end_refused_fetch("a", FetchOutcome(busy=[at("x")]), 0.0)
     step = found.next_step(0.0)
     assert isinstance(step, Fetch)
     assert (step.id, step.plan.addresses) == ("b", (at("y"),))
@@ -146,7 +189,7 @@ def test_storage_is_asked_for_when_all_holders_failed_and_not_when_there_are_mor
     found = queue("a")
     ask(found, Located(offers={"a": offers("x")}))
     assert step_id(found.next_step(0.0)) == "a"
-    found.end_refused_fetch("a", Fetched(failed=[at("x")]), 0.0)
+    found.end_refused_fetch("a", FetchOutcome(failed=[at("x")]), 0.0)
     assert ask(found, Located(offers={"a": offers("x")})).insist is None  # somebody else may have it by now
     assert ask(found, Located(reading={"a": "other"})).insist == "a"
     wait = found.next_step(0.0)
@@ -175,12 +218,12 @@ def test_peers_that_have_it_and_never_give_it_are_waited_for_with_patience() -> 
     while True:
         step = found.next_step(now_s)
         match step:
-            case Ask() if step.question.insist:
+            case AskRegistry() if step.question.insist:
                 break
-            case Ask():
+            case AskRegistry():
                 found.apply_answer(step.question, Located(offers={"a": offers("x")}), now_s)
             case Fetch():
-                found.end_refused_fetch("a", Fetched(busy=[at("x")]), now_s)
+                found.end_refused_fetch("a", FetchOutcome(busy=[at("x")]), now_s)
             case Wait():
                 now_s = step.until_s
             case _:
@@ -193,7 +236,7 @@ def test_clearly_faster_storage_is_read_although_another_node_reads_already() ->
     found.storage = BandwidthEstimate(3e9, 1.0)
     ask(found, Located(offers={"a": offers("x")}, reading={"b": "other"}))
     assert step_id(found.next_step(0.0)) == "a"  # nothing is known of the peer: it is tried
-    found.end_fetch("a", Fetched([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
+    found.end_fetch("a", FetchOutcome([PeerShare(at("x"), NBYTES, NBYTES / 1e9)]), 0.1)
     ask(found, Located(reading={"b": "other"}), 1.0)
     assert isinstance(found.next_step(1.0), Read)
 
@@ -202,8 +245,8 @@ def test_a_transfer_is_counted_as_if_it_had_been_alone_with_its_link() -> None:
     found = queue("a", "b")
     ask(found, Located(offers={"a": offers("x"), "b": offers("y")}))
     assert {step_id(found.next_step(0.0)), step_id(found.next_step(0.0))} == {"a", "b"}
-    found.end_fetch("a", Fetched([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
-    found.end_fetch("b", Fetched([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
+    found.end_fetch("a", FetchOutcome([PeerShare(at("x"), NBYTES, 0.2, load=1.0)]), 0.2)
+    found.end_fetch("b", FetchOutcome([PeerShare(at("y"), NBYTES, 0.2, load=4.0)]), 0.2)
     # The first began alone and ended with another; the second shared the other's link with four.
     assert found.peers[at("x")].gbps(0.2) == pytest.approx(1.5 * 0.5)
     assert found.peers[at("y")].gbps(0.2) == pytest.approx(4 * 0.5)
@@ -216,6 +259,6 @@ def test_the_records_of_peers_are_bounded() -> None:
         found.add_extents({"a": NBYTES}, now_s)
         ask(found, Located(offers={"a": [PeerOffer(PeerAddress("10.0.0.1", number), "x")]}), now_s)
         assert step_id(found.next_step(now_s)) == "a"
-        found.end_fetch("a", Fetched([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
+        found.end_fetch("a", FetchOutcome([PeerShare(PeerAddress("10.0.0.1", number), NBYTES, 0.1)]), now_s)
     assert len(found.peers) <= MAX_PEERS + 1
     assert not found._sizes

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import random
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from kit.waiting import wait_until
 
 from cluster.peers.client import PeerClient
 from cluster.peers.link import QUIET_S, PeerLink, RegistryClient
@@ -18,8 +18,7 @@ from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from weights.manifest import ExtentRef
 
-WAIT_S = 10.0
-SECRET = os.urandom(32)
+SECRET = random.randbytes(32)
 QUESTION = Question(("a",), max_claims=8)
 
 
@@ -60,12 +59,11 @@ class Node:
     def __init__(self, directory: FakeRegistry) -> None:
         self.views: dict[str, Any] = {}
         self.now_s = 1000.0
-        self.link = PeerLink(
-            directory, "node", "127.0.0.1", self.views.get, lambda: list(self.views), clock=lambda: self.now_s
-        )
+        self.link = PeerLink(directory, "node", "127.0.0.1", clock=lambda: self.now_s)
+        self.link.start(self.views.get, lambda: list(self.views))
 
     def put(self, id_: str) -> None:
-        self.views[id_] = np.frombuffer(os.urandom(1000), np.uint8)
+        self.views[id_] = np.frombuffer(random.randbytes(1000), np.uint8)
         self.link.changed([id_], [])
 
 
@@ -83,13 +81,6 @@ def node(directory: FakeRegistry, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("peer-")]
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        threading.Event().wait(0.001)
-
-
 def known(directory: FakeRegistry) -> set[str]:
     """Return what the directory makes of the reports."""
     found: set[str] = set()
@@ -99,41 +90,41 @@ def known(directory: FakeRegistry) -> set[str]:
 
 
 def test_the_first_report_is_in_full_and_the_next_ones_are_news(node: Node, directory: FakeRegistry) -> None:
-    eventually(lambda: bool(directory.reports))
+    wait_until(lambda: bool(directory.reports))
     assert directory.reports == [(node.link.address, [], [], True)]
     node.put("a")
-    eventually(lambda: known(directory) == {"a"})
+    wait_until(lambda: known(directory) == {"a"})
     node.views.clear()
     node.link.changed([], ["a"])
-    eventually(lambda: known(directory) == set())
+    wait_until(lambda: known(directory) == set())
     assert [report[1:] for report in directory.reports[1:]] == [(["a"], [], False), ([], ["a"], False)]
 
 
 def test_a_registry_that_was_away_hears_everything_again(node: Node, directory: FakeRegistry) -> None:
     node.put("a")
-    eventually(lambda: known(directory) == {"a"})
+    wait_until(lambda: known(directory) == {"a"})
     directory.error = ConnectionError("the registry is gone")
     node.put("b")
     threading.Event().wait(0.05)
     directory.reports.clear()  # a new one, that knows nothing
     directory.error = None
-    eventually(lambda: known(directory) == {"a", "b"})
+    wait_until(lambda: known(directory) == {"a", "b"})
     assert directory.reports[0][3]
 
 
 def test_now_and_then_everything_is_told_anyway(node: Node, directory: FakeRegistry) -> None:
-    eventually(lambda: bool(directory.reports))
+    wait_until(lambda: bool(directory.reports))
     node.put("a")
-    eventually(lambda: len(directory.reports) == 2)
+    wait_until(lambda: len(directory.reports) == 2)
     node.now_s += 10.0
     node.put("b")
-    eventually(lambda: len(directory.reports) == 3)
+    wait_until(lambda: len(directory.reports) == 3)
     assert directory.reports[-1][1:] == (["a", "b"], [], True)
 
 
 def test_resident_extents_are_served_to_a_client_with_the_secret(node: Node, directory: FakeRegistry) -> None:
     node.put("a")
-    eventually(lambda: node.link.address is not None)
+    wait_until(lambda: node.link.address is not None)
     host, _, port = str(node.link.address).rpartition(":")
     data = node.views["a"]
     extent = ExtentRef(id="a", pack="p", offset=0, nbytes=1000, checksum=xxhash.xxh3_128_hexdigest(data))
@@ -141,11 +132,11 @@ def test_resident_extents_are_served_to_a_client_with_the_secret(node: Node, dir
     with PeerClient(SECRET) as client:
         client.fetch_extent([PeerAddress(host, int(port))], extent, lambda: out)
     assert out.tobytes() == data.tobytes()
-    eventually(lambda: node.link.served_bytes == 1000)
+    wait_until(lambda: node.link.served_bytes == 1000)
 
 
 def test_a_registry_that_does_not_answer_is_left_alone_for_a_while(node: Node, directory: FakeRegistry) -> None:
-    eventually(lambda: node.link.address is not None)
+    wait_until(lambda: node.link.address is not None)
     assert node.link.locate(QUESTION) == Located(claimed=("a",))
     directory.error = ConnectionError("the registry is gone")
     assert [node.link.locate(QUESTION) for _ in range(3)] == [None, None, None]
@@ -159,31 +150,47 @@ def test_claims_are_renewed_until_the_extent_is_resident_or_failed(
     node: Node, directory: FakeRegistry, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("cluster.peers.link.RENEW_S", 0.02)
-    eventually(lambda: node.link.address is not None)
+    wait_until(lambda: node.link.address is not None)
     node.link.locate(Question(("a", "b"), 8))
 
     def renewed(ids: list[str]) -> bool:
         node.now_s += 0.02
         return directory.renewed[-1:] == [ids]
 
-    eventually(lambda: renewed(["a", "b"]))
+    wait_until(lambda: renewed(["a", "b"]))
     node.put("a")
-    eventually(lambda: renewed(["b"]))
+    wait_until(lambda: renewed(["b"]))
     node.link.changed([], ["b"])
-    eventually(lambda: known(directory) == {"a"})
+    wait_until(lambda: known(directory) == {"a"})
     num_renewed = len(directory.renewed)
     node.now_s += 1.0
     node.put("c")
-    eventually(lambda: known(directory) == {"a", "c"})
+    wait_until(lambda: known(directory) == {"a", "c"})
     assert len(directory.renewed) == num_renewed
+
+
+def test_what_is_wanted_while_the_link_opens_waits_for_it(directory: FakeRegistry, monkeypatch: Any) -> None:
+    """Else a node that starts reads what another one is reading."""
+    monkeypatch.setattr("cluster.peers.link.RETRY_S", 0.01)
+    directory.error = ConnectionError("the registry is starting")
+    node = Node(directory)
+    answers: list[Located | None] = []
+    asking = threading.Thread(target=lambda: answers.append(node.link.locate(QUESTION)))
+    asking.start()
+    assert not answers
+    directory.error = None
+    asking.join(timeout=30)
+    assert answers == [Located(claimed=("a",))]
+    node.link.close()
 
 
 def test_before_the_registry_answers_there_is_no_link(directory: FakeRegistry, monkeypatch: Any) -> None:
     monkeypatch.setattr("cluster.peers.link.RETRY_S", 0.01)
+    monkeypatch.setattr("cluster.peers.link.OPEN_WITHIN_S", 0.05)
     directory.error = ConnectionError("no registry yet")
     node = Node(directory)
     assert (node.link.client(), node.link.address, node.link.served_bytes) == (None, None, 0)
     assert node.link.locate(QUESTION) is None
     directory.error = None
-    eventually(lambda: node.link.client() is not None)
+    wait_until(lambda: node.link.client() is not None)
     node.link.close()

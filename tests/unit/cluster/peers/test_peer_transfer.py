@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import select
 import signal
 import socket
@@ -21,17 +21,18 @@ import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.waiting import wait_until
 
 from cluster.errors import PeerUnavailable
 from cluster.peers import protocol
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
-from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer
+from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 
-SECRET = os.urandom(32)
+SECRET = random.randbytes(32)
 KIB = 1024
 WAIT_S = 10
 
@@ -41,18 +42,11 @@ Script = Callable[[socket.socket], None]
 
 
 def random_bytes(nbytes: int) -> ByteArray:
-    return np.frombuffer(os.urandom(nbytes), np.uint8)  # read-only, as Ray's views are
+    return np.frombuffer(random.randbytes(nbytes), np.uint8)  # read-only, as Ray's views are
 
 
 def extent_of(data: ByteArray, id_: str = "e") -> ExtentRef:
     return ExtentRef(id=id_, pack="p", offset=0, nbytes=data.nbytes, checksum=xxhash.xxh3_128_hexdigest(data))
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.002)
 
 
 def peer_threads() -> list[str]:
@@ -66,7 +60,7 @@ def nothing_leaks() -> Iterator[None]:
     sockets = len(process.net_connections())
     yield
     assert peer_threads() == []
-    eventually(lambda: len(process.net_connections()) <= sockets)
+    wait_until(lambda: len(process.net_connections()) <= sockets)
 
 
 @pytest.fixture
@@ -77,7 +71,9 @@ def serve(nothing_leaks: None) -> Iterator[Serve]:
         extents: dict[str, ByteArray] | Callable[[str], ByteArray | None], secret: bytes = SECRET, **options: float
     ) -> PeerServer:
         lookup = extents.get if isinstance(extents, dict) else extents
-        servers.append(PeerServer(lookup, secret, host="127.0.0.1", **options))
+        port = int(options.pop("port", 0))
+        limits = ServerLimits(**options)  # type: ignore[arg-type]
+        servers.append(PeerServer(lookup, secret, host="127.0.0.1", port=port, limits=limits))
         return servers[-1]
 
     yield start
@@ -136,7 +132,7 @@ def scripted(nothing_leaks: None) -> Iterator[Callable[[Script], PeerAddress]]:
 
 def greet(connection: socket.socket, secret: bytes = SECRET) -> None:
     """A server's part of the handshake."""
-    nonce = os.urandom(32)
+    nonce = random.randbytes(32)
     connection.sendall(protocol.encode_greeting(Status.OK, nonce))
     client_nonce, _ = protocol.decode_hello(protocol.receive_frame(connection, protocol.HELLO_BYTES, WAIT_S))
     connection.sendall(protocol.encode_welcome(Status.OK, protocol.prove(secret, "server", nonce, client_nonce)))
@@ -189,7 +185,7 @@ class TestTheBytes:
         assert out.tobytes() == data.tobytes()
         assert [(share.address, share.nbytes) for share in shares] == ([(server.address, nbytes)] if nbytes else [])
         # The server counts a range when it is sent, which the client may notice first.
-        eventually(lambda: server.stats().served_bytes == nbytes)
+        wait_until(lambda: server.stats().served_bytes == nbytes)
 
     def test_arrive_in_their_place_and_nowhere_else(self, serve: Serve, connect: Connect) -> None:
         data, around = random_bytes(1_000_000), np.full(1_000_200, 7, np.uint8)
@@ -219,7 +215,7 @@ class TestTheBytes:
         with ThreadPoolExecutor(16) as threads:
             assert list(threads.map(fetch, range(64))) == [True] * 64
         assert server.stats().num_connections <= 8
-        eventually(lambda: server.stats().active_transfers == 0)
+        wait_until(lambda: server.stats().active_transfers == 0)
 
     def test_need_a_place_that_fits(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(100)
@@ -269,7 +265,7 @@ class TestConnections:
         server, client = serve({"e": data}, idle_timeout_s=0.02), connect()
         for _ in range(3):
             client.fetch_extent([server.address], extent_of(data), data.copy)
-            eventually(lambda: server.stats().num_connections == 0)
+            wait_until(lambda: server.stats().num_connections == 0)
 
     def test_a_peer_that_takes_only_one_is_used_over_one(self, serve: Serve, connect: Connect) -> None:
         data, client = random_bytes(1_000_000), connect(num_connections=4)
@@ -282,7 +278,7 @@ class TestConnections:
         server = serve({"e": data}, max_connections=1)
         with log_in(server), pytest.raises(PeerUnavailable, match=f"peer {server.address}: .*BUSY"):
             connect().fetch_extent([server.address], extent_of(data), data.copy)
-        eventually(lambda: server.stats().num_connections == 0)
+        wait_until(lambda: server.stats().num_connections == 0)
         connect().fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_closing_the_client_ends_fetches_under_way(self, serve: Serve, connect: Connect) -> None:
@@ -310,7 +306,7 @@ class TestTheSecret:
         data = random_bytes(100)
         server = serve({"e": data})
         with pytest.raises(PeerUnavailable, match=f"{server.address}: refuses the connection: NOT_ALLOWED"):
-            connect(os.urandom(32)).fetch_extent([server.address], extent_of(data), data.copy)
+            connect(random.randbytes(32)).fetch_extent([server.address], extent_of(data), data.copy)
         stats = server.stats()
         assert (stats.served_bytes, stats.num_refused) == (0, 1)
         connect().fetch_extent([server.address], extent_of(data), data.copy)
@@ -390,7 +386,7 @@ class TestRefusals:
 KILLED_PEER = """
 import os, signal, sys, threading
 import numpy as np
-from cluster.peers.server import PeerServer
+from cluster.peers.server import PeerServer, ServerLimits
 data = np.fromfile(sys.argv[1], np.uint8)
 lock, asked = threading.Lock(), 0
 def lookup(_):
@@ -422,7 +418,7 @@ class TestFailures:
         assert [share.address for share in shares] == [killed, second.address]
         assert 0 < shares[0].nbytes <= 7 * 64 * KIB
         assert shares[0].nbytes + shares[1].nbytes == data.nbytes
-        eventually(lambda: second.stats().active_transfers == 0)
+        wait_until(lambda: second.stats().active_transfers == 0)
         assert second.stats().served_bytes == shares[1].nbytes
 
     def test_a_peer_that_closes_in_the_middle_ends_without_the_next(self, serve: Serve, connect: Connect) -> None:
@@ -572,7 +568,7 @@ class TestTheServer:
         stalled = [log_in(server) for _ in range(4)]
         for connection in stalled:
             connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes, 1)))
-        eventually(lambda: server.stats().active_ranges == 4)
+        wait_until(lambda: server.stats().active_ranges == 4)
         start_s = time.monotonic()
         server.close()
         assert time.monotonic() - start_s < 1
@@ -590,7 +586,7 @@ class TestTheServer:
         server = serve({"e": data}, timeout_s=0.05)
         with log_in(server) as connection:
             connection.sendall(protocol.encode_request(Request("e", 0, data.nbytes, 1)))
-            eventually(lambda: server.stats().num_connections == 0)
+            wait_until(lambda: server.stats().num_connections == 0)
 
     def test_drops_a_peer_that_sends_nothing(self, serve: Serve) -> None:
         server = serve({}, hello_timeout_s=0.05)
@@ -601,7 +597,7 @@ class TestTheServer:
         data = random_bytes(300_000)
         server = serve({"e": data}, hello_timeout_s=60.0)
         silent = [socket.create_connection(server.address, WAIT_S) for _ in range(256)]
-        eventually(lambda: server.stats().num_refused == 256 - MAX_STRANGERS)
+        wait_until(lambda: server.stats().num_refused == 256 - MAX_STRANGERS)
         assert (server.stats().num_connections, server.stats().num_strangers) == (0, MAX_STRANGERS)
         out = np.empty_like(data)
         # None of them leaves by itself within the time that the client waits for an answer.
@@ -615,7 +611,7 @@ class TestTheServer:
         with socket.create_connection(server.address, WAIT_S, source_address=("127.0.0.2", 0)) as quiet:
             _, nonce = protocol.decode_greeting(protocol.receive_frame(quiet, protocol.GREETING_BYTES, WAIT_S))
             flood = [socket.create_connection(server.address, WAIT_S) for _ in range(40)]
-            eventually(lambda: server.stats().num_refused == 33)
+            wait_until(lambda: server.stats().num_refused == 33)
             quiet.sendall(protocol.encode_hello(bytes(32), protocol.prove(SECRET, "client", nonce, bytes(32))))
             status, _ = protocol.decode_welcome(protocol.receive_frame(quiet, protocol.WELCOME_BYTES, WAIT_S))
             assert status == Status.OK
@@ -640,7 +636,7 @@ class TestTheServer:
         data = random_bytes(100)
         server = serve({"e": data}, max_connections=2, idle_timeout_s=60.0)
         with log_in(server) as oldest, log_in(server) as other:
-            eventually(lambda: server.stats().num_connections == 2)
+            wait_until(lambda: server.stats().num_connections == 2)
             threading.Event().wait(2 * MIN_IDLE_S)  # idle is a matter of time
             connect(num_connections=1).fetch_extent([server.address], extent_of(data), data.copy)
             assert closed_by_peer(oldest)
@@ -666,7 +662,7 @@ class TestTheServer:
                 nonlocal ended
                 for connection in list(server._open):
                     connection.end()
-                eventually(lambda: server.stats().num_connections == 0)
+                wait_until(lambda: server.stats().num_connections == 0)
                 ended += 1
                 stream.sendall(frame)
 
@@ -701,7 +697,7 @@ class TestTheServer:
             # What has begun goes on, and makes room when its last byte is sent.
             first.sendall(protocol.encode_request(Request("a", 4, 6, 1)))
             protocol.receive_frame(first, protocol.REPLY_BYTES + 6, WAIT_S)
-            eventually(lambda: server.active_transfers < 2)
+            wait_until(lambda: server.active_transfers < 2)
             client.fetch_extent([server.address], extent_of(data, "c"), data.copy)
 
     @given(st.binary(max_size=300))
@@ -741,7 +737,7 @@ class TestTheServer:
         server, client = serve(lookup), connect()
         with pytest.raises(PeerUnavailable, match="closed after 0"):
             client.fetch_extent([server.address], extent_of(data, "other"), data.copy)
-        eventually(lambda: "KeyError: 'other'" in caplog.text)
+        wait_until(lambda: "KeyError: 'other'" in caplog.text)
         client.fetch_extent([server.address], extent_of(data), data.copy)
 
     def test_says_when_its_port_is_taken(self, serve: Serve) -> None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from kit.clock import Clock
 
 from cluster.peers.server import TransferSlots
 
 
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_transfer_keeps_its_slot_over_many_ranges_until_all_bytes_are_sent() -> None:
-    slots = TransferSlots(1, clock=Clock())
+    slots = TransferSlots(1, clock=Clock(100.0))
     assert slots.begin_range(1, 100)
     assert slots.begin_range(1, 100)
     slots.end_range(1, 60)
@@ -28,7 +22,7 @@ def test_a_transfer_keeps_its_slot_over_many_ranges_until_all_bytes_are_sent() -
 
 
 def test_a_silent_transfer_loses_its_slot_and_a_slow_reader_does_not() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     slots = TransferSlots(2, linger_s=0.5, clock=clock)
     assert slots.begin_range(1, 100)
     assert slots.begin_range(2, 100)
@@ -41,7 +35,7 @@ def test_a_silent_transfer_loses_its_slot_and_a_slow_reader_does_not() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_never_more_than_allowed_and_none_left_in_the_end(seed: int) -> None:
-    chance, clock = random.Random(seed), Clock()
+    chance, clock = random.Random(seed), Clock(100.0)
     slots = TransferSlots(3, linger_s=1.0, clock=clock)
     running: list[int] = []
     for _ in range(300):

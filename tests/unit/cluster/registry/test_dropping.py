@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
+from cluster.keeper.actor import KeeperSettings
 from cluster.keeper.records import ResidentExtent
 from cluster.registry.node_keepers import RELEASE_PAUSES_S, NodeKeepers
 
 
 class Keeper:
-    """`holders` by extent id; those of `leaving` are gone at the so-manieth drop. Held extents stay."""
+    """`holders` by extent id; those of `leaving` leave at the drop of that number. Held extents stay."""
 
     def __init__(self, holders: dict[str, list[str]], pinned: Sequence[str] = ()) -> None:
         self.holders, self.pinned = holders, set(pinned)
@@ -58,7 +59,7 @@ def slept_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def keepers_of(monkeypatch: pytest.MonkeyPatch, *nodes: Keeper) -> NodeKeepers:
     by_name = {f"n{number}": node for number, node in enumerate(nodes)}
     monkeypatch.setattr(NodeKeepers, "_start", lambda _, node_id: by_name[node_id])
-    keepers = NodeKeepers("/packs", 1000, "registry")
+    keepers = NodeKeepers("/packs", 1000, "c:0", KeeperSettings())
     for name in by_name:
         keepers.keeper(name)
     return keepers

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
-from cluster.errors import ImportFailed, ModelUnavailable
+from cluster.errors import ImportFailed, ModelUnservable, WeightsUnavailable
 from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -61,8 +62,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     monkeypatch.setattr("cluster.registry.importing.POLL_S", 0.02)
     started: list[ImportProcess] = []
 
-    def start(memory_bytes: int = 2**33, **limits: float) -> ImportProcess:
-        settings = ImportSettings(store=tmp_path / "store", options={}, memory_bytes=memory_bytes)
+    def start(memory_bytes: int = 2**33, check: str = "", **limits: float) -> ImportProcess:
+        settings = ImportSettings(store=tmp_path / "store", options={}, memory_bytes=memory_bytes, check=check)
         started.append(ImportProcess(settings, ImportLimits(**limits)))
         return started[-1]
 
@@ -76,7 +77,7 @@ def entry(tmp_path: Path) -> ModelConfig:
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
-    save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
+    save_file({"w": seeded_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
     return ModelConfig(id="m", path=folder)
 
 
@@ -84,6 +85,19 @@ def test_the_summary_equals_that_of_an_import_in_this_process(start: Start, entr
     found = start().import_model(entry)
     assert found == import_checkpoint(WeightStore(tmp_path / "other"), entry)
     assert (found.kind, found.nbytes) == ("llm", 60)
+
+
+def test_what_no_engine_could_run_is_refused_before_its_weights_are_read(
+    start: Start, entry: ModelConfig, tmp_path: Path
+) -> None:
+    process = start(check="deployments.engines.servable:why_unservable")
+    with pytest.raises(ModelUnservable, match=r"architecture 'TinyForCausalLM' in .* is not supported"):
+        process.import_model(entry)
+    program = tmp_path / "graph.onnx"
+    program.write_bytes(b"")
+    with pytest.raises(ModelUnservable, match=r"graph.onnx: a program can be stored and loaded, not served"):
+        process.import_model(ModelConfig(id="p", path=program))
+    assert WeightStore(tmp_path / "store").model_names() == []
 
 
 def test_errors_come_back_as_themselves_and_the_process_goes_on(
@@ -166,7 +180,7 @@ async def test_the_others_are_served_while_one_model_takes_for_ever_and_then_it_
     record = await waiting
     assert record.state == "unavailable"
     assert "its import was stopped: it computed for" in record.error
-    with pytest.raises(ModelUnavailable, match="its import was stopped"):
+    with pytest.raises(WeightsUnavailable, match="its import was stopped"):
         await models.manifest("bad")
 
 

@@ -12,10 +12,11 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
-from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.messages import Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.registry.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
+from weights.manifest import ExtentRef
 
 DEFAULT_BUDGET_BYTES = 1000
 
@@ -40,6 +41,9 @@ class Keeper:
         self.reachable = True
         self.num_holders = 1
         self.broken = ""
+        self.has_storage = True
+        self.prefetched: list[ExtentRef] = []
+        self.prefetch = SimpleNamespace(remote=self.prefetched.extend)
         self.restart()
         self.stats, self.residents = Call(self._stats), Call(lambda: self.extents)
         self.set_pins, self.pins, self.set_budget = Call(self._pin), Call(lambda: self.pinned), Call(self._set_budget)
@@ -64,6 +68,7 @@ class Keeper:
             budget_bytes=self.budget_bytes,
             address=self.address,
             num_holders=self.num_holders,
+            has_storage=self.has_storage,
         )
 
     def _pin(self, extents_of: Mapping[str, Sequence[str]]) -> None:
@@ -130,7 +135,8 @@ def start(
         made = NodeKeepers(
             "/packs",
             DEFAULT_BUDGET_BYTES,
-            "registry",
+            "c:0",
+            KeeperSettings(),
             clock=lambda: done.now_s,
             extents_of=lambda: models,
             is_known=known.__contains__,
@@ -281,6 +287,20 @@ async def test_the_claims_of_a_restarted_keeper_end(keepers: NodeKeepers, nodes:
     assert keepers.residency.locate("n1", question, 0).reading == {"a": "n2", "b": "n2"}
 
 
+async def test_what_a_keeper_reports_while_it_is_met_is_kept(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
+    here = PeerAddress("10.0.0.1", 7001)
+
+    def report_and_answer() -> list[Any]:
+        before, nodes["n1"].extents = nodes["n1"].extents, [SimpleNamespace(id="a"), SimpleNamespace(id="b")]
+        keepers.residency.report_residency("n1", ResidencyReport(here, ["b"]))  # overtakes the answer
+        return before
+
+    nodes["n1"].extents, nodes["n1"].residents = [SimpleNamespace(id="a")], Call(report_and_answer)
+    await keepers.follow(["n1", "n2"])
+    found = keepers.residency.locate("n2", Question(("a", "b"), max_claims=4))
+    assert {id_: [offer.node for offer in offers] for id_, offers in found.offers.items()} == {"a": ["n1"], "b": ["n1"]}
+
+
 async def test_a_node_that_left_is_a_new_one_when_it_comes_back(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
     await keepers.follow(["n1", "n2"])
     nodes["n1"].budget_bytes = 70
@@ -344,40 +364,72 @@ async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_w
     assert keepers.keeper("n1") is nodes["n1"]  # it begins with a short pause again
 
 
-async def test_every_replica_that_is_seen_is_told_of_and_a_keeper_that_starts_is_none(
-    nodes: dict[str, Keeper], start: Callable[[], NodeKeepers], done: Ray
-) -> None:
-    seen: list[float] = []
-    keepers = start()
-    keepers._on_replica = lambda: seen.append(done.now_s)
+async def test_keepers_tell_whether_replicas_hold_leases_there(keepers: NodeKeepers, nodes: dict[str, Keeper]) -> None:
+    nodes["n2"].num_holders = 0
     await keepers.follow(["n1", "n2"])
-    assert seen == [0.0, 0.0]
-    nodes["n1"].num_holders = nodes["n2"].num_holders = 0
-    done.now_s = 1.0
-    nodes["n3"] = Keeper(7003)
-    nodes["n3"].num_holders = 0
-    await keepers.follow(["n1", "n2", "n3"], running=["n3"])
-    assert done.started[-1] == "n3"
-    assert seen == [0.0, 0.0]
-    keepers.keeper("n1")
-    assert seen == [0.0, 0.0, 1.0]
+    assert keepers.may_have_holders
+    nodes["n1"].num_holders = 0
+    await keepers.follow(["n1", "n2"])
+    assert not keepers.may_have_holders
+    nodes["n2"].num_holders = 1
+    await keepers.follow(["n1", "n2"])
+    assert keepers.may_have_holders
+    await keepers.follow(["n1"])  # its replicas went with their node
+    assert not keepers.may_have_holders
 
 
-async def test_a_keeper_that_does_not_say_is_silent_until_it_does_or_is_known_to_be_broken(
+async def test_a_keeper_that_does_not_say_may_have_holders_until_it_does_or_is_known_to_be_broken(
     keepers: NodeKeepers, nodes: dict[str, Keeper]
 ) -> None:
+    nodes["n1"].num_holders = nodes["n2"].num_holders = 0
     await keepers.follow(["n1", "n2"])
-    assert not keepers.has_silent
+    assert not keepers.may_have_holders
     nodes["n1"].reachable = nodes["n2"].reachable = False
     await keepers.follow(["n1", "n2"])
     nodes["n1"].reachable = True
     await keepers.follow(["n1", "n2"])
-    assert keepers.has_silent
+    assert keepers.may_have_holders
     nodes["n2"].broken = "WeightsError: no such folder"
     await keepers.follow(["n1", "n2"])
-    assert not keepers.has_silent
+    assert not keepers.may_have_holders
     nodes["n1"].reachable = False
     await keepers.follow(["n1", "n2"])
-    assert keepers.has_silent
+    assert keepers.may_have_holders
     await keepers.follow(["n2"])
-    assert not keepers.has_silent
+    assert not keepers.may_have_holders
+
+
+def some_extents(number: int) -> list[ExtentRef]:
+    return [ExtentRef(id=f"e{index}", pack="p", offset=0, nbytes=1, checksum="0" * 32) for index in range(number)]
+
+
+async def test_what_a_node_cannot_read_is_read_by_those_that_can(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray
+) -> None:
+    nodes["n3"] = Keeper(7003)
+    keepers.keeper("n3")
+    nodes["n1"].has_storage = False
+    await keepers.follow(nodes)
+    for _ in range(2):
+        keepers.read_for_others(some_extents(40), "n1")
+    asked = [nodes[name].prefetched for name in ("n1", "n2", "n3")]
+    assert asked[0] == []
+    assert min(len(asked[1]), len(asked[2])) >= 2 * 5, "they share the work"
+    assert all(found[: len(found) // 2] == found[len(found) // 2 :] for found in asked), "and each keeps its own"
+    assert len(asked[1]) + len(asked[2]) == 80
+    nodes["n2"].has_storage = False
+    await keepers.follow(["n1", "n2"])
+    keepers.read_for_others(some_extents(1), "n2")
+    assert nodes["n2"].prefetched[-1:] == some_extents(1), "nobody can: the registry's own node has to"
+
+
+async def test_the_registrys_own_node_gets_a_keeper_when_no_other_can_read(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray
+) -> None:
+    for keeper in nodes.values():
+        keeper.has_storage = False
+    await keepers.follow(nodes)
+    nodes["head"] = Keeper(7003)
+    keepers.read_for_others(some_extents(2), "head")
+    assert done.started == ["n1", "n2", "head"]
+    assert nodes["head"].prefetched == some_extents(2)

@@ -16,19 +16,20 @@ from typing import Any
 import boto3
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 from moto.server import ThreadedMotoServer
 from safetensors.numpy import save_file
+from unit.weights.sources.hub_server import Hub, serving
 
-from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationRefused
+from cluster.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
 from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
+from cluster.registry.extent_locations import ResidencyMap
 from cluster.registry.importing import ImportSettings, import_checkpoint
 from cluster.registry.manifests import ModelSummary
-from cluster.registry.residency import ResidencyMap
 from cluster.registry.served_models import ServedModels
-from cluster.registry.superseding import Use, UseBook
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
@@ -53,8 +54,14 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "near"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
-    save_file({"w": np.random.default_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
+    head = {
+        "in_features": 5,
+        "out_features": 3,
+        "bias": False,
+        "activation_function": "torch.nn.modules.activation.Tanh",
+    }
+    (folder / "config.json").write_text(json.dumps(head))
+    save_file({"linear.weight": seeded_rng().random((3, 5), np.float32)}, folder / "model.safetensors")
     return folder
 
 
@@ -104,7 +111,7 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: P
         status = await models.find_model("far")
     assert status.state == "unavailable"
     assert "s3://models/team/far: " in status.error
-    with pytest.raises(ModelUnavailable, match=r"s3://models/team/far"):
+    with pytest.raises(WeightsUnavailable, match=r"s3://models/team/far"):
         await models.manifest("far")
 
 
@@ -207,7 +214,9 @@ async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> No
         told.append(extents_of)
 
     methods = {
-        "stats": lambda: answer(SimpleNamespace(generation="1", budget_bytes=1, address=None, num_holders=1)),
+        "stats": lambda: answer(
+            SimpleNamespace(generation="1", budget_bytes=1, address=None, num_holders=1, has_storage=True)
+        ),
         "residents": lambda: answer([]),
         "pins": lambda: answer({}),
         "set_pins": pin,
@@ -221,6 +230,32 @@ async def test_a_pin_ends_with_its_model(tmp_path: Path, checkpoint: Path) -> No
     assert told == [{"near": shared}, {"near": shared, "more": shared}, {"near": shared}]
     with pytest.raises(ModelUnknown, match="more"):
         await models.pin("more", False)
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_model_of_a_hub_is_registered_where_a_pattern_fits(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {file.name: file.read_bytes() for file in checkpoint.iterdir()}
+    config = {
+        "store": {"path": tmp_path / "store"},
+        "models": [{"id": "near", "path": checkpoint}],
+        "model_roots": ["hf://good-org/*"],
+    }
+    models = object.__new__(WeightRegistry)
+    await models.__init__(ClusterConfig.model_validate(config), b"x" * 32)  # type: ignore[misc]
+    with serving(Hub({"good-org/tiny": {"main": files}, "other/tiny": {"main": files}})) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        with pytest.raises(RegistrationRefused, match="hf://other/tiny: no hf:// pattern of model_roots fits it"):
+            await models.register(ModelConfig(id="x", path="hf://other/tiny"))
+        assert hub.paths == []
+        assert (await models.register(ModelConfig(id="x", path="hf://good-org/tiny"))).state == "ready"
+        assert (await models.manifest("x")).components == (await models.manifest("near")).components
+        missing = await models.register(ModelConfig(id="y", path="hf://good-org/none"))
+        assert missing.state == "unavailable"
+        assert "hf://good-org/none: no such model" in missing.error
+    again = await models.register(ModelConfig(id="x", path="hf://good-org/tiny"))  # the hub is gone
+    assert again.state == "ready"
 
 
 @pytest.mark.usefixtures("imports_here")
@@ -321,25 +356,23 @@ async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, che
 
 
 @pytest.mark.usefixtures("imports_here")
-async def test_only_replicas_that_watch_are_why_a_registry_stays(
-    tmp_path: Path, checkpoint: Path, endpoint: str
+async def test_a_control_plane_ends_with_the_last_of_the_replicas_that_asked_it(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr("cluster.registry.actor.end_control_plane", lambda config: ended.append(config.name))
     models = await registry(tmp_path, checkpoint, endpoint)
-    now_s = 0.0
-    models._uses = UseBook(lambda: now_s)
-    await asyncio.gather(models.find_model("near"), models.find_model("far"))
-    first = await models.watch(0, "", 20, False)
-    others = asyncio.ensure_future(models.watch(first.revision, first.epoch, 20, False))
-    await asyncio.sleep(0)
-    now_s = 7.0
-    assert await models.use() == Use(7.0, is_expected=True)
-    replica = asyncio.ensure_future(models.watch(first.revision, first.epoch, 20))
-    await models.watch(0, "", 20, False)  # the replica's call has run on the same loop by now
-    now_s = 9.0
-    assert await models.use() == Use(0.0)
-    await models.report_attach("near", "torn")
-    await asyncio.gather(replica, others)
-    now_s = 10.0
-    assert await models.use() == Use(1.0)
-    await models.expect_replicas()
-    assert await models.use() == Use(0.0, is_expected=True)
+    config = ClusterConfig.model_validate({"name": "one", "models": [{"id": "m", "path": "/m"}]})
+    monkeypatch.setattr(models._keepers, "keeper", lambda node_id: f"keeper of {node_id}")
+    await models.watch(0, "", 20)  # the controller
+    models._end_after_users(config, [])
+    assert models._users.names == frozenset()
+    await models.watch(0, "", 20, "ingress")
+    assert await models.keeper("n", "worker") == "keeper of n"
+    models._end_after_users(config, models._users.names - {"worker"})
+    models._keepers._silent.add("n")
+    models._end_after_users(config, models._users.names)
+    assert ended == []
+    models._keepers._silent.clear()
+    models._end_after_users(config, [])
+    assert ended == ["one"]

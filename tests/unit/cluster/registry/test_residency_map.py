@@ -7,24 +7,18 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from kit.clock import Clock
 
 from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import MAX_OFFERS
-from cluster.registry.residency import LOAD_S, ResidencyMap
+from cluster.registry.extent_locations import LOAD_S, ResidencyMap
 
 ONE, TWO, THREE = (PeerAddress(f"10.0.0.{number}", 7000) for number in (1, 2, 3))
 
 
-class Clock:
-    now_s = 10.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def directory(clock: Clock | None = None, seed: int = 0) -> ResidencyMap:
-    clock = clock or Clock()
+    clock = clock or Clock(10.0)
     return ResidencyMap(clock, random.Random(seed))
 
 
@@ -149,7 +143,7 @@ def twenty(seed: int) -> ResidencyMap:
 
 
 def test_a_load_is_told_with_the_offer_as_long_as_it_is_fresh() -> None:
-    clock = Clock()
+    clock = Clock(10.0)
     found = directory(clock)
     found.report_residency("one", ResidencyReport(ONE, ["a"], [], is_full=True, load=3))
     assert [offer.active_transfers for offer in found.locate("two", ask("a")).offers["a"]] == [3]

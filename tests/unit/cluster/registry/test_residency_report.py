@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.registry.residency import cluster_residency
+from cluster.registry.extent_locations import cluster_residency
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 from unit.counting import operations
 
-from cluster.errors import ModelUnavailable, ModelUnknown, RegistrationConflict, RegistrationRefused
+from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
@@ -141,7 +142,7 @@ async def test_an_update_that_fails_leaves_the_version_before_and_says_why(life:
 async def test_a_first_version_that_fails_is_unavailable_and_may_be_mended(life: Life, tmp_path: Path) -> None:
     models = await life.begin()
     assert (await models.register(model(tmp_path / "c"))).state == "unavailable"
-    with pytest.raises(ModelUnavailable, match="no such folder"):
+    with pytest.raises(WeightsUnavailable, match="no such folder"):
         await models.manifest("m")
     checkpoint(tmp_path / "c")
     assert (await models.register(model(tmp_path / "c"))).state == "ready"
@@ -229,25 +230,52 @@ async def test_adapters_without_their_base_are_named_and_go_on(life: Life, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("entry", "error", "text"),
+    ("entry", "error", "field", "text"),
     [
-        (AdapterConfig(id="m", path=Path("/l"), base=("m",)), RegistrationConflict, "'m' is a model already"),
-        (ModelConfig(id="lora", path=Path("/l")), RegistrationConflict, "'lora' is an adapter already"),
-        (AdapterConfig(id="x", path=Path("/l"), base=("no", "m")), RegistrationRefused, r"unknown no \(models: m\)"),
-        (AdapterConfig(id="x", path=Path("/l"), base=("lora",)), RegistrationRefused, "base: unknown lora"),
-        (ModelConfig(id="x", path=Path("some/where")), RegistrationRefused, "'some/where' is relative"),
+        (AdapterConfig(id="m", path=Path("/l"), base=("m",)), RegistrationConflict, "id", "'m' is a model already"),
+        (ModelConfig(id="lora", path=Path("/l")), RegistrationConflict, "id", "'lora' is an adapter already"),
+        (
+            AdapterConfig(id="x", path=Path("/l"), base=("no", "m")),
+            RegistrationRefused,
+            "base",
+            r"unknown no \(models: m\)",
+        ),
+        (AdapterConfig(id="x", path=Path("/l"), base=("lora",)), RegistrationRefused, "base", "base: unknown lora"),
+        (ModelConfig(id="x", path=Path("some/where")), RegistrationRefused, "path", "'some/where' is relative"),
     ],
 )
 async def test_an_entry_that_does_not_fit_is_refused_before_anything_changes(
-    life: Life, tmp_path: Path, entry: Entry, error: type[Exception], text: str
+    life: Life, tmp_path: Path, entry: Entry, error: type[RegistrationRefused], field: str, text: str
 ) -> None:
     configured = [model(checkpoint(tmp_path / "c")), AdapterConfig(id="lora", path=tmp_path / "l", base=("m",))]
     models = await life.begin(*configured)
     await asyncio.gather(*(models.find_model(item.id) for item in configured))
     revision = models.directory.revision
-    with pytest.raises(error, match=text):
+    with pytest.raises(error, match=text) as refused:
         await models.register(entry)
+    over_actors = pickle.loads(pickle.dumps(refused.value))
+    assert (over_actors.field, str(over_actors)) == (field, str(refused.value))
     assert (models.directory.revision, life.folder.exists()) == (revision, False)
+
+
+async def test_a_model_that_is_like_another_comes_after_it(life: Life, tmp_path: Path) -> None:
+    came: list[str] = []
+
+    def note(entry: Entry) -> ModelSummary:
+        came.append(entry.id)
+        return life.import_checkpoint(entry.model_copy(update={"like": None}))
+
+    first = model(checkpoint(tmp_path / "a"), "single", like="base")
+    models = await life.begin(first, model(checkpoint(tmp_path / "b"), "base"), import_checkpoint=note)
+    await models.register(model(checkpoint(tmp_path / "c"), "another", like="base"))
+    assert came.index("base") < came.index("single")
+    for like, problem in {
+        "nobody": "'nobody' is no pipeline with configs of its own",
+        "single": "'single' is no pipeline with configs of its own",
+        "some/folder": "'some/folder' is relative",
+    }.items():
+        with pytest.raises(RegistrationRefused, match=problem):
+            await models.register(model(tmp_path / "c", "third", like=like))
 
 
 async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tmp_path: Path) -> None:
@@ -302,6 +330,20 @@ async def test_a_stored_model_is_served_without_its_checkpoint(life: Life, tmp_p
     assert "the checkpoint cannot be read" in found.error
     other = await (await life.begin(model(tmp_path / "elsewhere"))).find_model("m")
     assert other.state == "unavailable"
+
+
+async def test_a_stored_model_that_no_engine_runs_is_not_served_from_the_store(life: Life, tmp_path: Path) -> None:
+    entry = model(checkpoint(tmp_path / "c"))
+    assert (await (await life.begin(entry)).find_model("m")).state == "ready"  # by an Atelier that did not ask
+
+    def refuse(entry: Entry) -> ModelSummary:
+        raise ModelUnservable("architecture 'TinyForCausalLM' is not supported")
+
+    models = await life.begin(entry, import_checkpoint=refuse)
+    found = await models.find_model("m")
+    assert (found.state, found.kind) == ("unavailable", None)
+    with pytest.raises(WeightsUnavailable, match="'m' is unavailable: architecture 'TinyForCausalLM'"):
+        await models.manifest("m")
 
 
 async def test_a_replicas_report_is_shown_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kit.waiting import until
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import ModelUnknown
@@ -24,7 +25,7 @@ class Registry:
         self.directory = Directory(epoch)
         self.dead = False
         self.num_polls = 0
-        self.replicas: list[bool] = []
+        self.replicas: list[str | None] = []
         self._changed = asyncio.Event()
         for id_ in ids:
             self.put(id_)
@@ -40,9 +41,9 @@ class Registry:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         self.num_polls += 1
-        self.replicas.append(for_replica)
+        self.replicas.append(replica)
         while not self.dead and not (change := self.directory.changes_since(revision, epoch)):
             await self._changed.wait()
         if self.dead:
@@ -80,12 +81,6 @@ async def snapshot(place: Place) -> AsyncIterator[RegistrySnapshot]:
     await made.ready()
     yield made
     made.close()
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def version(snapshot: RegistrySnapshot, model: str) -> str | None:
@@ -168,9 +163,9 @@ async def test_a_snapshot_that_cannot_connect_tries_again(place: Place) -> None:
     snapshot.close()
 
 
-@pytest.mark.parametrize("of_replica", [True, False])
-async def test_a_registry_knows_whether_a_replica_watches_it(place: Place, of_replica: bool) -> None:
-    snapshot = RegistrySnapshot(lambda: place.registry, of_replica=of_replica)
+@pytest.mark.parametrize("replica", ["ingress", None])
+async def test_a_registry_knows_which_replica_watches_it(place: Place, replica: str | None) -> None:
+    snapshot = RegistrySnapshot(lambda: place.registry, replica=replica)
     await snapshot.ready()
     snapshot.close()
-    assert set(place.registry.replicas) == {of_replica}
+    assert set(place.registry.replicas) == {replica}

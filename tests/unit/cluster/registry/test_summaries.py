@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
 from cluster.registry.importing import import_checkpoint
@@ -43,7 +44,7 @@ def store(tmp_path: Path) -> WeightStore:
 def model(folder: Path, num_tensors: int = 1, id_: str = "m") -> ModelConfig:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"architectures": ["TinyForCausalLM"]}))
-    rng = np.random.default_rng()
+    rng = seeded_rng()
     save_file({f"w{n}": rng.random(3, np.float32) for n in range(num_tensors)}, folder / "model.safetensors")
     return ModelConfig(id=id_, path=folder)
 
@@ -116,8 +117,16 @@ def damage(store: WeightStore, entry: ModelConfig) -> None:
     file.write_bytes(file.read_bytes()[:-20])
 
 
+def flip_a_byte(store: WeightStore, entry: ModelConfig) -> None:
+    (file,) = store.path.glob("summaries/*.json")
+    content = bytearray(file.read_bytes())
+    place = content.index(b'"fingerprint":"') + len('"fingerprint":"')
+    content[place] = b"01"[content[place] == b"0"[0]]
+    file.write_bytes(content)
+
+
 @pytest.mark.parametrize(
-    "happens", [change_source, convert_store, cut_pack, lose_pack, lose_skeleton, lose_manifest, damage]
+    "happens", [change_source, convert_store, cut_pack, lose_pack, lose_skeleton, lose_manifest, damage, flip_a_byte]
 )
 def test_a_summary_does_not_count_when_something_else_is_there(
     store: WeightStore, tmp_path: Path, opened: list[Path], happens: Callable[[WeightStore, Any], None]

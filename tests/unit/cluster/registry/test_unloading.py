@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 from unit.counting import operations
 
@@ -32,7 +33,7 @@ def write(folder: Path, **tensors: np.ndarray) -> ModelConfig:
 async def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServedModels:
     """`a` and `b` have the same tensor; `own` has another, `broken` none."""
     store = WeightStore(tmp_path / "store")
-    shared, own = np.random.default_rng().random((2, 50)).astype(np.float32)
+    shared, own = seeded_rng().random((2, 50)).astype(np.float32)
     entries = [write(tmp_path / "a", w=shared), write(tmp_path / "b", w=shared), write(tmp_path / "own", w=own)]
     entries.append(ModelConfig(id="broken", path=tmp_path / "broken"))
 
@@ -92,7 +93,7 @@ async def test_shared_extents_go_with_the_last_model_that_has_them(models: Serve
 
 async def test_an_updated_model_shares_what_its_new_version_has(models: ServedModels, tmp_path: Path) -> None:
     shared, own = models.extents()["a"], models.extents()["own"]
-    write_over = np.random.default_rng().random(50).astype(np.float32)
+    write_over = seeded_rng().random(50).astype(np.float32)
     save_file({"w": write_over}, tmp_path / "b" / "model.safetensors")
     await models.register(ModelConfig(id="b", path=tmp_path / "b"))
     assert models.extents_of_no_other("a") == list(shared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from cluster.control.state import BATCH, INTERACTIVE, STANDARD, Components
+from cluster.placement.state import BATCH, INTERACTIVE, STANDARD, Components
 from cluster.simulator.scenario import Fault, Scenario, SimModel, SimWorker
 from cluster.simulator.traces import poisson, zipf_shares
 

@@ -7,7 +7,7 @@ import random
 import pytest
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
 
-from cluster.control.state import Components, SloClass
+from cluster.placement.state import Components, SloClass
 from cluster.simulator.controlled import Controlled
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker

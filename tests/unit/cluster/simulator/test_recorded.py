@@ -7,12 +7,12 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.control.admission import AdmissionQueue
-from cluster.control.admission_records import Started
-from cluster.control.ended_requests import MAX_KEPT, EndedLog
-from cluster.control.lanes import Ask, Waiting
-from cluster.control.places import Ended
-from cluster.control.state import Components
+from cluster.admission.demand import Demand, Waiting
+from cluster.admission.ended_requests import MAX_KEPT, EndedLog
+from cluster.admission.queue import AdmissionQueue
+from cluster.admission.records import Started
+from cluster.admission.replica_slots import Ended
+from cluster.placement.state import Components
 from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker, read_trace, trace_lines
@@ -28,7 +28,7 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
     given = []
     for ticket in range(40):
         at_s, work = 100.0 + ticket, chance.choice([1.0, 2.0, 4.0])
-        ask = Ask("worker", f"m{ticket % 2}", work, 0.25, 2, "default", 1e9)
+        ask = Demand("worker", f"m{ticket % 2}", work, 0.25, 2, "default", 1e9)
         queue.submit(ticket, ask, at_s)
         assert [type(event) for event in queue.pump(at_s)] == [Started]
         queue.leave(ticket, at_s + work / 8, is_answered=True, switch_s=0.1 if ticket < 4 else 0.0)
@@ -70,7 +70,7 @@ def test_the_log_forgets_the_oldest_and_goes_on_after_any_number() -> None:
     chance = random.Random(1)
     number, seen = log.after(None, 0.0).next_number, []
     for index in range(MAX_KEPT + 500):
-        ask = Ask("worker", str(index), 1.0, 1.0, 1, "default", 1e9)
+        ask = Demand("worker", str(index), 1.0, 1.0, 1, "default", 1e9)
         log.note_end(Ended(Waiting(index, ask, index, 0.0, 1.0), "r", 1.0, 1.0), float(index), 0.0, True)
         if chance.random() < 0.01:
             page = log.after(number, 0.0)

@@ -7,7 +7,7 @@ import random
 import pytest
 from unit.cluster.simulator.random_scenarios import GB
 
-from cluster.control.state import Components, SloClass
+from cluster.placement.state import Components, SloClass
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
 from cluster.simulator.sizing import least_workers

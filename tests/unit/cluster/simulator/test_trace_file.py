@@ -39,7 +39,7 @@ BROKEN = {
     '{"kind": "request", "at_s": 1, "model": "a", "colour": 3}': "unknown ['colour']",
     '{"kind": "meteor", "at_s": 1}': "kind 'meteor'; known: model",
     '{"kind": ["x"]}': "unhashable",
-    '{"kind": "model", "id": "a", "components": {}}': "came before",
+    '{"kind": "model", "id": "a", "components": {}}': "is repeated",
     '{"kind": "model", "id": "c", "components": {"x": -1}}': "'x' has -1 bytes",
     '{"kind": "model", "id": "c", "components": {}, "slo": "gold"}': "slo is 'gold'; known: interactive",
     '{"kind": "worker", "id": "w", "node": "n", "budget_bytes": 1.5}': "budget_bytes is 1.5; expected an integer",

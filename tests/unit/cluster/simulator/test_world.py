@@ -7,7 +7,7 @@ import random
 import pytest
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
 
-from cluster.control.state import Components
+from cluster.placement.state import Components
 from cluster.simulator.controlled import Controlled
 from cluster.simulator.running import POLICIES, simulate
 from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
@@ -84,7 +84,7 @@ def test_every_request_is_answered_once_and_no_budget_is_passed(seed: int, polic
         return done
 
     monkeypatch.setattr(World, "switch", checked)
-    figures, world = simulate(scenario, policy, seed, patience=40.0)
+    figures, world = simulate(scenario, policy, patience=40.0)
     assert figures.served == figures.requests
     assert sorted(map(id, (each.request for each in world.served))) == sorted(map(id, scenario.requests))
     assert all(each.started_s >= each.request.at_s for each in world.served)
@@ -93,7 +93,7 @@ def test_every_request_is_answered_once_and_no_budget_is_passed(seed: int, polic
 @pytest.mark.parametrize("seed", range(16))
 def test_the_controller_loses_and_doubles_nothing_under_faults(seed: int) -> None:
     scenario = random_scenario(seed, with_faults=True)
-    figures, world = simulate(scenario, "latency-first", seed, patience=40.0)
+    figures, world = simulate(scenario, "latency-first", patience=40.0)
     assert figures.served == figures.requests
     assert sorted(map(id, (each.request for each in world.served))) == sorted(map(id, scenario.requests))
 
@@ -105,7 +105,7 @@ def test_a_lost_worker_costs_no_request_under_any_policy(policy) -> None:
         faults = [Fault(10.0 + 5 * n, "worker_lost", each.id) for n, each in enumerate(scenario.workers)]
         faults += [Fault(40.0, "worker_back", each.id) for each in scenario.workers]
         faulty = Scenario(scenario.models, scenario.workers, scenario.requests, tuple(faults))
-        figures, _ = simulate(faulty, policy, seed, patience=60.0)
+        figures, _ = simulate(faulty, policy, patience=60.0)
         assert figures.served == figures.requests
 
 

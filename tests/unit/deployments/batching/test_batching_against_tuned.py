@@ -10,8 +10,8 @@ import pytest
 from configs.batching import BatchingConfig
 from deployments.batching.policy import Batch, BatchPolicy
 from deployments.batching.queue import QueuedRequest, RequestQueue
-from deployments.bench.merge import WAITS
-from deployments.bench.merge_replica import Pattern, grid, scenario
+from infra.bench.merge import WAITS
+from infra.bench.merge_replica import Pattern, grid, scenario
 
 Figures = tuple[float, float]  # makespan, mean latency
 

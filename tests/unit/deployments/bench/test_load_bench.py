@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 
 from deployments.bench import load_peers
@@ -41,5 +41,5 @@ def test_each_peer_loads_the_same_tensors_from_files_of_its_own(tmp_path: Path, 
 
 @pytest.mark.parametrize("nbytes", [4096, 3 * 4096 + 5, 10 * 4096])
 def test_the_raw_disk_is_read_whole(tmp_path: Path, nbytes: int) -> None:
-    (tmp_path / "file").write_bytes(np.random.default_rng().bytes(nbytes))
+    (tmp_path / "file").write_bytes(seeded_rng().bytes(nbytes))
     assert _read_raw([tmp_path / "file"], 3, 4096).nbytes == nbytes

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from configs.loading import load_cluster_config
-from deployments.bench.serve import _Answer, _fresh_prompts, _fresh_questions, _line, _stock_models
+from deployments.bench.serve import _fresh_prompts, _fresh_questions, _line, _stock_models, _TimedAnswer
 
 DEMO = Path(__file__).parents[4] / "configs/clusters/demo.yaml"
 MAX_ROUNDS = 80  # of the command line
@@ -49,14 +49,14 @@ def test_a_seed_says_which_texts() -> None:
     ],
 )
 def test_an_answer_is_cached_when_no_encoder_ran_for_it(cache: dict[str, Any], expected: bool | None) -> None:
-    assert _Answer(cache, 1.0, 1.0).is_cached is expected
+    assert _TimedAnswer(cache, 1.0, 1.0).is_cached is expected
 
 
 def test_a_line_counts_cached_answers() -> None:
     uses = [{"encoder_cache": {"hits": hits, "misses": 1 - hits}} for hits in (1, 0, 1)]
-    line = _line("image", [_Answer(use, 2.0, 4.0) for use in uses])
+    line = _line("image", [_TimedAnswer(use, 2.0, 4.0) for use in uses])
     assert (line.num_cached, line.num_answers, line.ratio) == (2, 3, 2.0)
-    assert _line("chat", [_Answer({}, 2.0, 1.0)]).as_dict() == {
+    assert _line("chat", [_TimedAnswer({}, 2.0, 1.0)]).as_dict() == {
         "what": "chat",
         "ours_ms": 2.0,
         "stock_ms": 1.0,

@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import pty
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Terminal:
     def __init__(self, url: str) -> None:
         self.pid, self.fd = pty.fork()
         if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in the background, and inherited
             command = [sys.executable, "-c", "from deployments.cli.main import main; main()", "chat", "--url", url]
             os.execve(sys.executable, command, {**os.environ, "TERM": "xterm", "COLUMNS": "100"})
         self.shown = ""

@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 from configs.cluster import ClusterConfig
-from deployments.ingress.access.keys_file import read_book
+from deployments.ingress.access.keys_file import read_key_store
 
 Run = Callable[..., tuple[int, str, str]]
+
+HEAD = Path(__file__).parents[4] / "infra" / "demo" / "models" / "texts-head"
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
     def write(**sections: Any) -> str:
         file = tmp_path / "mine.yaml"
-        file.write_text(yaml.safe_dump(sections | {"models": [{"id": "m", "path": "m"}]}, sort_keys=False))
+        file.write_text(yaml.safe_dump(sections | {"models": [{"id": "m", "path": str(HEAD)}]}, sort_keys=False))
         return str(file)
 
     return write
@@ -32,24 +34,26 @@ def config(tmp_path: Path) -> Callable[..., str]:
 
 def test_a_key_is_printed_once_and_only_its_hash_is_kept(run: Run, config: Any, tmp_path: Path) -> None:
     where = ("--config", config(access={"keys_file": "secret/keys"}))
-    code, out, err = run("keys", "add", "alice", "--tenant", "team", "--rate", "2.5", "--concurrency", "3", *where)
+    code, out, err = run(
+        "keys", "add", "alice", "--tenant", "team", "--rate", "2.5", "--concurrency", "3", "--max-priority", "3", *where
+    )
     key = out.strip()
     assert (code, out.count("\n"), len(key)) == (0, 1, 47)
     assert str(tmp_path / "secret/keys") in err
     assert key not in err
     assert key not in (tmp_path / "secret/keys").read_text()
-    entry = read_book(tmp_path / "secret/keys").find(key)
+    entry = read_key_store(tmp_path / "secret/keys").find(key)
     assert entry is not None
     assert (entry.name, entry.admin, entry.share) == ("alice", False, "team")
-    assert (entry.requests_per_s, entry.max_concurrent) == (2.5, 3)
+    assert (entry.requests_per_s, entry.max_concurrent, entry.max_priority) == (2.5, 3, 3)
     code, out, _ = run("keys", "add", "root", "--admin", "--json", *where)
     assert code == 0
-    assert read_book(tmp_path / "secret/keys").find(json.loads(out)["key"]).admin
+    assert read_key_store(tmp_path / "secret/keys").find(json.loads(out)["key"]).admin
 
     code, out, err = run("keys", "list", *where)
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
-    assert rows[1][:5] == ["alice", "user", "team", "2.5", "3"]
+    assert rows[1][:6] == ["alice", "user", "team", "2.5", "3", "3"]
     assert rows[2][:3] == ["root", "admin", "root"]
     assert key not in out
 
@@ -66,6 +70,7 @@ def test_a_key_is_printed_once_and_only_its_hash_is_kept(run: Run, config: Any, 
         (["add", "a", "--rate", "0"], "greater than 0"),
         (["add", "a", "--rate", "nan"], "requests_per_s"),
         (["add", "a", "--concurrency", "0"], "max_concurrent"),
+        (["add", "a", "--max-priority", "0"], "max_priority"),
         (["add", "a", "--tenant", ""], "tenant"),
         (["add", "a", "--tenant", "x\ny"], "tenant"),
         (["add", "taken"], "a key 'taken' already"),
@@ -82,7 +87,7 @@ def test_a_mistake_is_one_line(run: Run, tmp_path: Path, arguments: list[str], w
     assert out == ""
     assert words in err
     assert len(err.splitlines()) == 1
-    assert len(read_book(tmp_path / "keys").entries) == 1
+    assert len(read_key_store(tmp_path / "keys").entries) == 1
 
 
 def test_a_config_without_a_keys_file(run: Run, config: Any) -> None:

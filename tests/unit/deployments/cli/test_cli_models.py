@@ -184,7 +184,7 @@ def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
     assert "the first" not in run("status")[1]
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"num_models": 10_000, "num_nodes": 2})
     _, out, _ = run("status")
-    assert "the first 2 of 10000 models; /admin/cluster tells of the others, page by page" in out
+    assert "the first 2 of 10000 models; /admin/cluster lists the others, page by page" in out
     assert "nodes; /admin" not in out
 
 

@@ -10,12 +10,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
+from cluster.errors import SessionError
+from deployments.cli.client import ClientError
+from deployments.cli.cluster import _wait_for_record
+from deployments.cli.generate import _first_local_model
 
 ROOT = Path(__file__).parents[4]
+HEAD = ROOT / "infra" / "demo" / "models" / "texts-head"
 MODELS = {
     "data": [
         {
@@ -36,6 +45,10 @@ MODELS = {
             "description": "",
             "error": "torn",
         },
+        *(
+            {"id": id_, "kind": "diffusion", "state": state, "bytes": 0, "base": [], "description": "", "error": ""}
+            for id_, state in (("broken-flux", "unavailable"), ("flux", "ready"))
+        ),
     ]
 }
 IMAGES = {
@@ -56,6 +69,10 @@ class Cluster(BaseHTTPRequestHandler):
         "/v1/models": (200, MODELS),
         "/v1/images/generations": (200, IMAGES),
         "/v1/chat/completions": (200, EVENTS),
+        "/texts/v1/models": (
+            200,
+            {"data": [{"id": "torn-flux", "kind": "diffusion", "state": "unavailable", "error": "it is torn"}]},
+        ),
         "/html/v1/models": (200, "<html>"),
         "/list/v1/models": (200, [1]),
         "/other/v1/models": (200, {}),
@@ -64,7 +81,7 @@ class Cluster(BaseHTTPRequestHandler):
     }
 
     def do_GET(self) -> None:
-        status, answer = self.answers.get(self.path, (404, {}))
+        status, answer = self.answers.get(self.path.partition("?")[0], (404, {}))
         self.send_response(status)
         self.end_headers()
         self.wfile.write((answer if isinstance(answer, str) else json.dumps(answer)).encode())
@@ -93,21 +110,23 @@ def url(server: ThreadingHTTPServer) -> str:
 
 
 @pytest.fixture
-def nowhere() -> str:
-    with socket.socket() as probe:
+def nowhere() -> Iterator[str]:
+    with socket.socket() as probe:  # bound, but nobody listens
         probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+        yield f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
 @pytest.fixture
 def bad_config(tmp_path: Path) -> Path:
     file = tmp_path / "bad.yaml"
-    file.write_text("models:\n  - id: m\n    path: m\nwroker: {}\nhttp: {port: '[/red]'}\n")
+    file.write_text(f"models:\n  - id: m\n    path: {HEAD}\nwroker: {{}}\nhttp: {{port: '[/red]'}}\n")
     return file
 
 
 @pytest.mark.parametrize(
-    "command", [["up"], ["up", "--detach"], ["render"], ["generate", "x", "--local", "--config"]], ids=" ".join
+    "command",
+    [["up"], ["up", "--detach"], ["check"], ["render"], ["generate", "x", "--local", "--config"]],
+    ids=" ".join,
 )
 def test_each_mistake_of_a_config_is_one_line(run: Run, bad_config: Path, command: list[str]) -> None:
     code, out, err = run(*command, str(bad_config))
@@ -146,7 +165,7 @@ def test_without_a_cluster_there_is_a_hint(run: Run, nowhere: str, command: list
     code, out, err = run(*command, "--url", nowhere)
     assert (code, out.strip()) == (1, "")
     assert nowhere in err
-    assert "Is the cluster up?" in err
+    assert "`atelier up CONFIG` starts a cluster here" in err
     assert len(err.splitlines()) == 1
 
 
@@ -191,13 +210,14 @@ def test_an_answer_that_is_none_is_one_line(run: Run, url: str, path: str, words
 
 def test_generate_writes_the_file(run: Run, url: str, server: Any, tmp_path: Path) -> None:
     file = tmp_path / "deep" / "a.png"
-    code, out, _ = run(
-        "generate", "a seven", "-o", str(file), "--lora", "bold:0.5", "--lora", "x", "--json", "--url", url
-    )
+    options = ["--lora", "bold:0.5", "--lora", "x", "--scheduler", "DDIMScheduler", "--json"]
+    code, out, _ = run("generate", "a seven", "-o", str(file), *options, "--url", url)
     assert (code, file.read_bytes()) == (0, b"PNG")
     assert json.loads(out) == {"seed": 7, "timings_ms": {"total": 9}, "warnings": [], "files": [str(file)]}
     (body,) = server.bodies
     assert body["lora"] == [{"name": "bold", "scale": 0.5}, {"name": "x", "scale": 1.0}]
+    assert body["scheduler"] == "DDIMScheduler"
+    assert body["model"] == "flux"  # the first that makes images and can be asked
     assert "seed" not in body
 
 
@@ -263,6 +283,108 @@ def test_chat_prints_the_answer(run: Run, url: str, server: Any) -> None:
     assert server.bodies[0]["messages"] == [{"role": "user", "content": "What is 12 + 7?"}]
 
 
-def test_down_without_a_cluster_is_no_error(run: Run) -> None:
+def test_down_without_a_cluster_is_no_error_unless_one_was_named(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def no_ray(address: str) -> None:
+        asked.append(address)
+        raise ConnectionError("Could not find any running Ray instance.\nmore")
+
+    monkeypatch.setattr("cluster.session.join_ray", no_ray)
     assert run("down") == (0, "no cluster is up\n", "")
-    assert run("down", "x")[:2] == (0, "no cluster 'x' is up\n")
+    for words, told in ((["x"], "no cluster 'x' is up"), (["--address", "h:1"], "no cluster of `atelier up` here")):
+        code, out, err = run("down", *words)
+        assert (code, out) == (1, "")
+        assert err.startswith(f"error: {told}: no Ray answers at {words[-1] if len(words) > 1 else 'auto'} (Could not")
+    assert asked == ["auto", "auto", "h:1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "ended", "told"),
+    [
+        (["one"], ["one"], "cluster 'one' is down\n"),
+        (["two", "--address", "h:1"], ["two"], "cluster 'two' is down\n"),
+        ([], [], "no cluster of `atelier up` here: there are 'one', 'two'; `atelier down NAME` ends one"),
+        (["--address", "h:1"], [], "no cluster of `atelier up` here: there are 'one', 'two'; `atelier down NAME`"),
+        (["three"], [], "no cluster 'three' is up: there are 'one', 'two'; `atelier down NAME` ends one"),
+    ],
+)
+def test_down_ends_a_deployed_cluster_by_its_name_alone(
+    run: Run, monkeypatch: pytest.MonkeyPatch, words: list[str], ended: list[str], told: str
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
+    monkeypatch.setattr("deployments.cli.applications.clusters_here", lambda: ["one", "two"])
+    monkeypatch.setattr("deployments.cli.applications.end_cluster", found.append)
+    code, out, err = run("down", *words)
+    assert (code, found) == (0 if ended else 1, ended)
+    assert told in (out if ended else err)
+
+
+def test_down_ends_the_only_cluster_at_an_address(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str] = []
+    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
+    monkeypatch.setattr("deployments.cli.applications.clusters_here", lambda: ["one"])
+    monkeypatch.setattr("deployments.cli.applications.end_cluster", found.append)
+    assert run("down", "--address", "h:1")[:2] == (0, "cluster 'one' is down\n")
+    assert run("down")[0] == 1  # somebody else's, perhaps: it has to be named
+    assert found == ["one"]
+
+
+def test_generate_says_that_nothing_makes_images(run: Run, url: str) -> None:
+    code, out, err = run("generate", "x", "--url", f"{url}/texts")
+    assert (code, out) == (1, "")
+    assert "the cluster serves no model that makes images (torn-flux: it is torn)" in err
+
+
+def test_without_a_cluster_generate_takes_the_first_pipeline_of_the_config(tmp_path: Path) -> None:
+    models = [{"id": name, "path": str(ROOT / "infra/demo/models" / name)} for name in ("adder", "digits-sdxl")]
+    (tmp_path / "c.yaml").write_text(json.dumps({"models": models}))
+    assert _first_local_model(tmp_path / "c.yaml") == "digits-sdxl"
+    (tmp_path / "c.yaml").write_text(json.dumps({"models": models[:1]}))
+    with pytest.raises(ClientError, match="names no model that makes images"):
+        _first_local_model(tmp_path / "c.yaml")
+
+
+def test_the_version_and_completion_are_there(run: Run) -> None:
+    code, out, _ = run("--version")
+    assert (code, out) == (0, f"atelier {metadata.version('atelier')}\n")
+    assert "--install-completion" in run("--help")[1]
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("nowhere.gguf", "no such folder or file"),
+        (str(HEAD), "a model of kind 'head', expected a language model"),
+        (str(HEAD.with_name("digits-flux")), "a model of kind 'diffusion', expected a language model"),
+        ("awq", "awq/config.json: quantization_config {'quant_method': 'awq'} is not supported; supported is AWQ"),
+    ],
+)
+def test_a_benchmark_of_no_language_model_is_one_line(run: Run, tmp_path: Path, model: str, words: str) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "quantization_config": {"quant_method": "awq"}}
+    (tmp_path / "awq").mkdir()
+    (tmp_path / "awq" / "config.json").write_text(json.dumps(config))
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "awq" / "model.safetensors")
+    code, out, err = run("bench", "llm", "-m", model)
+    assert code in (1, 2)
+    assert words in err
+    assert (out, len(err.splitlines())) == ("", 1)
+
+
+def test_a_detached_start_tells_its_progress_without_a_terminal(tmp_path: Path, capsys: Any) -> None:
+    log, ends = tmp_path / "log", tmp_path / "ends"
+    text = "import pathlib, time; print('  0.1 s  ingress: starting', flush=True); print('error: no room', flush=True)"
+    wait = f"; p = pathlib.Path({str(ends)!r})\nwhile not p.exists(): time.sleep(0.01)"
+    with log.open("w") as file:
+        process = subprocess.Popen([sys.executable, "-c", text + wait], stdout=file, stderr=file)
+    told: list[str] = []
+
+    def show(news: list[str]) -> None:
+        told.extend(news)
+        if told == ["  0.1 s  ingress: starting", "no room"]:
+            ends.touch()
+
+    with pytest.raises(SessionError, match=r"the cluster did not start:\n.*ingress: starting\nno room$"):
+        _wait_for_record("none", process, log, show)
+    assert told == ["  0.1 s  ingress: starting", "no room"]  # each line once

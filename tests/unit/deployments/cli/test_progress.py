@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import itertools
-import random
 
 import pytest
+from kit.seeding import seeded_random
 from rich.console import Console
 
 from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, _progress_lines, _progress_news
@@ -41,7 +41,7 @@ def test_a_terminal_has_room_for_any_number_of_models(num_models: int) -> None:
 
 def test_a_log_has_every_change_once() -> None:
     """Whatever the order, replaying the news of each step gives the last line of everything."""
-    rng = random.Random()
+    rng = seeded_random()
     states = [NOTHING]
     for _ in range(30):
         known = rng.randrange(4)

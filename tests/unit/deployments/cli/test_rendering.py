@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from ray.serve.schema import ServeDeploySchema
 
 from configs.cluster import ClusterConfig
@@ -48,6 +49,44 @@ def test_resources_and_replicas_are_serves_own() -> None:
     assert worker.ray_actor_options.num_cpus == 2
     assert worker.ray_actor_options.num_gpus == 0.5
     assert schema.http_options.port == 9001
+    assert not schema.applications[0].external_scaler_enabled
+
+
+def test_a_plan_of_the_controller_can_be_carried_out_by_serve() -> None:
+    document = FULL | {"controller": {"scaling": {"max_workers": 4}}}
+    text = _render_serve_yaml(ClusterConfig.model_validate(document))
+    assert ServeDeploySchema.model_validate(yaml.safe_load(text)).applications[0].external_scaler_enabled
+
+
+def test_replicas_go_to_the_nodes_that_the_config_names() -> None:
+    placement = {"resources": {"fast": 0.5}, "accelerator_type": "H100", "labels": {"market": "!spot"}}
+    document = FULL | {"worker": {"num_gpus": 1, "device": "cuda", "placement": placement}}
+    schema = ServeDeploySchema.model_validate(
+        yaml.safe_load(_render_serve_yaml(ClusterConfig.model_validate(document)))
+    )
+    worker, ingress = (
+        next(found for found in schema.applications[0].deployments if found.name == name)
+        for name in ("worker", "ingress")
+    )
+    assert worker.ray_actor_options.resources == {"fast": 0.5}
+    assert worker.ray_actor_options.accelerator_type == "H100"
+    assert worker.ray_actor_options.label_selector == {"market": "!spot"}
+    assert not ingress.ray_actor_options.resources
+
+
+@pytest.mark.parametrize(
+    ("placement", "place"),
+    [
+        ({"labels": {"zone": "in("}}, "labels.zone"),
+        ({"labels": {"zone": "a b"}}, "labels.zone"),
+        ({"resources": {"fast": 0}}, "resources.fast"),
+        ({"nodes": ["a"]}, "nodes"),
+    ],
+)
+def test_a_placement_that_ray_would_not_take_is_refused(placement: dict[str, Any], place: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        ClusterConfig.model_validate(FULL | {"ingress": {"placement": placement}})
+    assert ".".join(map(str, refused.value.errors()[0]["loc"])) == f"ingress.placement.{place}"
 
 
 @pytest.mark.parametrize("proxy", ["haproxy", "serve"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import ray
 import torch
 
 from cluster.errors import SessionError
+from cluster.ray_seam.process_starts import Template
 from configs.cluster import ClusterConfig
 from deployments.cli import running
-from deployments.cli.running import _http_door, check_devices, cluster_up
+from deployments.cli.running import _http_door, _templates, check_devices, cluster_up
 
 
 def config(**http: Any) -> ClusterConfig:
@@ -104,3 +106,16 @@ def test_a_ray_of_others_has_no_templates_and_one_line_says_so(
         pytest.fail("the cluster came up")
     lines = [line for line in caplog.messages if "10.0.0.1:6379 was started by others" in line]
     assert len(lines) == templates
+
+
+def test_every_module_that_templates_import_is_there() -> None:
+    """A missing one ends the template, and every process behind it imports everything itself."""
+
+    def imports(template: Template) -> Iterator[str]:
+        yield from template.imports
+        for one in template.further:
+            yield from imports(one)
+
+    modules = {path.partition(":")[0] for path in imports(_templates(config(), {}))}
+    assert {"cluster.registry.actor", "deployments.ingress.http", "torch"} <= modules
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []

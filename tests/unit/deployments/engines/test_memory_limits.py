@@ -1,4 +1,4 @@
-"""What fits is learned once, and tried again now and then. Counted in calls."""
+"""Limits of memory: what fits is learned once, and tried again now and then. Counted in calls."""
 
 from __future__ import annotations
 

@@ -17,12 +17,16 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
+from configs.cluster import StoredResponsesConfig
+from deployments.ingress.compat.a1111_answers import WebuiError
+from deployments.ingress.compat.anthropic_answers import MessageError
+from deployments.ingress.compat.ollama_answers import OllamaError
 from deployments.ingress.errors import ErrorAnswer, error_content
 from deployments.ingress.http import create_http_app
 from deployments.ingress.kserve.rest.routing import ProtocolError
 from deployments.ingress.service import Service
 
-ERRORS = (ErrorAnswer, ProtocolError)
+ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError)
 Check = Callable[[httpx.Response], Awaitable[None]]
 
 
@@ -54,14 +58,19 @@ def replicas() -> Replicas:
 
 
 @pytest.fixture(scope="session")
-def open_http(as_described: Any) -> Callable[[Replicas], AbstractAsyncContextManager[httpx.AsyncClient]]:
-    """Return what makes a client of an application of its own over the replicas."""
+def open_http(
+    as_described: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Replicas], AbstractAsyncContextManager[httpx.AsyncClient]]:
+    """Return what makes a client of an application of its own over the replicas, with changes of `ingress`."""
+    stored = StoredResponsesConfig(folder=tmp_path_factory.mktemp("responses"))
 
     @asynccontextmanager
-    async def opened(replicas: Replicas) -> AsyncIterator[httpx.AsyncClient]:
+    async def opened(replicas: Replicas, **changes: Any) -> AsyncIterator[httpx.AsyncClient]:
+        ingress = CONFIG.ingress.model_copy(update={"stored_responses": stored, **changes})
+        config = CONFIG.model_copy(update={"ingress": ingress})
         watch = RegistrySnapshot(lambda: replicas)
         handle = FakeHandle(replicas)
-        app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
+        app = create_http_app(Service(config, watch, handle, handle), config)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         hooks = as_described(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +18,14 @@ from configs.cluster import ClusterConfig
 from deployments.errors import GenerationFailed
 from deployments.records import (
     CacheUse,
+    ChatRequest,
     EmbeddingRequest,
     EmbeddingResult,
     ImageProgress,
     ImageRequest,
     ImageResult,
+    PromptTokens,
+    ScoringRequest,
     SwitchReport,
     TextChunk,
     TextResult,
@@ -40,6 +43,7 @@ CONFIG = ClusterConfig.model_validate(
         "access": {"allowed_hosts": ["test"]},
         "ingress": {
             "limits": {
+                "max_upload_bytes": 2**22,
                 "max_images": 4,
                 "max_pixels": 64 * 64,
                 "max_inference_steps": 50,
@@ -53,6 +57,8 @@ CONFIG = ClusterConfig.model_validate(
             {"id": "chatty", "path": "/c", "defaults": {"temperature": 0.0}},
             {"id": "plain", "path": "/p"},
             {"id": "clip", "path": "/e"},
+            {"id": "ranker", "path": "/rank"},
+            {"id": "sorter", "path": "/sort"},
             {"id": "broken", "path": "/b"},
         ],
         "adapters": [
@@ -66,6 +72,7 @@ CONFIG = ClusterConfig.model_validate(
 )
 KINDS = {"flux": "diffusion", "other-flux": "diffusion", "chatty": "llm", "plain": "llm", "clip": "embedding"}
 CLASSES = {"flux": "FluxPipeline", "other-flux": "FluxPipeline", "sdxl": "StableDiffusionXLPipeline"}
+KINDS |= {"ranker": "reranker", "sorter": "classifier"}
 KINDS |= {"bold": "adapter", "thin": "adapter", "polite": "adapter", "strokes": "controlnet"}
 STATUSES = {
     entry.id: ModelRecord(
@@ -76,6 +83,7 @@ STATUSES = {
         f"version of {entry.id}",
         entry=entry,
         class_name=CLASSES.get(entry.id, ""),
+        variant={"pixels_per_latent": 4},
     )
     if entry.id in KINDS
     else ModelRecord(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn", entry=entry)
@@ -98,6 +106,7 @@ class Replicas:
         self.chunks: list[TextChunk] = []  # instead of pieces
         self.states = dict(STATUSES)
         self.remembered: AdmissionConfig | None = None
+        self.tokenized: list[tuple[Any, bool]] = []
 
     def options(self, *, stream: bool) -> Replicas:
         assert stream
@@ -106,7 +115,7 @@ class Replicas:
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"on_{method}").__get__(self))
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         if epoch:
             await asyncio.Event().wait()
         directory = Directory("first")
@@ -162,6 +171,22 @@ class Replicas:
         vectors = small if self.vectors is None else list(self.vectors[: len(request.input)])
         return EmbeddingResult(request.model, vectors, 7, {"encode": 1.0, "total": 1.0}, CacheUse(0, 1))
 
+    async def on_score(self, request: ScoringRequest) -> EmbeddingResult:
+        """Return of a pair the share of the query's words that the text has, of a text the shares of two words."""
+        self._arrived(request)
+        labels = ("alpha", "beta") if request.model == "sorter" else ("LABEL_0",)
+
+        def share(words: Sequence[str], text: str) -> float:
+            return sum(word in text.split() for word in words) / len(words)
+
+        rows = [
+            [share([label], one) for label in labels] if isinstance(one, str) else [share(one[0].split(), one[1])]
+            for one in request.input
+        ]
+        vectors = [np.array(row, np.float32) for row in rows]
+        times = {"encode": 1.0, "total": 1.0}
+        return EmbeddingResult(request.model, vectors, 7, times, CacheUse(0, 1), labels=labels)
+
     async def on_stream_text(self, request: Any) -> AsyncIterator[TextChunk]:
         self._arrived(request)
         for chunk in self.chunks:
@@ -173,6 +198,16 @@ class Replicas:
             yield TextChunk(
                 piece, 4, number + 1, "stop" if last else None, {"total": 5.0} if last else {}, SWITCH if last else None
             )
+
+    async def on_tokenize(self, request: Any, has_special_tokens: bool) -> PromptTokens:
+        """A token for each character."""
+        self._arrived(request)
+        self.tokenized.append((request, has_special_tokens))
+        if isinstance(request, ChatRequest):
+            text = "".join(message.text for message in request.messages)
+        else:
+            text = request.prompt if isinstance(request.prompt, str) else "".join(map(chr, request.prompt))
+        return PromptTokens(tuple(map(ord, text)), text, tuple(text), 512)
 
     async def on_write_text(self, request: Any) -> TextResult:
         chunks = [chunk async for chunk in self.on_stream_text(request)]

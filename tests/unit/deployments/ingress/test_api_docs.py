@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from typing import Any
 
 import httpx
@@ -13,6 +15,7 @@ from starlette.responses import JSONResponse
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
+from deployments.ingress.docs_page import SCRIPT_PATH, STYLE_PATH
 from deployments.ingress.errors import documented
 from deployments.ingress.http import create_http_app
 from deployments.ingress.responses import Answer
@@ -20,6 +23,7 @@ from deployments.ingress.service import Service
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})
 INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions", "/v1/completions", "/v1/responses")
+INFERENCE += ("/v1/rerank", "/v2/rerank", "/v1/classify")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +31,26 @@ def page() -> dict[str, Any]:
     replicas: Any = object()  # nobody asks them
     watch = RegistrySnapshot(lambda: replicas)
     return create_http_app(Service(CONFIG, watch, replicas, replicas), CONFIG).openapi()
+
+
+async def test_the_docs_page_needs_no_other_server() -> None:
+    replicas: Any = object()
+    app = create_http_app(Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas), CONFIG)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        page = (await client.get("/docs")).text
+        wanted = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
+        assert set(wanted) == {SCRIPT_PATH, STYLE_PATH, "data:,"}
+        assert "//" not in re.sub(r"<!--.*?-->", "", page, flags=re.DOTALL).replace("// ", "")
+        assert '"validatorUrl": null' in page
+        for path, media_type, sha256 in (
+            (SCRIPT_PATH, "text/javascript", "e6a898692f2d768e807c3ba4626068a69a2c5dd960dd6c76f3e4d3a3de180af2"),
+            (STYLE_PATH, "text/css", "5ed08757e53da3e026d6cbecc61fe5d43585c9560b302d534ad56692519a273d"),
+        ):
+            file = await client.get(path)
+            assert file.headers["content-type"].startswith(media_type)
+            assert hashlib.sha256(file.content).hexdigest() == sha256  # as npm has it
+    assert {path for path in app.openapi()["paths"] if path.startswith("/docs")} == set()
 
 
 def responses(page: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
@@ -54,7 +78,7 @@ def test_inference_routes_document_their_errors_and_answers(page: dict[str, Any]
     for path in INFERENCE:
         answers = known["post", path]
         resumed = {"204"} if "/images/" in path else set()
-        assert {"200", "400", "404", "413", "429", "500", "503", "504"} | resumed == answers.keys()
+        assert {"200", "400", "404", "408", "413", "429", "500", "503", "504"} | resumed == answers.keys()
         assert "$ref" in answers["200"]["content"]["application/json"]["schema"]
         assert answers["400"]["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorAnswer")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from kit.seeding import seeded_rng
 from PIL import Image
 from ray.exceptions import RayTaskError
 from unit.deployments.ingress.http_fakes import (
@@ -40,6 +42,17 @@ async def test_images(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
     assert [(use.name, use.scale) for use in request.lora] == [("bold", 0.5)]
     details = found.to_dict()
     assert (details["seed"], details["warnings"], details["switch"]["built"]) == (5, ["a note"], ["vae"])
+
+
+async def test_a_word_that_a_text_encoder_has_learned(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
+    for name in ("bold", "thin"):  # of this model, and of another one
+        replicas.states[name] = replace(replicas.states[name], class_name="TextualInversion")
+    for prompt in ("a bold seven, thin", "a boldly drawn seven", "BREAK (bold:1.2)"):
+        await client.images.generate(model="flux", prompt=prompt, extra_body={"negative_prompt": "no bold-face"})
+    await client.images.generate(model="flux", prompt="x", extra_body={"negative_prompt": "bold"})
+    uses = [[(use.name, use.scale) for use in request.lora] for request in replicas.requests]
+    assert uses == [[("bold", 1.0)], [], [("bold", 1.0)], [("bold", 1.0)]]
+    assert replicas.requests[0].adapter_versions == {"bold": "version of bold"}
 
 
 async def test_an_image_request_gets_the_models_defaults_and_a_seed(
@@ -147,7 +160,14 @@ async def test_completions_as_a_stream(client: openai.AsyncOpenAI) -> None:
 
 async def test_models(client: openai.AsyncOpenAI, http: httpx.AsyncClient) -> None:
     listed = [model async for model in client.models.list()]
-    assert [model.id for model in listed] == [entry.id for entry in (*CONFIG.models, *CONFIG.adapters)]
+    assert [model.id for model in listed] == [entry.id for entry in CONFIG.models]
+    paths = {model.id: model.to_dict()["endpoints"] for model in listed}
+    text = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    assert paths["flux"] == ["/v1/images/generations"]
+    assert (paths["chatty"], paths["clip"], paths["broken"]) == (text, ["/v1/embeddings"], [])
+    everything = [model async for model in client.models.list(extra_query={"all": True})]
+    assert [model.id for model in everything] == [entry.id for entry in (*CONFIG.models, *CONFIG.adapters)]
+    assert [model.to_dict()["endpoints"] for model in everything[len(listed) :]] == [[]] * len(CONFIG.adapters)
     one = (await client.models.retrieve("bold")).to_dict()
     assert (one["object"], one["kind"], one["base"], one["state"]) == ("model", "adapter", ["flux"], "ready")
     broken = (await client.models.retrieve("broken")).to_dict()
@@ -180,7 +200,7 @@ async def test_large_embeddings_are_written_beside_the_event_loop(
     http: httpx.AsyncClient, replicas: Replicas, calls_on_loop: Any
 ) -> None:
     written = calls_on_loop(openai_embeddings, "to_json")
-    vectors = np.random.default_rng().standard_normal((20, 1024)).astype(np.float32)
+    vectors = seeded_rng().standard_normal((20, 1024)).astype(np.float32)
     replicas.vectors = vectors
     for format_ in ("float", "base64"):
         written.clear()

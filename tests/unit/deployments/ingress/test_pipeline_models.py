@@ -13,6 +13,7 @@ import pytest
 
 from cluster.registry.directory import DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.text_routes import is_route
 from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
@@ -187,7 +188,7 @@ class Registry:
         self.is_open = asyncio.Event()
         self.watch = SimpleNamespace(remote=self._watch)
 
-    async def _watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
+    async def _watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         if revision:
             await asyncio.Event().wait()
         await self.is_open.wait()
@@ -202,6 +203,11 @@ class Encoder:
     def __init__(self) -> None:
         self.calls: list[SegmentCall] = []
         self.run_segment = SimpleNamespace(remote=self._run)
+
+    def options(self, *, stream: bool, session_id: str) -> Encoder:
+        assert not stream
+        assert is_route(session_id)
+        return self
 
     def _run(self, call: SegmentCall) -> Reply:
         self.calls.append(call)

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
 from typing import Any
 
-import numpy as np
 import pytest
+from kit.seeding import seeded_rng
+from kit.streams import stream_pieces
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.control.dispatcher import Dispatcher
-from cluster.control.lanes import Ask
+from cluster.admission.demand import Demand
+from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
 from deployments.errors import DeadlineExceeded, ReplicaLost
-from deployments.ingress.asking import WORKER
+from deployments.ingress.demands import WORKER
+from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import RetriedCalls, _Retries
 from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
@@ -35,7 +36,7 @@ class Workers:
         self.num_deaths = 0
         self.answers: list[Any] = []
         self._full = full
-        self._rng = np.random.default_rng()
+        self._rng = seeded_rng()
         self._inside: list[set[Any]] = [set() for _ in range(num_workers)]
         self._died = [asyncio.Event() for _ in range(num_workers)]
         self._changed = asyncio.Condition()
@@ -73,8 +74,8 @@ def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.retries.PAUSE_S", 0.0)
 
 
-def ask(timeout_s: float = LONG_S) -> Ask:
-    return Ask(WORKER, "m", 1.0, 0.01, 1, "default", timeout_s)
+def ask(timeout_s: float = LONG_S) -> Demand:
+    return Demand(WORKER, "m", 1.0, 0.01, 1, "default", timeout_s)
 
 
 def calls_of(workers: Any) -> RetriedCalls:
@@ -84,11 +85,11 @@ def calls_of(workers: Any) -> RetriedCalls:
 
 
 async def whole(calls: RetriedCalls, name: Any, timeout_s: float = LONG_S) -> Any:
-    return await calls.call("work", name, ask=ask(timeout_s))
+    return await calls.call("work", name, demand=ask(timeout_s))
 
 
 async def streamed(calls: RetriedCalls, name: Any) -> Any:
-    async with aclosing(calls.stream_pieces("pieces", name, ask=ask())) as pieces:
+    async with stream_pieces(calls, "pieces", name, demand=ask()) as pieces:
         (piece,) = [piece async for piece in pieces]
         return piece
 
@@ -126,11 +127,28 @@ async def test_steps_go_on_after_the_last_checkpoint(dies_after: int, checkpoint
     queue = Dispatcher(AdmissionConfig())
     queue.set_replicas(WORKER, [""])
     calls = RetriedCalls(ReplicaCalls(FakeHandle(worker)), queue, LONG_S)
-    async with aclosing(calls.stream_pieces("images", 10, ask=ask())) as pieces:
+    async with stream_pieces(calls, "images", 10, demand=ask(), resumption=ResumedImages()) as pieces:
         found = [piece async for piece in pieces]
     assert [piece.step for piece in found[:-1]] == list(range(1, 11)), "each step is told once"
     assert found[-1] == "images"
     assert worker.steps == steps
+
+
+async def test_a_replica_that_dies_behind_its_result_has_answered() -> None:
+    num_asked = 0
+
+    class Dying:
+        async def on_images(self, num_steps: int, checkpoint: bytes | None = None) -> AsyncIterator[Any]:
+            nonlocal num_asked
+            num_asked += 1
+            yield ImageProgress(num_steps, num_steps)
+            yield "images"
+            raise ActorDiedError
+
+    calls = calls_of(Dying())
+    async with stream_pieces(calls, "images", 3, demand=ask(), resumption=ResumedImages()) as pieces:
+        found = [piece async for piece in pieces]
+    assert (found[-1], len(found), num_asked) == ("images", 2, 1)
 
 
 async def test_an_image_that_is_handed_over_goes_on_however_often_and_is_no_suspect() -> None:
@@ -149,7 +167,10 @@ async def test_an_image_that_is_handed_over_goes_on_however_often_and_is_no_susp
 
     calls = calls_of(Moving())
     await calls._suspects.acquire()  # suspects would wait for it
-    async with asyncio.timeout(10), aclosing(calls.stream_pieces("images", 9, ask=ask())) as pieces:
+    async with (
+        asyncio.timeout(10),
+        stream_pieces(calls, "images", 9, demand=ask(), resumption=ResumedImages()) as pieces,
+    ):
         found = [piece async for piece in pieces]
     assert [piece.step for piece in found[:-1]] == list(range(1, 10))
     assert not any(piece.is_moved for piece in found[:-1])

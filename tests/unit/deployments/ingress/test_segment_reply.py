@@ -6,10 +6,11 @@ import asyncio
 from typing import Any
 
 import pytest
+from kit.waiting import until
 from ray.exceptions import ActorDiedError
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.control.dispatcher import Dispatcher
+from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
 from deployments.errors import InvalidRequest, ReplicaLost
 from deployments.ingress.retries import MAX_RETRIES, EncoderReply, RetriedCalls
@@ -93,9 +94,7 @@ async def test_cancelling_reaches_the_replica_that_works_on_it(is_awaited: bool)
     reply = encoder.reply()
     if is_awaited:
         waiting = asyncio.ensure_future(_wait(reply))
-        async with asyncio.timeout(5):
-            while len(encoder.made) < 2:
-                await asyncio.sleep(0)
+        await until(lambda: len(encoder.made) >= 2)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting

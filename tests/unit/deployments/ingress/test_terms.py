@@ -19,7 +19,7 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.control.lanes import Ask
+from cluster.admission.demand import Demand
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from deployments.errors import InvalidRequest
@@ -34,7 +34,7 @@ class Edge:
     """The HTTP app, and the asks that came to its queue."""
 
     def __init__(self, admission: AdmissionConfig = TENANTS) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[Demand] = []
         replicas = Replicas()
         self.watch = RegistrySnapshot(lambda: replicas)
         config = CONFIG.model_copy(update={"admission": admission})
@@ -42,7 +42,7 @@ class Edge:
         self.service = Service(config, self.watch, handle, handle)
         submit = self.service.queue.submit
 
-        def spied(ask: Ask) -> int:
+        def spied(ask: Demand) -> int:
             self.asks.append(ask)
             return submit(ask)
 

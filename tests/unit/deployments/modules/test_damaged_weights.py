@@ -15,12 +15,11 @@ import pytest
 import torch
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
-from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from configs.cluster import WorkerConfig
 from deployments.errors import ModelUnavailable
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from weights.externalize import externalize
 from weights.loader import load_from_store
@@ -46,7 +45,9 @@ class Node:
 
     def __init__(self, store: WeightStore) -> None:
         self.store = store
-        self.keeper = NodeKeeper(str(store.packs), 2**30, "node", store=FakeStore(), audit_bytes_per_s=0)
+        self.keeper = NodeKeeper(
+            str(store.packs), 2**30, "node", KeeperSettings(audit_bytes_per_s=0), store=FakeStore()
+        )
 
     def replica(self, device: str, name: str = "r") -> Replica:
         return Replica(self, device, name)
@@ -55,13 +56,13 @@ class Node:
         """Write into the largest tensor of the component that is in shared memory. Returns the tensor's name."""
         refs = self.store.manifest(model).components[component].tensors
         name = max(refs, key=lambda name: refs[name].nbytes)
-        held = self.keeper._held.held(refs[name].extent)
+        held = self.keeper.memory.held.held(refs[name].extent)
         assert held is not None
         held.view[refs[name].offset + refs[name].nbytes // 2 + 3] ^= 0x7F
         return name
 
     def find(self) -> None:
-        self.keeper._audit.round()
+        self.keeper.memory.audit.round()
 
 
 class Replica(ModuleCache):
@@ -74,16 +75,14 @@ class Replica(ModuleCache):
         self.provider = RayExtents(
             ActorHandle(node.keeper),
             name,
-            on_damage=lambda extents: loop.call_soon_threadsafe(self.condemn, extents),
+            on_damage=lambda extents: loop.call_soon_threadsafe(self.invalidate, extents),
         )
         super().__init__(
             self._manifest_of,
             self.provider,
             node.store.models,
-            budget_bytes,
-            self.builder,
-            device=device,
-            retire=self.builder.retire,
+            ModuleBudget(budget_bytes, device),
+            ComponentFactory(self.builder, self.builder.retire),
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
@@ -158,13 +157,13 @@ async def test_a_request_that_runs_on_damaged_weights_is_told_and_the_next_is_no
             # Nobody took the weights away from the one that runs.
             for parameter, was in zip(running.modules["transformer"].parameters(), before, strict=True):
                 assert torch.equal(parameter, was)
-            assert [entry.key for entry in replica._modules._book.apart] == [damaged_key]
-            shown = [entry["condemned"] for entry in replica.describe()["modules"] if entry["leases"]]
+            assert [entry.key for entry in replica._modules._table.detached] == [damaged_key]
+            shown = [entry["damaged"] for entry in replica.describe()["modules"] if entry["leases"]]
             assert sorted(shown) == [False, True]
 
     with pytest.raises(ModelUnavailable, match=r"'digits-flux' \(transformer\) were damaged .* withheld; try again"):
         await run()
-    assert replica._modules._book.apart == []
+    assert replica._modules._table.detached == []
     assert node.keeper.stats().leased_bytes == (node.keeper.stats().resident_bytes if device == "cpu" else 0)
     assert await replica.use()
 
@@ -174,7 +173,7 @@ async def test_what_a_device_was_given_of_a_damaged_copy_is_uploaded_again(node:
     await node.replica("cpu", "other").use()
     name = node.damage()  # before the upload
     assert not replica.is_sound(await replica.use())
-    assert node.keeper._held.bytes_by_holder().keys() == {"other"}
+    assert node.keeper.memory.held.bytes_by_holder().keys() == {"other"}
     refs = node.store.manifest(MODEL).components["transformer"].tensors
     beside = {ref.sha256: ref.nbytes for ref in refs.values() if ref.extent == refs[name].extent}
     node.find()
@@ -205,10 +204,10 @@ async def test_what_is_damaged_while_it_is_built_is_built_again_before_it_serves
         go_on.set()
         lease = await asyncio.wait_for(using, WAIT_S)
         assert replica.is_sound(lease)
-        assert replica._modules._book.apart == []
+        assert replica._modules._table.detached == []
 
 
-async def test_a_condemned_module_counts_as_long_as_it_is_used(node: Node) -> None:
+async def test_an_invalidated_module_counts_as_long_as_it_is_used(node: Node) -> None:
     """On a budget for one: the next request waits for the one that runs, and then gets on."""
     nbytes = sum(node.store.manifest(MODEL).components[name].nbytes for name in ("transformer", "vae"))
     replica = Replica(node, "cpu", "small", nbytes + 1000)

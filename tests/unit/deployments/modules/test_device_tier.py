@@ -21,8 +21,7 @@ from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
@@ -75,10 +74,8 @@ class Host(ModuleCache):
             self._manifest_of,
             self.provider,
             store.models,
-            budget_bytes,
-            self.builder,
-            device=device,
-            retire=self.builder.retire,
+            ModuleBudget(budget_bytes, device),
+            ComponentFactory(self.builder, self.builder.retire),
         )
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
@@ -208,7 +205,7 @@ async def test_encoders_are_rebound_only_when_nobody_computes(store: WeightStore
     encoder = lease.modules["text_encoder"]
     encoder.num_computing += 1
     expected = encoder.encoder.encode([encoder.encoder.tokenize(["a handwritten one"])[0]])[0]["pooled"]
-    host._modules._book.evict([host._modules._book.entries[encoder.module_key]])
+    host._modules._table.evict([host._modules._table.entries[encoder.module_key]])
     again = (await host.use("digits-flux", is_text_encoder)).modules["text_encoder"]
     assert again.encoder.module is not encoder.encoder.module
     found = encoder.encoder.encode([encoder.encoder.tokenize(["a handwritten one"])[0]])[0]["pooled"]

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from configs.cluster import WorkerConfig
 from deployments.modules import loading
-from deployments.modules.built_modules import OBJECT_BYTES, object_footprint
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
+from deployments.modules.parts import OBJECT_BYTES, object_footprint
 from weights.externalize import externalize
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
 from weights.store import WeightStore
@@ -54,7 +54,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     stock.save_pretrained(root / "other")
     peft.get_peft_model(stock, config).save_pretrained(root / "lora")
     for name in ("other", "lora"):
-        bring_in(store, name, root / name)
+        import_model(store, name, root / name)
     return store
 
 
@@ -67,11 +67,9 @@ def replica(store: WeightStore, settings: WorkerConfig) -> ModuleCache:
         fetch,
         extents,
         store.models,
-        settings.weights_budget_bytes,
-        builder,
-        device=settings.device,
+        ModuleBudget(settings.weights_budget_bytes, settings.device),
+        ComponentFactory(builder, working_memory=builder.working_memory),
         kept=extents if settings.device == "cpu" else None,
-        working_memory=builder.working_memory,
     )
 
 
@@ -89,7 +87,7 @@ async def test_models_that_take_all_there_is_take_turns_and_have_their_adapters(
         assert settings.resident_bytes / 2 < taken <= settings.resident_bytes
         other = asyncio.ensure_future(anext(aiter_of(cache, "other")))
         await asyncio.sleep(0)
-        assert lease.modules["model"].num_blocks > 0
+        assert lease.modules["model"].stats().num_blocks > 0
         assert not other.done()
     assert await other > 0
     assert cache.describe()["charged_bytes"] <= settings.resident_bytes
@@ -97,7 +95,7 @@ async def test_models_that_take_all_there_is_take_turns_and_have_their_adapters(
 
 async def aiter_of(cache: ModuleCache, model: str) -> Any:
     async with cache.lease(model, is_denoise_component) as lease:
-        yield lease.modules["model"].num_blocks
+        yield lease.modules["model"].stats().num_blocks
 
 
 @pytest.mark.parametrize("device", ["cpu", "cpu-private"])
@@ -109,7 +107,7 @@ async def test_models_whose_caches_are_small_are_there_together(store: WeightSto
         cache.lease("adder", is_denoise_component) as one,
         cache.lease("other", is_denoise_component, ("lora",)) as other,
     ):
-        assert one.modules["model"].num_blocks == other.modules["model"].num_blocks == 4 * 512 // 16
+        assert one.modules["model"].stats().num_blocks == other.modules["model"].stats().num_blocks == 4 * 512 // 16
         assert cache.describe()["charged_bytes"] < 32 * MIB
 
 

@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import torch
 import xxhash
+from kit.waiting import until
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
-from cluster.keeper.actor import NodeKeeper
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
-from deployments.modules.cache import ModuleCache
-from deployments.modules.lease import Lease
+from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 
@@ -50,7 +50,7 @@ class Node:
     def __init__(self, folder: Path, budget_bytes: int) -> None:
         self.manifests = {name: self._manifest(folder, name) for name in MODELS}
         self.keeper = NodeKeeper(
-            str(folder), budget_bytes, "node", store=FakeStore(), audit_bytes_per_s=0, max_wait_s=5.0
+            str(folder), budget_bytes, "node", KeeperSettings(audit_bytes_per_s=0, max_wait_s=5.0), store=FakeStore()
         )
         self.replicas: list[Replica] = []
 
@@ -61,12 +61,11 @@ class Node:
     async def listening(self) -> None:
         """Wait until the keeper may call all those that have asked it for something."""
         for replica in [replica for replica in self.replicas if replica.extents._ear]:
-            await until(lambda found=replica: found.name in self.keeper._held._recalls)  # type: ignore[misc]
+            await until(lambda found=replica: found.name in self.keeper.memory.held._recalls)  # type: ignore[misc]
 
     @property
     def used_bytes(self) -> int:
-        with self.keeper._held._lock:  # while it plans, the book counts what is not there yet
-            return self.keeper._held._book.used_bytes
+        return self.keeper.memory.held.used_bytes
 
     def close(self) -> None:
         for replica in self.replicas:
@@ -110,11 +109,12 @@ class Replica(ModuleCache):
         self.slow = threading.Event()
         self.slow.set()
         self.extents = RayExtents(ActorHandle(node.keeper), name, on_recall=self._called)
-        super().__init__(self._manifest_of, self.extents, Path("/store"), budget_bytes, self._make, kept=self.extents)
+        budget, factory = ModuleBudget(budget_bytes), ComponentFactory(self._make)
+        super().__init__(self._manifest_of, self.extents, Path("/store"), budget, factory, kept=self.extents)
 
     def _called(self, extents: Any, is_overdue: bool) -> None:
         self.overdue.append(is_overdue)
-        self.give_up(extents, is_overdue)
+        self.release_recalled(extents, is_overdue)
 
     async def _manifest_of(self, model: str, version: str | None) -> Manifest:
         return self.node.manifests[model]
@@ -150,13 +150,6 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         one.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        await asyncio.sleep(0.002)
-
-
 async def test_models_that_the_node_holds_stay_built_whatever_the_replicas_budget(node) -> None:
     replica = node(1000).replica("r")
     for model in ("a", "b", "c") * 3:
@@ -180,7 +173,7 @@ async def test_the_replicas_budget_bounds_what_is_private(node) -> None:
     await replica.use("a")
     assert replica.node.keeper.stats().num_evicted == before
     small = replica.node.replica("small", budget_bytes=8192)
-    with pytest.raises(BudgetExceeded, match="the budget of this replica"):
+    with pytest.raises(BudgetExceeded, match="this replica's budget"):
         await small.use("a")
 
 
@@ -282,7 +275,7 @@ async def test_a_pinned_model_is_not_given_up(node) -> None:
     await one.use("c")
     await here.listening()
     await two.use("b")
-    one.give_up(["a", "shared"], True)
+    one.release_recalled(["a", "shared"], True)
     assert len([key for key, slot in one._modules.slots.items() if "a" in slot.models]) == 2
 
 
@@ -304,7 +297,7 @@ async def test_what_was_given_up_keeps_no_memory(node) -> None:
     gc.collect()
     gc.disable()
     try:
-        gone = [weakref.ref(here.keeper._held.held(id_).ref.array) for id_ in ("a", "shared")]
+        gone = [weakref.ref(here.keeper.memory.held.held(id_).ref.array) for id_ in ("a", "shared")]
         await two.use("c")
         await until(lambda: not any(ref() is not None for ref in gone))
     finally:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.seeding import seeded_random
 
 from deployments.pipelines.plans import ALIGNMENT_BYTES, _BufferNeed, _plan_memory
 
@@ -38,7 +38,7 @@ def test_a_chain_shares_two_places() -> None:
 
 
 def test_the_arena_is_near_the_least_possible() -> None:
-    draw = random.Random()
+    draw = seeded_random()
     over = []
     for _ in range(50):
         rows = [(draw.randint(1, 64) * ALIGNMENT_BYTES, draw.randint(0, 9), draw.randint(0, 4)) for _ in range(15)]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.counting import operations
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
 from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
-from deployments.pipelines.planning import PipelineUnusable, check_functions, plan_pipeline, plan_segments
+from deployments.pipelines.pipelines import Pipelines
+from deployments.pipelines.planning import PipelineUnusable, check_pipeline, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature, TensorSpec
 from weights.feature_sizes import FeatureSizes
@@ -23,6 +27,8 @@ MODELS = {
     "adder": ModelRecord("adder", "ready", "llm"),
     "bert": ModelRecord("bert", "ready", "embedding", features=FeatureSizes(out_features=8)),
     "head": ModelRecord("head", "ready", "head", features=FeatureSizes(8, 3)),
+    "ranker": ModelRecord("ranker", "ready", "reranker"),
+    "sorter": ModelRecord("sorter", "ready", "classifier", features=FeatureSizes(None, 3, ("x", "y", "z"))),
     "wide-head": ModelRecord("wide-head", "ready", "head", features=FeatureSizes(9)),
     "lora": ModelRecord("lora", "ready", "adapter"),
     "late": ModelRecord("late", "registering"),
@@ -64,6 +70,28 @@ def test_a_text_classifier_is_one_segment() -> None:
     assert plan.signature.outputs == (TensorSpec("label", "BYTES", (-1,)), TensorSpec("scores", "FP32", (-1, -1)))
 
 
+def test_scores_have_the_labels_of_their_stage_or_of_its_head() -> None:
+    given = plan_pipeline(CLASSIFIER, MODELS)
+    assert given.labels_of("scores", {"head": ("x", "y", "z")}) == LABELS
+    config = pipeline(
+        stage("ids", {"text": "$text"}, tokenizer="bert"),
+        stage("vector", {"tokens": "$ids"}, model="bert"),
+        stage("logits", {"features": "$vector"}, model="head"),
+        stage("shares", {"scores": "$logits"}, function="softmax"),
+        vector="$vector",
+        logits="$logits",
+        shares="$shares",
+    )
+    plan, names = plan_pipeline(config, MODELS), {"head": ("x", "y", "z")}
+    found = {output: tuple(plan.labels_of(output, names)) for output in plan.outputs}
+    assert found == {"vector": (), "logits": names["head"], "shares": names["head"]}
+    assert plan.labels_of("logits", {}) == ()
+    assert Pipelines([config], None, lambda: MODELS).labels("p") == {"vector": (), "logits": (), "shares": ()}  # type: ignore[arg-type]
+    labelled = replace(MODELS["head"], features=FeatureSizes(8, 3, names["head"]))
+    pipelines = Pipelines([config], None, lambda: MODELS | {"head": labelled})  # type: ignore[arg-type]
+    assert pipelines.labels("p") == found
+
+
 def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
     late = pipeline(stage("vector", {"text": "$text"}, model="late"), out="$vector")
     (segment,) = plan_segments([late, CLASSIFIER], MODELS, 4)
@@ -80,6 +108,41 @@ def test_optional_inputs_are_optional_outside() -> None:
     plan = plan_pipeline(config, MODELS)
     assert plan.signature.inputs[1] == TensorSpec("seed", "INT64", (-1,), optional=True)
     assert plan.signature.outputs == (TensorSpec("image", "UINT8", (-1, -1, -1, 3)),)
+
+
+def chain(num_stages: int, first: dict[str, Any], further: Callable[[str], dict[str, Any]]) -> PipelineConfig:
+    stages = [first, *({"name": f"s{n}", **further(f"$s{n - 1}")} for n in range(1, num_stages))]
+    return pipeline(*stages, out=f"$s{num_stages - 1}")
+
+
+@pytest.mark.parametrize(
+    ("first", "further"),
+    [
+        (
+            stage("s0", {"first": "$text", "second": "x"}, function="join_texts"),
+            lambda before: {"function": "join_texts", "inputs": {"first": before, "second": "x"}},
+        ),
+        (
+            stage("s0", {"text": "$text"}, model="bert"),
+            lambda before: {"model": "square-head", "inputs": {"features": before}},
+        ),
+        (
+            stage("s0", {"message": "$text"}, model="adder"),
+            lambda before: {"model": "adder", "inputs": {"message": before}},
+        ),
+    ],
+    ids=["functions", "one segment", "models"],
+)
+def test_a_plan_takes_time_in_proportion_to_its_stages(
+    first: dict[str, Any], further: Callable[[str], dict[str, Any]]
+) -> None:
+    models = MODELS | {"square-head": ModelRecord("square-head", "ready", "head", features=FeatureSizes(8, 8))}
+
+    def cost(num_stages: int) -> int:
+        return operations(lambda: plan_pipeline(chain(num_stages, first, further), models))
+
+    cost(5)  # what is done once
+    assert cost(200) < 2.5 * cost(100)
 
 
 def problems(config: PipelineConfig) -> dict[str, str]:
@@ -108,6 +171,11 @@ def problems(config: PipelineConfig) -> dict[str, str]:
         (stage("s", {"stop": ["$text"], "seed": 1}, model="adder"), "inputs", ["got none"]),
         (stage("s", {"prompt": "$text", "system": "x"}, model="adder"), "inputs.system", ["with 'message' only"]),
         (stage("s", {"prompt": "$text"}, model="late"), "model", ["model 'late' is registering"]),
+        (
+            stage("s", {"template": "a {word} and {text}", "wrod": "$text", "text": "$text"}, function="fill_template"),
+            "inputs",
+            ["the template wants 'word'; did you mean 'wrod'? (known: text, wrod)"],
+        ),
         (stage("s", {"prompt": "$text"}, model="torn"), "model", ["model 'torn' is unavailable: it is torn"]),
         (stage("s", {"message": "$maybe", "system": "$text"}, model="adder"), "inputs.message", ["may be left out"]),
         (stage("s", {"prompt": "$maybe", "seed": 1}, model="flux"), "inputs.prompt", ["may be left out"]),
@@ -159,10 +227,10 @@ def test_before_the_models_are_known_functions_are_checked_already() -> None:
         stage("end", {"text": "$digit_image.image"}, function="single_digit"),
         out="$end",
     )
-    (problem,) = check_functions(config)
+    (problem,) = check_pipeline(config)
     assert problem.location == ("stages", 1, "inputs", "text")
     assert "expected text, but $number is int" in problem.text
-    assert check_functions(CLASSIFIER) == []
+    assert check_pipeline(CLASSIFIER) == []
 
 
 def embed(name: str, *sources: str) -> StagePlan:
@@ -236,3 +304,19 @@ def test_which_endpoint_a_pipeline_serves(inputs: Any, output: TensorSpec, endpo
     options = tuple(spec.name for spec in inputs if spec.optional)
     expected = _OpenAiRole(endpoint, "prompt", "o", options) if endpoint else None
     assert _openai_role(Signature(inputs, (output, TEXT_IN))) == expected
+
+
+def test_rerankers_and_classifiers_are_stages() -> None:
+    config = pipeline(
+        stage("rank", {"query": "which one?", "text": "$text"}, model="ranker"),
+        stage("kind", {"text": "$text"}, model="sorter"),
+        score="$rank",
+        kinds="$kind",
+    )
+    plan = plan_pipeline(config, MODELS)
+    assert plan.signature.outputs == (TensorSpec("score", "FP32", (-1,)), TensorSpec("kinds", "FP32", (-1, 3)))
+    assert {unit.name for unit in plan.units if isinstance(unit, SegmentPlan)} == {"rank", "kind"}
+    assert plan.labels_of("kinds", {"sorter": ("x", "y", "z")}) == ("x", "y", "z")
+    lacking = pipeline(stage("rank", {"text": "$text"}, model="ranker"), score="$rank")
+    [problem] = check_pipeline(lacking, MODELS)
+    assert "ranker needs 'query' (text)" in problem.text

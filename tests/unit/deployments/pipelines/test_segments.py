@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_random, seeded_rng
 
 from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.pipelines.edge_types import TEXT, TOKENS, VECTOR, EdgeType
+from deployments.pipelines.edge_types import FLOAT, TEXT, TOKENS, VECTOR, EdgeType
 from deployments.pipelines.plans import (
     PIPELINE_INPUT,
     Edge,
@@ -34,7 +35,7 @@ class Ops:
     """Deterministic stand-ins for tokenizer, encoder and two heads, which note the memory that they meet."""
 
     def __init__(self) -> None:
-        draw = torch.Generator().manual_seed(torch.seed() % 2**31)
+        draw = torch.Generator().manual_seed(seeded_random().getrandbits(31))
         self.table = torch.randn(256, WIDTH, generator=draw)
         self.heads = {
             "h1": torch.randn(WIDTH, HIDDEN, generator=draw),
@@ -65,6 +66,10 @@ class Ops:
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         self.pointers.append(features.data_ptr())
         return torch.matmul(features, self.heads[model], out=out)
+
+    async def score(self, model: str, texts: Sequence[Any], first: int) -> list[torch.Tensor]:
+        self.batch_sizes.append(len(texts))
+        return [self.embedding("".join(one).encode())[: 1 if isinstance(one, tuple) else CLASSES] for one in texts]
 
     def expected(self, text: str) -> np.ndarray[Any, Any]:
         logits: torch.Tensor = self.embedding(text.encode()) @ self.heads["h1"] @ self.heads["h2"]
@@ -189,7 +194,7 @@ async def test_tensors_of_unknown_size_are_counted() -> None:
 
 async def test_inputs_come_from_earlier_segments_too() -> None:
     ops, runner = Ops(), SegmentRunner()
-    vectors = np.random.default_rng().normal(size=(2, WIDTH)).astype(np.float32)
+    vectors = seeded_rng().normal(size=(2, WIDTH)).astype(np.float32)
     unit = replace(PLAN, stages=(stages()[2],), results=(Edge("hidden", "output"),))
     earlier = SegmentResult({Edge("vector", "embedding"): vectors}, {"vector": 3.0})
     result = await runner.run_segment(SegmentCall(unit, {}, 2), (earlier,), ops)
@@ -214,3 +219,25 @@ async def test_failures_name_pipeline_and_stage() -> None:
     with pytest.raises(InvalidRequest, match="stage 'ids': too long") as refusal:
         await runner.run_segment(call(["x"]), (), ops)
     assert refusal.value.param == "stages.ids.text"
+
+
+@pytest.mark.parametrize("query", [None, "which one"])
+async def test_scores_of_texts_and_of_pairs_are_planned_tensors(query: str | None) -> None:
+    score, classes = Edge("rank", "score"), Edge("kind", "scores")
+    edges = {"text": GIVEN} if query else {"text": GIVEN, "query": GIVEN}
+    literals = {"query": query} if query else {}
+    plans = [
+        StagePlan("rank", "score", "ranker", edges, literals, {"score": FLOAT}),
+        StagePlan("kind", "score", "sorter", {"text": GIVEN}, {}, {"scores": EdgeType("FP32", (-1, CLASSES))}),
+    ]
+    ops, runner, texts = Ops(), SegmentRunner(), [f"text {index * 7}" for index in range(6)]
+    found: dict[Edge, Any] = {}
+    for unit in form_units("p", plans, [score, classes], 4):
+        assert isinstance(unit, SegmentPlan)
+        found |= (await runner.run_segment(call(texts, unit), (), ops)).outputs
+    assert runner.segment_stats().num_temporary == 0
+    assert found[score].shape == (6,)
+    ranks = [ops.embedding(f"{query or text}{text}".encode())[0] for text in texts]
+    np.testing.assert_allclose(found[score], ranks, rtol=1e-5)
+    rows = [ops.embedding(text.encode())[:CLASSES].numpy() for text in texts]
+    np.testing.assert_allclose(found[classes], rows, rtol=1e-5)

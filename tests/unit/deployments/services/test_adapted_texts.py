@@ -11,16 +11,17 @@ import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from unit.deployments.engine_loops import written_chunks
 
 from configs.cluster import WorkerConfig
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.errors import InvalidRequest
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import CompletionRequest
 from deployments.services.step_loop import DeviceThread
 from deployments.services.text_service import TextService, whole_text
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
 from weights.provider import LocalExtents
 from weights.store import WeightStore
@@ -64,22 +65,23 @@ def folders(stock: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 @pytest.fixture
 def service(folders: dict[str, Path], tmp_path: Path) -> TextService:
     store = WeightStore(tmp_path)
-    bring_in(store, "adder", ADDER, dtype="float32")
+    import_model(store, "adder", ADDER, dtype="float32")
     for name, folder in folders.items():
-        bring_in(store, name, folder)
+        import_model(store, name, folder)
 
     async def fetch(model: str, version: str | None) -> Manifest:
         return store.manifest(model)
 
     settings = WorkerConfig(kv_cache_bytes=2**22)
-    cache = ModuleCache(fetch, Extents(store.packs), store.models, 2**30, ComponentBuilder(settings))
+    factory = ComponentFactory(ComponentBuilder(settings))
+    cache = ModuleCache(fetch, Extents(store.packs), store.models, ModuleBudget(2**30), factory)
     return TextService(cache, DeviceThread())
 
 
 async def answer(service: TextService, *uses: tuple[str, float]) -> str:
     lora = tuple({"name": name, "scale": scale} for name, scale in uses)
     request = CompletionRequest(model="adder", prompt=PROMPT, lora=lora, max_tokens=12, temperature=0, ignore_eos=True)
-    return whole_text("adder", [chunk async for chunk in service.stream_text(request)]).text
+    return whole_text("adder", await written_chunks(service, request)).text
 
 
 def expected(stock: Any, folders: dict[str, Path], tokenizer: Any, *uses: tuple[str, float]) -> str:

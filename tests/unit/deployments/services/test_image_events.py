@@ -11,7 +11,6 @@ import random
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.waiting import until
+from unit.deployments.engine_loops import stream_images
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.rows import Work
@@ -136,7 +137,7 @@ class Client:
     async def _follow(self, images: ImageService) -> str:
         """Return how it ended."""
         count = 0
-        async with aclosing(images.stream_images(self._request, self._encode)) as pieces:
+        async with stream_images(images, self._request, self._encode) as pieces:
             async for piece in pieces:
                 if isinstance(piece, ImageResult):
                     return "answered"
@@ -197,7 +198,7 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
                 chosen.task.cancel()
                 ends["told to end"] += 1
         else:
-            studio.images.hand_over(["flux"])
+            studio.images.migrate_out(["flux"])
         if chance.random() < 0.3:
             await asyncio.sleep(0)
         ending = [client.task for client in running if client.ends_by_itself]
@@ -218,11 +219,11 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
 
     loop, engine = studio.engine.loop, studio.engine.engine
     assert (len(engine._requests), len(loop._callers), len(loop._joining)) == (0, 0, 0)
-    assert not studio.images._hand_overs
+    assert not studio.images._migrations
     assert [slot.leases for slot in studio.slots] == [0] * len(studio.slots)
     assert [slot.num_running for slot in studio.slots] == [0] * len(studio.slots)
     states = [weakref.ref(one) for one in gc.get_objects() if type(one) is State]
-    del running, leaving, client, chosen, ending
+    running = leaving = client = chosen = ending = None  # type: ignore[assignment]  # what they name would live on
 
     def num_left() -> int:
         gc.collect()
@@ -230,9 +231,7 @@ async def test_ten_thousand_random_events_leave_no_slot_memory_or_lease(studio: 
 
     # The engine tells the failures of its last step, whose errors know where they came from. Its thread may still be
     # on the way out of that.
-    async with asyncio.timeout(60):
-        while num_left() > max(1, len(engine.failures)):
-            await asyncio.sleep(0.001)
+    await until(lambda: num_left() <= max(1, len(engine.failures)))
     assert studio.cache.evict("flux") == []
     assert not +studio.cache._provider.leases  # type: ignore[attr-defined]
 
@@ -243,6 +242,4 @@ async def test_a_text_that_is_encoded_for_nothing_is_cancelled(studio: Studio) -
     client._request = client._request.model_copy(update={"lora": (LoraUse(name="nothing"),)})  # no such adapter
     with pytest.raises(KeyError, match="nothing"):
         await asyncio.wait_for(client.task, 60)
-    async with asyncio.timeout(60):
-        while client.is_encoding:
-            await asyncio.sleep(0.001)
+    await until(lambda: not client.is_encoding)

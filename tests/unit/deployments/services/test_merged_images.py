@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from unit.deployments.engine_loops import stream_images
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.pipeline import DenoisePipeline
@@ -23,7 +23,7 @@ from deployments.engines.nn.lora import MergedLayers
 from deployments.errors import InvalidRequest
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
-from deployments.modules.merging import Merging, merged_parts
+from deployments.modules.parts import Merging, merged_parts
 from deployments.records import ImageRequest, ImageResult
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
@@ -51,7 +51,9 @@ class Studio:
 
     async def draw(self, request: ImageRequest) -> Any:
         async with asyncio.timeout(60):
-            (image,) = (await self.images.generate(request, self.encode)).images
+            result = await self.images.generate(request, self.encode)
+            assert isinstance(result, ImageResult)
+            (image,) = result.images
         return image
 
     @property
@@ -151,7 +153,7 @@ async def test_merging_holds_up_neither_steps_nor_a_move_and_ends_before_the_lea
     pieces = asyncio.ensure_future(collect(studio, request_of()))
     assert await asyncio.to_thread(begun.wait, 60)
     await studio.draw(request_of(1, None))  # meanwhile
-    studio.images.hand_over(["flux"])
+    studio.images.migrate_out(["flux"])
     cancelled = asyncio.ensure_future(studio.draw(request_of(2)))
     while len(threads) < 2:
         await asyncio.sleep(0.01)
@@ -170,7 +172,7 @@ async def test_merging_holds_up_neither_steps_nor_a_move_and_ends_before_the_lea
 
 
 async def collect(studio: Studio, request: ImageRequest) -> list[Any]:
-    async with asyncio.timeout(60), aclosing(studio.images.stream_images(request, studio.encode)) as pieces:
+    async with asyncio.timeout(60), stream_images(studio.images, request, studio.encode) as pieces:
         return [piece async for piece in pieces]
 
 
@@ -185,7 +187,7 @@ async def test_one_that_does_not_fit_is_refused_and_leaves_nothing(open_studio: 
 async def test_the_room_is_that_of_the_layers_and_float8_has_none(open_studio: Callable[..., Studio]) -> None:
     cache = open_studio().cache
     manifest = await cache.manifests.newest("flux")
-    parts = cache._parts_with(manifest, is_denoise_component, {"bold": await cache.manifests.newest("bold")})
+    parts = cache.planner.plan(manifest, is_denoise_component, {"bold": await cache.manifests.newest("bold")})
     merging = Merging("bold", "transformer")
     merged = merged_parts(parts, merging, lambda nbytes: nbytes)
     assert merged is not None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from unit.deployments.engine_loops import stream_images
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.engine import DiffusionEngine
@@ -76,11 +76,11 @@ class Replica:
         found = []
         if move_at is not None:
             hold_engines(at_step=move_at)
-        async with asyncio.timeout(60), aclosing(self.images.stream_images(request, self.encode, **more)) as pieces:
+        async with asyncio.timeout(60), stream_images(self.images, request, self.encode, **more) as pieces:
             async for piece in pieces:
                 found.append(piece)
                 if isinstance(piece, ImageProgress) and piece.step == move_at:
-                    self.images.hand_over(["flux"])
+                    self.images.migrate_out(["flux"])
                     may_go.set()
         return found
 
@@ -120,11 +120,12 @@ async def test_one_that_has_not_begun_is_handed_over_without_a_checkpoint_or_wit
     *_, middle = await first.pieces(request_of(1, reports_steps=True), move_at=2)
     assert middle.checkpoint
     for checkpoint in (None, middle.checkpoint):
-        stream = first.images.stream_images(request_of(1), first.encode, checkpoint=checkpoint)
+        stream = stream_images(first.images, request_of(1), first.encode, checkpoint=checkpoint)
         task = asyncio.ensure_future(anext(stream))
-        await asyncio.sleep(0)  # it looks its model up
-        first.images.hand_over(["another"])
-        first.images.hand_over(["flux"])
+        while not first.images._moving:
+            await asyncio.sleep(0)  # it looks its model up
+        first.images.migrate_out(["another"])
+        first.images.migrate_out(["flux"])
         piece = await task
         assert isinstance(piece, ImageProgress)
         assert (piece.is_moved, piece.checkpoint) == (True, checkpoint)

@@ -16,9 +16,11 @@ import ray
 import torch
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 
-from cluster.keeper.actor import NodeKeeper
+from cluster.errors import WeightsUnavailable
+from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.records import Recall
-from configs.cluster import ClusterConfig
+from cluster.registry.model_files import read_files, write_files
+from configs.cluster import ClusterConfig, StoreConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
 from deployments.services.model_replica import ModelReplica
 from deployments.services.text_encoder import TextEncoderService
@@ -62,9 +64,11 @@ class Cluster:
         self.store = store
         models = [{"id": MODEL, "path": str(DEMO / MODEL)}]
         self.config = ClusterConfig.model_validate({"store": {"path": str(store.path)}, "models": models})
-        self.keeper = NodeKeeper(str(store.packs), 2**30, "node", store=FakeStore(), audit_bytes_per_s=0)
+        self.keeper = NodeKeeper(
+            str(store.packs), 2**30, "node", KeeperSettings(audit_bytes_per_s=0), store=FakeStore()
+        )
         self.registry = SimpleNamespace(
-            keeper=SimpleNamespace(remote=lambda node_id: Answer(ActorHandle(self.keeper))),
+            keeper=SimpleNamespace(remote=lambda node_id, replica: Answer(ActorHandle(self.keeper))),
             manifest=SimpleNamespace(remote=lambda model, version: Answer(store.manifest(model))),
             report_attach=SimpleNamespace(remote=lambda model, error: Answer(None)),
         )
@@ -73,10 +77,10 @@ class Cluster:
         """Write into shared weights; the audit finds it, and the replica sends its heartbeat."""
         refs = self.store.manifest(MODEL).components[component].tensors
         ref = max(refs.values(), key=lambda ref: ref.nbytes)
-        held = self.keeper._held.held(ref.extent)
+        held = self.keeper.memory.held.held(ref.extent)
         assert held is not None
         held.view[ref.offset + 3] ^= 0x7F
-        self.keeper._audit.round()
+        self.keeper.memory.audit.round()
         replica._module_cache._provider.beat()
         await asyncio.sleep(0)
 
@@ -85,7 +89,11 @@ class Cluster:
 def cluster(store: WeightStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     made = Cluster(store)
     monkeypatch.setattr(ray, "get", ray_get)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(
+        ray,
+        "get_runtime_context",
+        lambda: SimpleNamespace(get_node_id=lambda: "node", get_actor_name=lambda: "worker#1"),
+    )
     for name, found in (("connect_registry", lambda config: made.registry), ("replica_calls_on_loopback", bool)):
         monkeypatch.setattr(f"deployments.services.model_replica.{name}", found)
     monkeypatch.setattr("cluster.keeper.ray_extents.HEARTBEAT_S", 3600.0)
@@ -108,8 +116,8 @@ async def test_a_worker_builds_damaged_weights_anew_and_gives_kept_ones_back(clu
     assert await built() == ("transformer",)
     assert await built() == ()
     kept = tuple({ref.extent for ref in cluster.store.manifest(MODEL).components["transformer"].tensors.values()})
-    answer = worker._module_cache._provider.hear_recall(Recall(kept))
-    assert (set(answer.given_back), answer.kept) == (set(kept), ())
+    answer = worker._module_cache._provider.handle_recall(Recall(kept))
+    assert set(answer.given_back) == set(kept)
     assert await built() == ("transformer",)
 
 
@@ -154,6 +162,49 @@ async def test_a_registry_that_was_ended_is_started_anew_by_a_replica_that_comes
     worker._registry = ended
     assert await worker._fetch_manifest(MODEL, None) == cluster.store.manifest(MODEL)
     assert next(found, None) is None
+
+
+async def test_a_node_without_the_stores_folder_gets_the_configs_of_a_model_once(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    """Weights come to it from its peers: its keeper here."""
+    elsewhere = WeightStore(tmp_path / "not-here")
+    config = cluster.config.model_copy(update={"store": StoreConfig(path=elsewhere.path)})
+    asked: list[str] = []
+
+    def model_files(model: str, version: str) -> Any:
+        asked.append(version)
+        return Answer(read_files(cluster.store.models, cluster.store.manifest(model)))
+
+    cluster.registry.model_files = SimpleNamespace(remote=model_files)
+    manifest = cluster.store.manifest(MODEL)
+    for _ in range(2):  # the second replica of that node finds what the first has brought
+        worker = object.__new__(Worker)
+        await worker._open(config, "worker", config.worker, ComponentBuilder(config.worker))
+        async with worker._module_cache.lease(MODEL, is_denoise_component) as lease:
+            assert lease.report.built == ("transformer", "vae")
+            assert lease.skeleton == elsewhere.models / manifest.skeleton
+    assert asked == [manifest.fingerprint]
+    assert read_files(elsewhere.models, manifest) == read_files(cluster.store.models, manifest)
+    assert [path.name for path in (elsewhere.models / MODEL).iterdir()] == [Path(manifest.skeleton).name]
+
+
+def test_files_of_a_model_stay_within_its_folder_and_come_whole(
+    store: WeightStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, models = store.manifest(MODEL), tmp_path / "models"
+    for name in ("../outside", "/outside", "a/../../../outside"):
+        with pytest.raises(ValueError, match="no path within the files"):
+            write_files(models, manifest, {"config.json": b"{}", name: b"x"})
+        assert list((models / MODEL).iterdir()) == []
+    with pytest.raises(WeightsUnavailable, match="has lost its configs"):
+        read_files(models, manifest)
+    write_files(models, manifest, {"config.json": b"first"})
+    write_files(models, manifest, {"config.json": b"second"})  # somebody else was first
+    assert read_files(models, manifest) == {"config.json": b"first"}
+    monkeypatch.setattr("cluster.registry.model_files.MAX_BYTES", 4)
+    with pytest.raises(WeightsUnavailable, match="has 5 bytes, more than the 4"):
+        read_files(models, manifest)
 
 
 async def test_a_registry_that_restarts_is_waited_for_and_not_for_ever(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from kit.waiting import until
 from unit.deployments.modules.test_module_cache import Host
 
-from cluster.control.state import LONGEST_RETRY_S
-from cluster.controller.reports import Order, Orders, WorkerReport
+from cluster.placement.reports import Order, Orders, WorkerReport
+from cluster.placement.state import LONGEST_RETRY_S
 from deployments.services.ordered_models import OrderedModels
 
 
@@ -28,7 +29,7 @@ class Ordered(OrderedModels):
         )
 
     async def carried_out(self, *orders: Order, describe: tuple[tuple[str, str], ...] = ()) -> WorkerReport:
-        self.obey(Orders(orders, describe))
+        self.apply(Orders(orders, describe))
         async with asyncio.timeout(10):
             while self._tasks:
                 await asyncio.wait(self._tasks)
@@ -73,9 +74,9 @@ async def test_while_it_switches_it_says_so(ordered: Ordered) -> None:
         return await find(model)
 
     ordered.host.manifests.newest = slow  # type: ignore[method-assign, assignment]
-    ordered.obey(Orders((switch("1", "c"),)))
+    ordered.apply(Orders((switch("1", "c"),)))
     await asyncio.sleep(0)
-    assert ordered.news.is_set()
+    assert ordered.changed.is_set()
     report = await ordered.report()
     assert (report.switching_to, report.ready_in_s, report.taken) == ("c", 0.5, ("1",))
     ordered.host.now_s = 9.0
@@ -119,9 +120,7 @@ async def test_needs_are_told_as_they_count_against_the_budget(ordered: Ordered)
 
 async def test_a_prefetch_builds_nothing(ordered: Ordered) -> None:
     report = await ordered.carried_out(Order("1", "prefetch", "a"))
-    async with asyncio.timeout(10):
-        while ordered.host.provider.prefetched.keys() != {"a", "shared"}:
-            await asyncio.sleep(0.01)
+    await until(lambda: ordered.host.provider.prefetched.keys() == {"a", "shared"})
     assert (report.ready, report.switching_to) == ({}, None)
 
 

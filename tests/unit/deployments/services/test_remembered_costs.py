@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from kit.seeding import seeded_random
 
 from deployments.engines.step_costs import StepCosts
 from deployments.services.remembered_costs import MAX_SUBJECTS, RememberedCosts
@@ -21,7 +22,7 @@ def measured(chance: random.Random, num_kinds: int = 3) -> StepCosts:
 
 
 def test_another_process_knows_the_same_costs(tmp_path: Path) -> None:
-    costs = {f"subject {number}": measured(random.Random()) for number in range(3)}
+    costs = {f"subject {number}": measured(seeded_random()) for number in range(3)}
     for subject, one in costs.items():
         RememberedCosts(lambda: tmp_path).keep_figures(subject, one.figures())
     for subject, one in costs.items():
@@ -35,7 +36,7 @@ def test_another_process_knows_the_same_costs(tmp_path: Path) -> None:
 
 def test_the_file_is_bounded_and_the_newest_stay(tmp_path: Path) -> None:
     remembered = RememberedCosts(lambda: tmp_path)
-    costs = measured(random.Random(), num_kinds=500)
+    costs = measured(seeded_random(), num_kinds=500)
     for number in range(MAX_SUBJECTS + 5):
         remembered.keep_figures(str(number), costs.figures())
     assert (tmp_path / "step_costs.json").stat().st_size < 2**20

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
+from kit.streams import stream_pieces
+from kit.waiting import until
 from ray.exceptions import ActorDiedError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -55,17 +56,11 @@ def replica() -> Replica:
     return Replica()
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 async def test_an_answer_comes_and_nothing_is_cancelled(replica: Replica) -> None:
     handle = FakeHandle(replica)
     replica.gate.set()
     assert await ReplicaCalls(handle).call("work", 4, deadline=Deadline(LONG_S)) == 8
-    async with aclosing(ReplicaCalls(handle).stream_pieces("count", 3, deadline=Deadline(None))) as pieces:
+    async with stream_pieces(ReplicaCalls(handle), "count", 3, deadline=Deadline(None)) as pieces:
         assert [piece async for piece in pieces] == [0, 1, 2]
     assert [response.num_cancels for response in handle.responses] == [0, 0]
 
@@ -84,7 +79,7 @@ async def test_a_caller_that_is_cancelled_ends_the_work(replica: Replica) -> Non
 async def test_a_time_that_is_over_ends_the_work(replica: Replica, is_own: bool) -> None:
     calls = ReplicaCalls(FakeHandle(replica))
     if is_own:
-        with pytest.raises(DeadlineExceeded, match=r"timeout of 0.005 s is over"):
+        with pytest.raises(DeadlineExceeded, match=r"exceeded its timeout of 0.005 s"):
             await calls.call("work", 1, deadline=Deadline(TICK_S))
     else:
         with pytest.raises(TimeoutError):
@@ -95,14 +90,14 @@ async def test_a_time_that_is_over_ends_the_work(replica: Replica, is_own: bool)
 
 async def test_a_stream_that_is_closed_early_ends_the_work(replica: Replica) -> None:
     calls = ReplicaCalls(FakeHandle(replica))
-    async with aclosing(calls.stream_pieces("count", 9, deadline=Deadline(LONG_S))) as pieces:
+    async with stream_pieces(calls, "count", 9, deadline=Deadline(LONG_S)) as pieces:
         assert await anext(pieces) == 0
         await until(lambda: replica.num_begun)
     await until(lambda: replica.num_cancelled == 1)
 
 
 async def test_a_stream_has_its_time_for_all_pieces_together(replica: Replica) -> None:
-    pieces = ReplicaCalls(FakeHandle(replica)).stream_pieces("count", 9, deadline=Deadline(TICK_S))
+    pieces = stream_pieces(ReplicaCalls(FakeHandle(replica)), "count", 9, deadline=Deadline(TICK_S))
     assert await anext(pieces) == 0
     with pytest.raises(DeadlineExceeded):
         await anext(pieces)
@@ -118,7 +113,7 @@ async def test_what_a_replica_raises_leaves_as_itself(replica: Replica, error: E
         await calls.call("work", 1, deadline=Deadline(LONG_S))
     assert raised.value is error
     with pytest.raises(type(error)) as raised:
-        [piece async for piece in calls.stream_pieces("count", 2, deadline=Deadline(LONG_S))]
+        [piece async for piece in stream_pieces(calls, "count", 2, deadline=Deadline(LONG_S))]
     assert raised.value is error
 
 
@@ -148,7 +143,7 @@ async def test_no_replica_is_an_answer_for_all_who_wait_and_asked_for_once(repli
 
     calls = ReplicaCalls(FakeHandle(replica), why_none, patience_s=TICK_S)
     waiting = [calls.call("work", number, deadline=Deadline(LONG_S)) for number in range(20)]
-    stream = calls.stream_pieces("count", 2, deadline=Deadline(LONG_S))
+    stream = stream_pieces(calls, "count", 2, deadline=Deadline(LONG_S))
     assert await anext(stream) == 0
     outcomes = await asyncio.gather(*waiting, anext(stream), return_exceptions=True)
     assert {(type(outcome), str(outcome)) for outcome in outcomes} == {
@@ -186,7 +181,7 @@ async def test_a_replica_that_answers_somebody_is_not_asked_about(replica: Repli
     long = asyncio.create_task(calls.call("work", 1, deadline=Deadline(LONG_S)))
     for _ in range(5):
         now_s += 0.9 * TICK_S
-        async with aclosing(calls.stream_pieces("count", 1, deadline=Deadline(LONG_S))) as pieces:
+        async with stream_pieces(calls, "count", 1, deadline=Deadline(LONG_S)) as pieces:
             assert await anext(pieces) == 0
         await asyncio.sleep(TICK_S)
     assert num_asked == 0

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sentence_transformers import CrossEncoder
+from unit.deployments.engines.text.test_classifiers import make, pairs_of
 
 from configs.model import LongText
 from deployments.engines.protocol import EngineError
@@ -131,4 +133,20 @@ async def test_who_leaves_gives_back_nothing_that_a_thread_still_writes(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert not out.isnan().any()
+    assert bench.is_idle()
+
+
+async def test_scores_of_pairs_equal_those_of_crossencoder(
+    open_host: Callable[..., ModuleCache], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    make(tmp_path / "ranker", "BertForSequenceClassification", 1)
+    bench, pairs = Bench(open_host(TextEncoderBuilder(), {"ranker": tmp_path / "ranker"})), pairs_of(3, 5)
+    ops = bench.ops()
+    found = await ops.score("ranker", [tuple(pair) for pair in pairs], 0)
+    stock = CrossEncoder(str(tmp_path / "ranker"), device="cpu").predict(pairs, convert_to_tensor=True)
+    torch.testing.assert_close(torch.cat(list(found)), stock, atol=1e-5, rtol=0)
+    await ops.score("ranker", [("alpha", "beta " * 100)], 7)
+    [warning] = ops.take_warnings()
+    assert warning.startswith("document 7 was cut to 64 tokens")
     assert bench.is_idle()

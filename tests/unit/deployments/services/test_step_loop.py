@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from unit.deployments.engine_loops import last_output
+from kit.waiting import until, wait_until
+from unit.deployments.engine_loops import last_output, stream_outputs
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.rows import Work
@@ -32,12 +31,6 @@ from deployments.engines.step_costs import StepCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
 
 WAIT_S = 10
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def costs_of_merging() -> StepCosts:
@@ -359,7 +352,7 @@ class Engine:
         self.running: dict[str, list[int]] = {}
         self.steps: list[list[str]] = []
         self.aborted: list[str] = []
-        self.forsaken: list[str] = []
+        self.cancelled: list[str] = []
         self.breaks: str | None = None
         self.failures: dict[str, Exception] = {}
         self.error: Exception | None = None
@@ -373,8 +366,8 @@ class Engine:
             raise ValueError("no tokens")
         self.running[request.request_id] = [0, request.sampling.max_tokens]
 
-    def forsake(self, request_id: str) -> None:
-        self.forsaken.append(request_id)
+    def request_cancel(self, request_id: str) -> None:
+        self.cancelled.append(request_id)
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -402,7 +395,9 @@ class Engine:
 
 
 async def texts(loop: EngineLoop[TextRequest, TextDelta], request: TextRequest) -> str:
-    return "".join([delta.text async for delta in loop.stream_outputs(request)])
+    told: list[str] = []
+    await loop.run_request(request, lambda delta: told.append(delta.text))
+    return "".join(told)
 
 
 async def test_each_request_gets_its_own_text() -> None:
@@ -431,10 +426,7 @@ async def test_steps_do_not_wait_for_the_event_loop() -> None:
     found = asyncio.ensure_future(texts(text, text_request("a", 5)))
     await until(lambda: engine.turns.waiting)
     engine.turns.grant(5)
-    end_s = time.monotonic() + WAIT_S
-    while engine.has_work:  # this holds the event loop
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    wait_until(lambda: not engine.has_work)  # this holds the event loop
     assert engine.steps == [["a"]] * 5
     assert await found == "a1 a2 a3 a4 a5 "
 
@@ -447,10 +439,7 @@ async def test_who_joins_does_not_wait_for_the_event_loop() -> None:
     second = asyncio.ensure_future(texts(text, text_request("b", 2)))
     await asyncio.sleep(0)
     engine.turns.grant(3)
-    end_s = time.monotonic() + WAIT_S
-    while engine.has_work:  # this holds the event loop
-        assert time.monotonic() < end_s
-        time.sleep(0.001)
+    wait_until(lambda: not engine.has_work)  # this holds the event loop
     assert engine.steps == [["a"], ["a", "b"], ["a", "b"]]
     assert await asyncio.gather(first, second) == ["a1 a2 a3 ", "b1 b2 "]
 
@@ -477,7 +466,7 @@ async def test_a_patient_caller_hears_of_the_first_output_and_of_the_others_with
     told: list[str] = []
 
     async def listen() -> None:
-        async for delta in text.stream_outputs(text_request("a", 4), is_patient=True):
+        async for delta in stream_outputs(text, text_request("a", 4), coalesces=True):
             told.append(delta.text)
 
     listening = asyncio.ensure_future(listen())
@@ -500,11 +489,11 @@ async def test_patience_holds_up_nobody_else_and_no_error() -> None:
     text = EngineLoop(DeviceThread(), engine)
     heard: list[str] = []
 
-    async def listen(name: str, most: int, *, is_patient: bool) -> None:
-        async for delta in text.stream_outputs(text_request(name, most), is_patient=is_patient):
+    async def listen(name: str, most: int, *, coalesces: bool) -> None:
+        async for delta in stream_outputs(text, text_request(name, most), coalesces=coalesces):
             heard.append(delta.text)
 
-    listening = [asyncio.ensure_future(listen(name, 3, is_patient=name != "c")) for name in "abc"]
+    listening = [asyncio.ensure_future(listen(name, 3, coalesces=name != "c")) for name in "abc"]
     await until(lambda: engine.turns.waiting and len(engine.running) > 0)
     engine.turns.grant(100)
     outcomes = await asyncio.gather(*listening, return_exceptions=True)
@@ -515,14 +504,14 @@ async def test_patience_holds_up_nobody_else_and_no_error() -> None:
 async def test_a_patient_caller_that_leaves_leaves_nothing_for_the_next() -> None:
     engine = Engine(Turns(0))
     text = EngineLoop(DeviceThread(), engine)
-    stream = text.stream_outputs(text_request("left", 10**6), is_patient=True)
+    stream = stream_outputs(text, text_request("left", 10**6), coalesces=True)
     first = asyncio.ensure_future(anext(stream))
     await until(lambda: engine.turns.waiting)
     engine.turns.grant(5)  # four of them nobody has been told of
     assert (await first).text == "left1 "
     await until(lambda: len(engine.steps) == 5)
-    closing = asyncio.ensure_future(stream.aclose())  # type: ignore[attr-defined]
-    await until(lambda: engine.forsaken == ["left"])
+    closing = asyncio.ensure_future(stream.aclose())
+    await until(lambda: engine.cancelled == ["left"])
     engine.turns.grant(3)  # the step that is under way, and two of the next request
     await closing
     assert engine.aborted == ["left"]
@@ -532,9 +521,9 @@ async def test_a_patient_caller_that_leaves_leaves_nothing_for_the_next() -> Non
 async def test_leaving_early_aborts_the_request() -> None:
     engine = Engine()
     text = EngineLoop(DeviceThread(), engine)
-    stream = text.stream_outputs(text_request("a", 10**6))
+    stream = stream_outputs(text, text_request("a", 10**6))
     assert (await anext(stream)).text == "a1 "
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     assert engine.aborted == ["a"]
     assert not engine.has_work
     assert await texts(text, text_request("b", 2)) == "b1 b2 "
@@ -546,7 +535,7 @@ async def test_an_engine_hears_of_who_leaves_while_its_step_still_runs() -> None
     left = asyncio.ensure_future(texts(text, text_request("left", 10**6)))
     await until(lambda: engine.turns.waiting)
     left.cancel()
-    await until(lambda: engine.forsaken == ["left"])
+    await until(lambda: engine.cancelled == ["left"])
     assert engine.aborted == [], "the step still runs"
     engine.turns.grant(2)
     with pytest.raises(asyncio.CancelledError):
@@ -657,5 +646,49 @@ def test_who_leaves_an_engine_has_no_share_of_it_any_more() -> None:
         engine.add_request(ConditionedRequest(request, State(name, num_steps)))  # type: ignore[arg-type]
     assert len(engine._order._ends) == 3
     engine.abort("left")
-    assert engine.hand_over("moved") is not None
+    assert engine.migrate_out("moved") is not None
     assert engine._order._ends == [engine._requests["kept"].fair_end]
+
+
+class Timed(Engine):
+    """An engine whose steps take as long as `step_s` says, on the clock that is `now_s`."""
+
+    def __init__(self, clock: list[float], step_s: float, turns: Turns | None = None) -> None:
+        super().__init__(turns)
+        self.clock, self.step_s = clock, step_s
+        self.told: list[float | None] = []
+
+    def make_way(self, other_step_s: float | None) -> None:
+        self.told.append(other_step_s and round(other_step_s, 6))
+
+    def step(self) -> list[TextDelta]:
+        self.clock[0] += self.step_s
+        return super().step()
+
+
+async def test_an_engine_is_told_what_the_steps_of_another_one_with_work_take() -> None:
+    clock = [0.0]
+    device = DeviceThread(lambda: clock[0])
+    long, short = Timed(clock, 1.4), Timed(clock, 0.01, Turns(1))
+    loop, other = EngineLoop(device, long, long.make_way), EngineLoop(device, short)
+    await texts(loop, text_request("alone", 3))
+    assert long.told == [None] * 3
+    images = asyncio.ensure_future(texts(other, text_request("image", 50)))
+    await until(lambda: len(short.steps) == 1 and short.turns.waiting)  # in its second step
+    long.told.clear()
+    text = asyncio.ensure_future(texts(loop, text_request("beside", 2)))
+    await until(lambda: device.is_wanted)
+    short.turns.grant(49)
+    await asyncio.gather(images, text)
+    assert long.told[0] == 0.01
+    await until(lambda: device.others_step_s(loop._steps) is None)  # its loop has ended too
+    long.told.clear()
+    await texts(loop, text_request("alone again", 3))
+    assert long.told == [None] * 3
+    short.error = RuntimeError("the device is gone")
+    short.turns.grant()
+    with pytest.raises(ComputationFailed):
+        await texts(other, text_request("image", 1))
+    await until(lambda: device.others_step_s(loop._steps) is None)
+    await texts(loop, text_request("after a failure", 2))
+    assert long.told[3:] == [None, None]

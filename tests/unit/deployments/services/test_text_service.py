@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
+from unit.deployments.engine_loops import written_chunks
 
 from deployments.engines.llm.chat import Message
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport, TextChunk
 from deployments.services.step_loop import DeviceThread
+from deployments.services.text_prompts import text_requests
 from deployments.services.text_service import TextService, whole_text
 
 ADDER = Path(__file__).parents[4] / "infra/demo/models/adder"
@@ -28,7 +32,7 @@ QUESTION = (Message(role="user", content="What is 12 + 7?"),)
 @pytest.fixture
 def engine() -> LLMEngine:
     tensors = {name: tensor.float() for name, tensor in load_file(ADDER / "model.safetensors").items()}
-    return LLMEngine(ADDER, tensors, kv_cache_bytes=2**22)
+    return LLMEngine(ADDER, tensors, LLMEngineConfig(kv_cache_bytes=2**22))
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def service(engine: LLMEngine) -> TextService:
 
 
 async def chunks_of(service: TextService, request: Any) -> list[TextChunk]:
-    return [chunk async for chunk in service.stream_text(request)]
+    return await written_chunks(service, request)
 
 
 async def test_the_generation_config_is_the_default(engine: LLMEngine, service: TextService) -> None:
@@ -61,6 +65,22 @@ async def test_the_generation_config_is_the_default(engine: LLMEngine, service: 
     hot = ChatRequest(model="m", messages=QUESTION, temperature=2.0, seed=3, max_tokens=200, ignore_eos=True)
     result = whole_text("m", await chunks_of(service, hot))
     assert (result.num_completion_tokens, result.finish_reason) == (200, "length")
+
+
+def test_what_nobody_says_of_sampling_is_bounded_as_elsewhere(engine: LLMEngine) -> None:
+    """Each field by itself: the request before the model's own settings, and those before llama.cpp's defaults."""
+
+    def sampling(**fields: Any) -> tuple[float, ...]:
+        (request,), _ = text_requests(engine, ChatRequest(model="m", messages=QUESTION, **fields))
+        found = request.sampling
+        return found.temperature, found.top_p, found.top_k, found.min_p
+
+    engine.generation_defaults = {}
+    assert sampling() == (0.8, 0.95, 40, 0.05)
+    assert sampling(temperature=1.0, top_k=0) == (1.0, 0.95, 0, 0.05)
+    engine.generation_defaults = {"temperature": 0.6, "top_p": 0.9}
+    assert sampling() == (0.6, 0.9, 40, 0.05)
+    assert sampling(top_p=1.0, min_p=0.0) == (0.6, 1.0, 40, 0.0)
 
 
 async def test_lists_of_prompts_with_several_completions_each(engine: LLMEngine, service: TextService) -> None:
@@ -106,6 +126,25 @@ async def test_an_echo_has_the_log_probabilities_of_its_prompt(engine: LLMEngine
     assert [offset for piece in pieces if piece.logprobs for offset in piece.logprobs.text_offset] == (
         choices[1].logprobs and choices[1].logprobs.text_offset
     )
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+async def test_an_echo_without_a_token_more(engine: LLMEngine, service: TextService, logprobs: int | None) -> None:
+    """As evaluations ask for the log probabilities of a text."""
+    request = CompletionRequest(
+        model="m", prompt=("What is 3", "What is 40 + 2"), max_tokens=4, temperature=0, echo=True, logprobs=logprobs
+    )
+    more = whole_text("m", await chunks_of(service, request))
+    chunks = await chunks_of(service, request.model_copy(update={"max_tokens": 0}))
+    found = whole_text("m", chunks)
+    assert [choice.text for choice in found.choices] == list(request.prompts)
+    assert [choice.finish_reason for choice in found.choices] == ["length", "length"]
+    assert (found.num_completion_tokens, found.num_prompt_tokens) == (0, more.num_prompt_tokens)
+    for prompt, choice, longer in zip(request.prompts, found.choices, more.choices, strict=True):
+        size = len(engine.encode_text(str(prompt))) if logprobs else 0
+        assert len(choice.logprobs) == size
+        assert choice.logprobs == longer.logprobs[:size]
+    assert chunks[-1].timings_ms
 
 
 async def test_the_forms_of_openai(service: TextService) -> None:
@@ -155,7 +194,7 @@ async def test_what_the_engine_refuses_is_an_invalid_request(engine: LLMEngine, 
         with pytest.raises(InvalidRequest, match=r"token|logit_bias|n is 65|surrogate|no document"):
             await chunks_of(service, request)
     assert not engine.has_work
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 async def test_json_schemas_whatever_the_model(engine: LLMEngine, service: TextService) -> None:
@@ -299,3 +338,23 @@ async def test_a_template_without_an_end_costs_its_own_request_an_error_with_the
         await chunks_of(service, ChatRequest(model="m", messages=QUESTION))
     engine.tokenizer.chat_template = stock
     assert whole_text("m", await chunks_of(service, ChatRequest(model="m", messages=QUESTION))).text == "19."
+
+
+async def test_prompts_in_tokens_are_those_of_the_stock_tokenizer(engine: LLMEngine, service: TextService) -> None:
+    stock = AutoTokenizer.from_pretrained(ADDER)
+    turns = [{"role": "user", "content": "What is 12 + 7?"}]
+    chat = await service.tokenize(ChatRequest(model="m", messages=QUESTION), has_special_tokens=True)
+    assert list(chat.token_ids) == stock.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+    for text in ("What is 3 + 4?", "x", " 1 1 "):
+        request = CompletionRequest(model="m", prompt=text)
+        for has_special in (True, False):
+            found = await service.tokenize(request, has_special_tokens=has_special)
+            assert list(found.token_ids) == stock(text, add_special_tokens=has_special)["input_ids"]
+            assert found.pieces == tuple(stock.decode([token]) for token in found.token_ids)
+            back = await service.tokenize(
+                CompletionRequest(model="m", prompt=found.token_ids), has_special_tokens=has_special
+            )
+            assert (back.token_ids, back.text) == (found.token_ids, stock.decode(found.token_ids))
+    assert chat.max_model_len == engine.max_model_len
+    with pytest.raises(InvalidRequest, match=f"the last one is {len(stock) - 1}"):
+        await service.tokenize(CompletionRequest(model="m", prompt=(0, 2**31 - 1)), has_special_tokens=True)

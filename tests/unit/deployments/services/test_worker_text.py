@@ -45,6 +45,9 @@ class Engine:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
+    def make_way(self, other_step_s: float | None) -> None:
+        pass
+
     def step(self) -> list[TextDelta]:
         self.threads["step"] = threading.current_thread().name
         done, self._waiting = self._waiting, []

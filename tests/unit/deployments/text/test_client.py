@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from kit.clock import Clock
+from kit.waiting import until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -19,13 +21,6 @@ from deployments.text.requests import Conditioning, ConditioningRequest
 REQUEST = ConditioningRequest("flux", "a seven", None, False, None)
 ANSWER = Conditioning({}, 1.0, CacheUse(0, 1), ())
 TICK_S = 0.005
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Encoder:
@@ -70,13 +65,7 @@ async def hanging() -> Any:
 
 def service_of(encoder: Encoder, clock: Clock | None = None, timeout_s: float = 30.0) -> TextEncoderClient:
     calls = ReplicaCalls(FakeHandle(encoder), encoder.why_none, patience_s=TICK_S)
-    return TextEncoderClient(calls, timeout_s, clock=clock or Clock())
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
+    return TextEncoderClient(calls, timeout_s, clock=clock or Clock(100.0))
 
 
 async def test_an_answer_needs_no_look_at_the_replicas() -> None:
@@ -136,7 +125,7 @@ async def test_a_prompt_that_two_died_of_is_not_encoded_by_the_worker() -> None:
 
 
 async def test_nobody_waits_again_for_what_is_believed_down() -> None:
-    encoder, clock = Encoder(hanging), Clock()
+    encoder, clock = Encoder(hanging), Clock(100.0)
     encoder.gone = "gone"
     service = service_of(encoder, clock)
     with pytest.raises(EncoderDown):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.encodings.records import Answer
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.errors import DeadlineExceeded
@@ -207,13 +206,13 @@ async def test_embeddings_of_texts_and_of_ids(sdxl):
     encoders, calls = service()
     keyed = sdxl.encoders["text_encoder"]
     [text] = keyed.encoder.tokenize(["seven"], as_embedding=True)
-    encoded = await encoders.embed(keyed, ["seven", LONG, "seven", ""], priority=2, timeout_s=3.0)
+    encoded = await encoders.embed({"model": keyed}, ["seven", LONG, "seven", ""], priority=2, timeout_s=3.0)
     assert encoded.warnings == ("input 1 was cut to 16 tokens; 22 more were ignored",)
     assert (encoded.cache.hits, encoded.cache.misses) == (1, 3)
     assert encoded.sources == {"computed": 3, "repeated": 1}
     assert encoded.num_tokens == 2 * len(text.token_ids) + 16 + 2
     assert ([len(jobs) for jobs in calls.made], calls.terms) == ([3], [(2, 3.0)])
-    by_ids = await encoders.embed(keyed, [text.token_ids])
+    by_ids = await encoders.embed({"model": keyed}, [text.token_ids])
     assert by_ids.sources == {"local": 1}
     stock = sdxl.stock.tokenizer(["seven"], padding="max_length", max_length=16, return_tensors="pt")
     with torch.no_grad():
@@ -235,9 +234,9 @@ async def test_embeddings_that_cannot_be(sdxl, flux):
         ((keyed, [(1,) * 17]), {}, "a text of 17 tokens: expected 1 to 16"),
         ((keyed, ["a \udc00"]), {}, "half of a surrogate pair"),
     ]
-    for arguments, options, message in cases:
+    for (encoder, texts), options, message in cases:
         with pytest.raises(EngineError, match=message):
-            await encoders.embed(*arguments, **options)
+            await encoders.embed({"model": encoder}, texts, **options)
     with pytest.raises(EngineError, match=r"a T5EncoderModel takes a text in one piece"):
         await encoders.encode([TextItem(flux.encoders["text_encoder_2"], "seven", "it", long_text="chunk")])
     assert not calls.made
@@ -247,9 +246,9 @@ async def test_large_requests_are_tokenized_beside_the_event_loop(sdxl, calls_on
     encoders, _ = service()
     tokenized = calls_on_loop(encode, "tokenize_items")
     texts = [f"{number} {LONG}" for number in range(200)]
-    encoded = await encoders.embed(sdxl.encoders["text_encoder"], texts)
+    encoded = await encoders.embed({"model": sdxl.encoders["text_encoder"]}, texts)
     assert len(encoded.outputs) == len(encoded.warnings) == 200
-    await encoders.embed(sdxl.encoders["text_encoder"], ["short"])
+    await encoders.embed({"model": sdxl.encoders["text_encoder"]}, ["short"])
     assert tokenized == [False, True]  # for a short one a thread would cost more
 
 
@@ -272,41 +271,20 @@ async def test_negative_and_empty_prompts_are_kept(sdxl):
     assert kept == {ids[""]: True, ids["seven"]: True, ids["eight"]: True}
 
 
-async def test_what_is_not_finite_reaches_no_tier_of_the_cache(flux, monkeypatch):
-    class Tier:
-        """The cluster's; nobody has anything yet."""
-
-        def __init__(self):
-            self.published, self.abandoned = [], []
-
-        generation = None
-
-        async def find_or_claim(self, digests):
-            return [Answer("yours")] * len(digests)
-
-        num_untold = 0
-
-        def publish(self, publications, arrays):
-            self.published += publications
-
-        def abandon(self, digests):
-            self.abandoned += digests
-
-        def note_use(self, digest): ...
-
-    encoder, tier = flux.encoders["text_encoder_2"].encoder, Tier()
+async def test_what_is_not_finite_is_not_kept(flux, monkeypatch):
+    encoder = flux.encoders["text_encoder_2"].encoder
     family = encoder._family
 
     def spoilt(**arguments):
         return {name: output * float("nan") for name, output in family.run(**arguments).items()}
 
     monkeypatch.setattr(encoder, "_family", replace(family, run=spoilt))
-    cache = EncodingCache(10**7, tier)
+    cache = EncodingCache(10**7)
     encoders = CachedEncoders(cache, Calls())
     with pytest.raises(ComputationFailed, match="T5EncoderModel made numbers of the text that are not finite"):
         await flux.condition(encoders, "a handwritten five")
     await asyncio.sleep(0.01)
-    assert (cache.cache_stats().entries, len(tier.published), len(tier.abandoned)) == (1, 1, 1), "CLIP's alone"
+    assert cache.cache_stats().entries == 1, "CLIP's alone"
     monkeypatch.setattr(encoder, "_family", family)
     await flux.condition(encoders, "a handwritten five")
     assert cache.cache_stats().entries == 2
@@ -324,8 +302,8 @@ async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):
         return [{"embedding": torch.ones(3)} for _ in jobs]
 
     encoders = CachedEncoders(EncodingCache(10**6), run)
-    hasty = asyncio.ensure_future(encoders.embed(keyed, ["seven"], timeout_s=0.1))
-    others = [asyncio.ensure_future(encoders.embed(keyed, ["seven"])) for _ in range(5)]
+    hasty = asyncio.ensure_future(encoders.embed({"model": keyed}, ["seven"], timeout_s=0.1))
+    others = [asyncio.ensure_future(encoders.embed({"model": keyed}, ["seven"])) for _ in range(5)]
     async with asyncio.timeout(5):
         while not terms:
             await asyncio.sleep(0)
@@ -338,31 +316,19 @@ async def test_the_timeout_of_one_request_is_not_that_of_those_who_joined(sdxl):
     assert keyed.num_computing == 0
 
 
-async def test_a_lookup_that_outlives_its_request_does_not_run_a_retired_module(sdxl):
+async def test_a_batch_that_outlives_its_request_does_not_run_a_retired_module(sdxl):
     """By then the module may have another model's weights; who joined computes with the encoder that he holds."""
-    gate = asyncio.Event()
+    gate, calls = asyncio.Event(), Calls()
 
-    class SlowTier:
-        generation = None
+    async def run(jobs: Sequence[EncodeJob], priority: int, timeout_s: float | None) -> list[Encoding]:
+        await gate.wait()
+        return await calls(jobs, priority, timeout_s)
 
-        async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[Any]]:
-            await gate.wait()
-            return [Answer("yours")] * len(digests)
-
-        num_untold = 0
-
-        def publish(self, *arguments: Any) -> None: ...
-
-        def abandon(self, digests: Sequence[str]) -> None: ...
-
-        def note_use(self, digest: str) -> None: ...
-
-    calls = Calls()
-    encoders = CachedEncoders(EncodingCache(10**6, SlowTier()), calls)
+    encoders = CachedEncoders(EncodingCache(10**6), run)
     old, new = (KeyedEncoder("key", sdxl.encoders["text_encoder"].encoder) for _ in range(2))
-    first = asyncio.ensure_future(encoders.embed(old, ["seven"]))
+    first = asyncio.ensure_future(encoders.embed({"model": old}, ["seven"]))
     await asyncio.sleep(0)
-    second = asyncio.ensure_future(encoders.embed(new, ["seven"]))
+    second = asyncio.ensure_future(encoders.embed({"model": new}, ["seven"]))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
@@ -391,3 +357,46 @@ async def test_a_text_alone_shares_no_forward_and_no_encoding(sdxl):
         torch.testing.assert_close(together[name], tensor, rtol=0, atol=1e-5)
         if not name.startswith("negative"):
             assert torch.equal(first[name], tensor)
+
+
+async def test_weights_in_prompts(sdxl, flux):
+    encoders, _ = service()
+    plain, _ = await sdxl.condition(encoders, "seven")
+    same, encoded = await sdxl.condition(encoders, "seven", prompt_syntax="weighted")
+    assert encoded.cache.misses == 0
+    assert all(torch.equal(same[name], plain[name]) for name in plain)
+    strong, encoded = await sdxl.condition(encoders, "(seven:1.5)", prompt_syntax="weighted")
+    assert (encoded.cache.misses, encoded.warnings) == (0, ())  # weights change no encoding that is kept
+    assert torch.equal(strong["pooled_prompt_embeds"], plain["pooled_prompt_embeds"])
+    assert not torch.allclose(strong["prompt_embeds"], plain["prompt_embeds"])
+    broken, _ = await sdxl.condition(encoders, "seven BREAK eight", "nine", prompt_syntax="weighted")
+    assert broken["prompt_embeds"].shape == broken["negative_prompt_embeds"].shape == (1, 32, strong_width(strong))
+    words, encoded = await flux.condition(encoders, "a (seven:1.5) [eight]", prompt_syntax="weighted")
+    expected, _ = await flux.condition(encoders, "a seven eight")
+    assert all(torch.equal(words[name], expected[name]) for name in expected)
+    assert encoded.warnings == (
+        "weights in the prompt had no effect: FluxPipeline reads it with encoders that take none",
+    )
+    literal, encoded = await sdxl.condition(encoders, "(seven:1.5)")
+    assert not torch.allclose(literal["prompt_embeds"], strong["prompt_embeds"])
+    with pytest.raises(EngineError, match="has weight 11"):
+        await sdxl.condition(encoders, "(seven:11)", prompt_syntax="weighted")
+
+
+async def test_layers_that_are_left_out(sdxl, flux):
+    encoders, _ = service()
+    plain, _ = await sdxl.condition(encoders, "seven", "blurry")
+    skipping, encoded = await sdxl.condition(encoders, "seven", "blurry", clip_skip=1)
+    assert (encoded.cache.hits, encoded.cache.misses) == (2, 2)  # diffusers reads negative prompts as ever
+    assert not torch.allclose(skipping["prompt_embeds"], plain["prompt_embeds"])
+    assert torch.equal(skipping["negative_prompt_embeds"], plain["negative_prompt_embeds"])
+    webui, _ = await sdxl.condition(encoders, "seven", "blurry", clip_skip=1, prompt_syntax="weighted")
+    assert torch.equal(webui["prompt_embeds"], skipping["prompt_embeds"])
+    assert not torch.allclose(webui["negative_prompt_embeds"], plain["negative_prompt_embeds"])
+    other, _ = await flux.condition(encoders, "seven", clip_skip=1)
+    same, _ = await flux.condition(encoders, "seven")
+    assert all(torch.equal(other[name], same[name]) for name in same)
+
+
+def strong_width(tensors):
+    return tensors["prompt_embeds"].shape[-1]

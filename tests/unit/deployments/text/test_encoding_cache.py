@@ -1,18 +1,17 @@
-"""The cache of text encodings: exact, bounded, computed once, with and without the cluster's tier."""
+"""The cache of text encodings: exact, bounded, computed once."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from kit.clock import Clock
 
-from cluster.encodings.packed import ByteArray, join_tensors
-from cluster.encodings.records import Answer, Publication, SharedEncoding
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, EncodingCache, EncodingKey, Found
 from deployments.text.requests import pack
 
@@ -21,13 +20,6 @@ COST_BYTES = ENTRY_BYTES + TENSOR_BYTES + 400  # of an encoding of 100 float32
 
 def key(number: int, module: str = "m") -> EncodingKey:
     return EncodingKey(module, "float32", "max_length", (number, 0))
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Encoder:
@@ -48,79 +40,6 @@ class Encoder:
         if self.error:
             raise self.error
         return {"pooled": torch.full((self.size,), float(count))}
-
-
-class Shared:
-    """The cluster's tier in memory: one that has, gives claims, lets wait for what others compute, or fails."""
-
-    def __init__(self) -> None:
-        self.generation = "g"
-        self.num_asked = self.num_told = 0
-        self.elsewhere: dict[str, asyncio.Future[SharedEncoding | None]] = {}
-        self.entries: dict[str, SharedEncoding] = {}
-        self.claims: set[str] = set()
-        self.kept: set[str] = set()
-        self.used: list[str] = []
-        self.error: Exception | None = None
-        self.num_untold = 0
-        self._telling: set[asyncio.Task[None]] = set()
-
-    async def find_or_claim(self, digests: Sequence[str]) -> list[Answer[SharedEncoding]]:
-        self.num_asked += 1
-        await self._answer()
-        self.claims |= set(digests) - self.entries.keys() - self.elsewhere.keys()
-        return [self._answer_to(digest) for digest in digests]
-
-    def _answer_to(self, digest: str) -> Answer[SharedEncoding]:
-        if digest in self.entries:
-            return Answer("found", self.entries[digest])
-        return Answer("wait" if digest in self.elsewhere else "yours")
-
-    async def receive(self, digest: str, answer: Answer[SharedEncoding]) -> SharedEncoding | None:
-        await self._answer()
-        return await self.elsewhere[digest] if answer.state == "wait" else answer.payload
-
-    def publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
-        self.num_told += 1
-        self._tell(self._publish(publications, arrays))
-
-    def abandon(self, digests: Sequence[str]) -> None:
-        self._tell(self._abandon(digests))
-
-    def forget_all(self) -> None:
-        self._tell(self._forget_all())
-
-    def _tell(self, telling: Coroutine[Any, Any, None]) -> None:
-        self._telling.add(task := asyncio.ensure_future(telling))
-        task.add_done_callback(self._note_told)
-
-    def _note_told(self, task: asyncio.Task[None]) -> None:
-        self._telling.discard(task)
-        self.num_untold += task.exception() is not None
-
-    async def _publish(self, publications: Sequence[Publication], arrays: Sequence[ByteArray]) -> None:
-        await self._answer()
-        for new, data in zip(publications, arrays, strict=True):
-            self.claims.discard(new.digest)
-            self.entries[new.digest] = SharedEncoding(new.layout, data, new.cost_s, self.generation)
-            self.kept |= {new.digest} if new.keep else set()
-
-    async def _abandon(self, digests: Sequence[str]) -> None:
-        await self._answer()
-        self.claims.difference_update(digests)
-
-    async def _forget_all(self) -> None:
-        await self._answer()
-        self.entries.clear()
-        self.generation += "'"
-
-    def note_use(self, digest: str) -> None:
-        self.used.append(digest)
-
-    async def _answer(self) -> None:
-        await asyncio.sleep(0)
-        if self.error:
-            raise self.error
 
 
 async def get(cache: EncodingCache, key: EncodingKey, compute: Any, *, keep: bool = False) -> Found:
@@ -169,7 +88,7 @@ async def test_the_same_tokens_are_encoded_once() -> None:
         assert (await get(cache, other, encoder)).source == "computed"
     assert encoder.count == 3
     stats = cache.cache_stats()
-    assert (stats.local, stats.computed, stats.joined, stats.shared, stats.entries) == (1, 3, 0, 0, 3)
+    assert (stats.local, stats.computed, stats.joined, stats.entries) == (1, 3, 0, 3)
     assert stats.nbytes == 3 * COST_BYTES
 
 
@@ -186,17 +105,13 @@ async def test_who_asks_meanwhile_waits_for_the_same_computation() -> None:
 
 
 async def test_a_failure_is_not_remembered_and_those_who_waited_try_themselves() -> None:
-    shared = Shared()
-    cache, encoder = EncodingCache(10**6, shared), Encoder()
+    cache, encoder = EncodingCache(10**6), Encoder()
     encoder.error = ValueError("bad tokens")
     encoder.open.clear()
     waiting = [asyncio.ensure_future(get(cache, key(1), encoder)) for _ in range(3)]
     await settle()
-    assert shared.claims
     encoder.open.set()
     assert {str(error) for error in await asyncio.gather(*waiting, return_exceptions=True)} == {"bad tokens"}
-    await settle()
-    assert not shared.claims  # another replica may try
     encoder.error = None
     assert (await get(cache, key(1), encoder)).encoding["pooled"][0] == encoder.count == 4
     assert (cache.cache_stats().entries, cache.cache_stats().failed) == (1, 3)
@@ -204,7 +119,7 @@ async def test_a_failure_is_not_remembered_and_those_who_waited_try_themselves()
 
 @pytest.mark.parametrize("cancelled", [{0}, {1}, {0, 1}])
 async def test_cancelling_callers_does_not_cancel_the_computation(cancelled: set[int]) -> None:
-    cache, encoder = EncodingCache(10**6, Shared()), Encoder()
+    cache, encoder = EncodingCache(10**6), Encoder()
     encoder.open.clear()
     waiting = [asyncio.ensure_future(get(cache, key(1), encoder)) for _ in range(2)]
     await settle()
@@ -296,25 +211,18 @@ def write_without_autograd(encoding: Mapping[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("write", [add_in_place, write_through_a_view, write_without_autograd])
 @pytest.mark.parametrize("inference", [False, True])
 async def test_a_write_into_a_cached_encoding_is_found_and_harms_nobody_later(write: Any, inference: bool) -> None:
-    shared = Shared()
-    cache = EncodingCache(10**6, shared)
+    cache = EncodingCache(10**6)
 
     async def compute() -> dict[str, torch.Tensor]:
         with torch.inference_mode(inference):
             return {"pooled": torch.ones(100)}
 
     write((await get(cache, key(1), compute)).encoding)
-    await settle()
-    again = await get(cache, key(1), compute)
-    assert again.source == "shared"
-    assert torch.equal(again.encoding["pooled"], torch.ones(100))
-    write(again.encoding)
-    shared.entries.clear()
     again = await get(cache, key(1), compute)
     assert again.source == "computed"
     assert torch.equal(again.encoding["pooled"], torch.ones(100))
     stats = cache.cache_stats()
-    assert (stats.mutated, stats.entries, stats.nbytes) == (2, 1, COST_BYTES)
+    assert (stats.mutated, stats.entries, stats.nbytes) == (1, 1, COST_BYTES)
 
 
 async def test_a_found_encoding_is_no_dict_to_put_things_into_and_packs_read_only() -> None:
@@ -325,67 +233,17 @@ async def test_a_found_encoding_is_no_dict_to_put_things_into_and_packs_read_onl
         pack(found.encoding)["pooled"].data[0] = 1
 
 
-async def test_what_another_replica_has_computed_is_not_computed_again() -> None:
-    shared = Shared()
-    encoder = Encoder(clock := Clock())
-    first, second = (EncodingCache(10**6, shared, clock) for _ in range(2))
-    await get(first, key(1), encoder, keep=True)
-    await settle()
-    assert shared.kept == set(shared.entries) == {key(1).digest()}
-    assert shared.entries[key(1).digest()].cost_s == encoder.cost_s
-    found = await get(second, key(1), encoder)
-    assert (found.source, encoder.count) == ("shared", 1)
-    assert torch.equal(found.encoding["pooled"], torch.ones(100))
-    assert await source(second, 1, encoder) == "local"
-    assert shared.used == [key(1).digest()]
-    assert (second.cache_stats().shared, second.cache_stats().local, second.cache_stats().computed) == (1, 1, 0)
-
-
-async def test_what_damaged_weights_may_have_made_is_in_no_tier_afterwards() -> None:
-    shared = Shared()
-    cache, encoder = EncodingCache(10**6, shared), Encoder()
+async def test_what_damaged_weights_may_have_made_is_forgotten() -> None:
+    cache, encoder = EncodingCache(10**6), Encoder()
     assert await source(cache, 1, encoder) == "computed"
-    await settle()
     encoder.open.clear()
     computing = asyncio.ensure_future(get(cache, key(2), encoder))
     await settle()
     cache.forget_all()
     encoder.open.set()
     assert (await computing).source == "computed"
-    await settle()
-    assert (shared.entries, shared.claims, cache.cache_stats().entries, cache.cache_stats().nbytes) == ({}, set(), 0, 0)
+    assert (cache.cache_stats().entries, cache.cache_stats().nbytes) == (0, 0)
     assert [await source(cache, number, encoder) for number in (1, 2, 2)] == ["computed", "computed", "local"]
-    await settle()
-    assert len(shared.entries) == 2
-
-
-async def test_with_the_other_tier_gone_everything_is_computed_and_nothing_fails() -> None:
-    shared = Shared()
-    cache, encoder = EncodingCache(10**6, shared), Encoder()
-    shared.error = RuntimeError("the actor died")
-    assert [await source(cache, number, encoder) for number in (1, 2, 1)] == ["computed", "computed", "local"]
-    assert cache.cache_stats().shared_errors == 2
-    shared.error = None
-    encoder.open.clear()
-    getting = asyncio.ensure_future(get(cache, key(3), encoder))
-    await settle()
-    shared.error = RuntimeError("the actor died before it heard of it")
-    encoder.open.set()
-    assert (await getting).source == "computed"
-    await settle()
-    assert (cache.cache_stats().shared_errors, cache.cache_stats().failed) == (3, 0)
-    assert await source(cache, 3, encoder) == "local"
-
-
-async def test_what_the_other_tier_gives_is_checked_by_using_it() -> None:
-    shared = Shared()
-    layout, data = join_tensors(pack({"pooled": torch.ones(3)}))
-    shared.entries[key(1).digest()] = SharedEncoding(
-        (replace(layout[0], dtype="float33"),), data, 1.0, shared.generation
-    )
-    cache, encoder = EncodingCache(10**6, shared), Encoder()
-    assert await source(cache, 1, encoder) == "computed"
-    assert cache.cache_stats().shared_errors == 1
 
 
 async def test_stats_are_plain_values() -> None:
@@ -414,54 +272,8 @@ class Batches:
         return [{"pooled": torch.tensor([float(key.token_ids[0])])} for key in keys]
 
 
-async def test_all_keys_are_asked_for_in_one_call_and_computed_in_one_batch_per_module() -> None:
-    shared, batches = Shared(), Batches()
-    cache = EncodingCache(10**6, shared)
-    keys = [key(1), key(2, "n"), key(3), key(4, "n")]
-    found = await cache.get_all(keys, batches)
-    assert list(found) == keys
-    assert [float(one.encoding["pooled"]) for one in found.values()] == [1, 2, 3, 4]
-    assert (batches.made, shared.num_asked) == ([("m", [1, 3]), ("n", [2, 4])], 1)
-    await settle()
-    assert (shared.entries.keys(), shared.num_told) == ({each.digest() for each in keys}, 1)
-    await cache.get_all(keys, batches)
-    assert shared.num_asked == 1
-
-
-async def test_what_is_computed_is_told_before_others_are_awaited() -> None:
-    """They may wait for that: two replicas, each with a claim that the other needs."""
-    shared, batches, keys = Shared(), Batches(), [key(1), key(2)]
-    theirs: asyncio.Future[SharedEncoding | None] = asyncio.get_running_loop().create_future()
-    shared.elsewhere = {key(2).digest(): theirs}
-    waiting = asyncio.ensure_future(EncodingCache(10**6, shared).get_all(keys, batches))
-    async with asyncio.timeout(10):
-        while key(1).digest() not in shared.entries:
-            await asyncio.sleep(0)
-    assert not waiting.done()
-    theirs.set_result(shared.entries[key(1).digest()])
-    found = await waiting
-    assert [found[each].source for each in keys] == ["computed", "shared"]
-
-
-async def test_what_others_compute_holds_nothing_back_and_passes_over_when_they_give_up() -> None:
-    shared, batches = Shared(), Batches()
-    cache = EncodingCache(10**6, shared)
-    future: asyncio.Future[SharedEncoding | None] = asyncio.get_running_loop().create_future()
-    shared.elsewhere = {key(1).digest(): future}
-    getting = asyncio.ensure_future(cache.get_all([key(1), key(2)], batches))
-    await settle()
-    assert batches.made == [("m", [2])]
-    assert await source(cache, 2, Encoder()) == "local"
-    future.set_result(None)
-    assert {one.source for one in (await getting).values()} == {"computed"}
-    assert batches.made == [("m", [2]), ("m", [1])]
-    await settle()
-    assert shared.entries.keys() == {key(1).digest(), key(2).digest()}
-
-
 async def test_a_failure_of_one_module_releases_its_claims_and_no_others() -> None:
-    shared, batches = Shared(), Batches()
-    cache = EncodingCache(10**6, shared)
+    cache, batches = EncodingCache(10**6), Batches()
 
     async def compute_many(keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
         if keys[0].module_key == "n":
@@ -470,8 +282,6 @@ async def test_a_failure_of_one_module_releases_its_claims_and_no_others() -> No
 
     with pytest.raises(ValueError, match="bad"):
         await cache.get_all([key(1), key(2, "n"), key(3, "n")], compute_many)
-    await settle()
-    assert (shared.entries.keys(), shared.claims) == ({key(1).digest()}, set())
     found = await cache.get_all([key(1), key(2, "n")], batches)
     assert [one.source for one in found.values()] == ["local", "computed"]
 
@@ -505,27 +315,8 @@ async def test_who_joined_failing_computations_goes_alone_in_the_end() -> None:
     assert sum(isinstance(error, TimeoutError) for error in failed) >= 3
 
 
-# Copies of what damaged weights made
-
-
-async def test_a_copy_is_not_used_any_more_when_another_replica_has_forgotten_everything() -> None:
-    shared, clock = Shared(), Clock()
-    damaged, other = (EncodingCache(10**6, shared, clock) for _ in range(2))
-    encoder = Encoder(clock)
-    await get(damaged, key(1), encoder)
-    await settle()
-    assert [await source(other, number, encoder) for number in (1, 1, 2)] == ["shared", "local", "computed"]
-    damaged.forget_all()
-    await settle()
-    assert await source(other, 2, encoder) == "local", "it was computed there, by weights of its own"
-    assert await source(other, 1, encoder) == "computed"
-    assert await source(other, 1, encoder) == "local"
-    assert other.cache_stats().mutated == 0
-
-
 async def test_nobody_joins_what_was_begun_before_everything_was_forgotten() -> None:
-    shared = Shared()
-    cache, damaged, sound = EncodingCache(10**6, shared), Encoder(), Encoder()
+    cache, damaged, sound = EncodingCache(10**6), Encoder(), Encoder()
     damaged.open.clear()
     before = asyncio.ensure_future(get(cache, key(1), damaged))
     await settle()
@@ -533,15 +324,5 @@ async def test_nobody_joins_what_was_begun_before_everything_was_forgotten() -> 
     assert await source(cache, 1, sound) == "computed"
     damaged.open.set()
     assert (await before).source == "computed"
-    await settle()
-    assert (damaged.count, sound.count, len(shared.entries), shared.claims) == (1, 1, 1, set())
+    assert (damaged.count, sound.count) == (1, 1)
     assert await source(cache, 1, sound) == "local"
-
-
-async def test_a_copy_that_arrives_after_everything_was_forgotten_is_not_kept() -> None:
-    shared = Shared()
-    cache = EncodingCache(10**6, shared)
-    layout, data = join_tensors(pack({"pooled": torch.ones(3)}))
-    shared.entries[key(1).digest()] = SharedEncoding(layout, data, 1.0, "an earlier one")
-    assert await source(cache, 1, Encoder()) == "shared"
-    assert cache.cache_stats().entries == 0

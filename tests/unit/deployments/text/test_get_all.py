@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from kit.seeding import seeded_random
+from kit.waiting import until
 
 from deployments.text.cache import EncodingCache, EncodingKey
 
@@ -41,12 +42,6 @@ async def request(
     keys = [EncodingKey(encoder_of(number), "float32", "trimmed", (number,)) for number in numbers]
     found = await cache.get_all(keys, batches)
     return [float(found[key].encoding["pooled"]) for key in keys]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not condition():
-            await asyncio.sleep(0)
 
 
 async def test_one_batch_per_encoder() -> None:
@@ -108,7 +103,7 @@ async def test_an_error_reaches_all_who_wait_and_nothing_hangs() -> None:
 
 async def test_many_requests_at_random_all_end() -> None:
     """Overlapping sets in any order, some of them cancelled: no text is computed twice, nobody waits for ever."""
-    draw = random.Random()
+    draw = seeded_random()
     cache, batches = EncodingCache(10**7), Batches()
     running = []
     for _ in range(150):

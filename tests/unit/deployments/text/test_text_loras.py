@@ -77,6 +77,42 @@ def save_old_names(demo: Any, folder: Path, seed: int = 0) -> Path:
     return folder / "old.safetensors"
 
 
+def save_dora(demo: Any, folder: Path, seed: int = 0) -> Path:
+    """Layers whose rows have lengths of their own, around those that they have.
+
+    Named as the parameters are: transformers does not find those of a file that PEFT saved, and takes others.
+    """
+    tensors, generator = {}, torch.Generator().manual_seed(seed)
+    for part in demo.stock._lora_loadable_modules[1:]:
+        module = getattr(demo.stock, part)
+        pairs = random_pairs(module, seed)
+        for name in [name for name in pairs if "lora_A" in name]:
+            path = name.rpartition(".lora_A")[0]
+            norms = module.get_submodule(path).weight.detach().norm(dim=1)
+            pairs[f"{path}.lora_magnitude_vector.weight"] = norms * (
+                1 + 0.3 * torch.rand(len(norms), generator=generator)
+            )
+        tensors |= {f"{part}.{name}": tensor for name, tensor in pairs.items()}
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "dora.safetensors")
+    return folder / "dora.safetensors"
+
+
+def save_before_peft(demo: Any, folder: Path, seed: int = 0) -> Path:
+    """As diffusers named them before PEFT."""
+    part = demo.stock._lora_loadable_modules[1]
+    renamed = {"q_proj": "to_q_lora", "out_proj": "to_out_lora"}
+    tensors = {}
+    for name, tensor in random_pairs(getattr(demo.stock, part), seed).items():
+        path, _, half = name.removesuffix(".weight").rpartition(".lora_")
+        above, _, leaf = path.rpartition(".")
+        old = f"{above}.{renamed[leaf]}" if leaf in renamed else f"{path}.lora_linear_layer"
+        tensors[f"{part}.{old}.{'down' if half == 'A' else 'up'}.weight"] = tensor
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "before.safetensors")
+    return folder / "before.safetensors"
+
+
 @pytest.fixture(params=["flux", "sdxl"])
 def demo(request: pytest.FixtureRequest) -> Iterator[Any]:
     found = request.getfixturevalue(request.param)
@@ -112,11 +148,11 @@ async def condition(demo: Any, encoders: CachedEncoders, uses: Mapping[str, tupl
     )
 
 
-@pytest.mark.parametrize("save", [save_diffusers, save_kohya, save_old_names])
+@pytest.mark.parametrize("save", [save_diffusers, save_kohya, save_old_names, save_dora, save_before_peft])
 async def test_equals_stock(demo: Any, save: Any, tmp_path: Path) -> None:
     file = save(demo, tmp_path / "style")
     adapter = load_adapter(file)
-    before = {name: tensor.clone() for name, tensor in adapter.kohya.items()}
+    before = {name: tensor.clone() for name, tensor in adapter.raw.items()}
     encoders, _ = service()
     plain, _ = await condition(demo, encoders, {})
     guided = demo.class_name != "FluxPipeline"
@@ -130,7 +166,7 @@ async def test_equals_stock(demo: Any, save: Any, tmp_path: Path) -> None:
     again, encoded = await condition(demo, encoders, {})
     assert difference(again, plain) == 0  # nothing was left behind, and what is cached is kept apart
     assert encoded.cache.misses == 0
-    assert all(torch.equal(adapter.kohya[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(adapter.raw[name], tensor) for name, tensor in before.items())
 
 
 async def test_two_adapters_equal_stock(sdxl: Any, tmp_path: Path) -> None:

@@ -89,6 +89,50 @@ def test_a_tensor_in_two_shards_is_refused(sharded: Path) -> None:
         read_checkpoint(sharded)
 
 
+def test_an_index_of_a_tensor_that_no_shard_has_is_refused(sharded: Path) -> None:
+    index = sharded / "model.safetensors.index.json"
+    weight_map = json.loads(index.read_text())["weight_map"]
+    index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}))
+    assert read_checkpoint(sharded).components[0].tensors.keys() == {"a", "b"}  # another shard has it: it is read
+    index.write_text(json.dumps({"weight_map": weight_map | {"c": "model-2.safetensors"}}))
+    with pytest.raises(FormatError, match=r"index\.json: tensor 'c' is in none of the shards"):
+        read_checkpoint(sharded)
+    index.write_text(json.dumps({"weight_map": weight_map | {f"c{i}": "model-1.safetensors" for i in range(9)}}))
+    with pytest.raises(FormatError, match=r"tensor 'c0' and 8 more is in none"):
+        read_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("left", ["config", "nothing", "no folder"])
+def test_a_component_without_its_file_is_refused_by_name(write_pipeline, left: str) -> None:
+    folder = write_pipeline("p", {"vae": ONE, "unet": ONE})
+    (folder / "unet" / "diffusion_pytorch_model.safetensors").unlink()
+    if left != "config":
+        (folder / "unet" / "config.json").unlink()
+    if left == "no folder":
+        (folder / "unet").rmdir()
+    with pytest.raises(FormatError, match=r"p/unet: no weights of component 'unet', a 'TinyUnet'.*model_index\.json"):
+        read_checkpoint(folder)
+    assert read_checkpoint(folder, component="vae").components[0].name == "vae"
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"unet": [None, None]}))
+    assert [part.name for part in read_checkpoint(folder).components] == ["vae"]
+
+
+def test_what_has_no_weights_needs_none(write_pipeline) -> None:
+    folder = write_pipeline("p", {"vae": ONE})
+    index = json.loads((folder / "model_index.json").read_text())
+    index |= {
+        "feature_extractor": ["transformers", "CLIPImageProcessor"],  # no folder
+        "safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"],  # left out by many
+        "guider": ["diffusers", "SkipLayers"],
+    }
+    (folder / "guider").mkdir()
+    (folder / "guider" / "guider_config.json").write_text("{}")
+    (folder / "tokenizer" / "config.json").write_text("{}")
+    (folder / "model_index.json").write_text(json.dumps(index))
+    assert [part.name for part in read_checkpoint(folder).components] == ["vae"]
+
+
 @pytest.mark.parametrize(
     "name", ["../model-1.safetensors", "/etc/passwd", "gone.safetensors", "..", "", "x" * 300, "\ud800"]
 )
@@ -143,11 +187,14 @@ def test_what_is_no_checkpoint(tmp_path: Path, write_model) -> None:
         read_checkpoint(tmp_path / "gone")
     with pytest.raises(FormatError, match="unknown layout"):
         read_checkpoint(tmp_path)
+    (tmp_path / "models--a--b/snapshots/0123").mkdir(parents=True)
+    with pytest.raises(FormatError, match=r"a hub's cache; name a snapshot in it, such as .*a--b/snapshots/0123"):
+        read_checkpoint(tmp_path / "models--a--b")
     bare = write_model("bare", ONE)
     (bare / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="no safetensors weights"):
         read_checkpoint(bare)
-    (bare / "model_index.json").write_text('{"vae": ["diffusers", "Vae"]}')
+    (bare / "model_index.json").write_text('{"scheduler": ["diffusers", "TinyScheduler"], "vae": [null, null]}')
     with pytest.raises(FormatError, match="names no component"):
         read_checkpoint(bare)
     (bare / "model.safetensors").write_bytes(b"junk")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from weights.errors import FormatError, SourceRefused
 from weights.formats import folder as folders
 from weights.formats.folder import MAX_DEPTH, check_inside, files_below
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.store import WeightStore
 
 
@@ -42,10 +42,10 @@ def test_a_model_hub_s_cache_is_read_through_its_symlinks(root: Path, store: Wei
     for number, file in enumerate(sorted(blobs.iterdir())):
         file.rename(blobs / str(number))
         (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
-    manifest = bring_in(store, "m", snapshot, roots=[root])
+    manifest = import_model(store, "m", snapshot, roots=[root])
     assert manifest.components["model"].tensors.keys() == {"w"}
     with pytest.raises(SourceRefused, match=r"outside of the folders that models may come from \(model_roots: "):
-        bring_in(store, "m", snapshot, roots=[snapshot])
+        import_model(store, "m", snapshot, roots=[snapshot])
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "inner", "config.json"])
@@ -60,9 +60,9 @@ def test_a_symlink_that_leads_out_is_refused(
     (source / name).unlink(missing_ok=True)
     (source / name).symlink_to(os.path.relpath(target, source) if is_relative else target)
     with pytest.raises(SourceRefused, match=f"model_roots: {root}"):
-        bring_in(store, "m", source, roots=[root])
+        import_model(store, "m", source, roots=[root])
     assert not store.path.exists() or store.model_names() == []
-    assert bring_in(store, "m", source).model == "m"  # without roots the source is trusted
+    assert import_model(store, "m", source).model == "m"  # without roots the source is trusted
 
 
 def test_a_path_outside_is_refused_whether_it_is_there_or_not(root: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_no_path_can_be_is_refused_as_one(root: Path, store: WeightStore, n
     with pytest.raises((FormatError, SourceRefused)):
         check_inside(root / name, [root])
     with pytest.raises(FormatError):
-        bring_in(store, "m", root / name)
+        import_model(store, "m", root / name)
 
 
 def test_a_circle_of_symlinks_is_an_error(root: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_folder_is_recognised_before_it_is_walked(
 
     monkeypatch.setattr(os, "scandir", counted)
     with pytest.raises(FormatError, match="unknown layout"):
-        bring_in(store, "m", "/", roots=[Path("/")])
+        import_model(store, "m", "/", roots=[Path("/")])
     assert set(listed) == {"/"}
 
 
@@ -159,7 +159,7 @@ def test_a_component_behind_a_symlinked_folder_is_whole(root: Path, store: Weigh
     source = write_pipeline("p", {"vae": {"w": torch.rand(4)}})
     (source / "vae").rename(root / "shared-vae")
     (source / "vae").symlink_to(root / "shared-vae")
-    manifest = bring_in(store, "p", source)
+    manifest = import_model(store, "p", source)
     assert (store.skeleton(manifest) / "vae" / "config.json").is_file()
 
 
@@ -167,8 +167,8 @@ def test_a_single_file_behind_a_symlink_is_confined_as_well(root: Path, store: W
     save_file({"w": torch.rand(4)}, tmp_path / "secret.safetensors")
     (root / "x.safetensors").symlink_to(tmp_path / "secret.safetensors")
     with pytest.raises(SourceRefused):
-        bring_in(store, "m", root / "x.safetensors", roots=[root])
+        import_model(store, "m", root / "x.safetensors", roots=[root])
     for name in ("x.onnx", "x.pt2"):
         (root / name).symlink_to(tmp_path / "secret.safetensors")
         with pytest.raises(SourceRefused):
-            bring_in(store, "m", root / name, roots=[root])
+            import_model(store, "m", root / name, roots=[root])

@@ -16,6 +16,7 @@ import pytest
 from fuzz.header_parsers import PARSERS, valid_inputs, valid_manifest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from kit.seeding import seeded_rng
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.gguf import read_gguf
@@ -129,7 +130,7 @@ def test_a_random_gguf_file_reads_as_gguf_py_reads_it(
     for key, (kind, value) in metadata.items():
         writer.add_key_value(key, value, kind)
     for name, (dtype, shape) in arrays.items():
-        writer.add_tensor(name, np.random.default_rng().integers(0, 100, shape).astype(dtype))
+        writer.add_tensor(name, seeded_rng().integers(0, 100, shape).astype(dtype))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

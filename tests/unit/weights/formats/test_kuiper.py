@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 
 from weights.errors import FormatError
 from weights.formats.kuiper import KuiperHeader, parse_kuiper, read_kuiper, write_kuiper
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 
-RNG = np.random.default_rng()
 DIM, HIDDEN, LAYERS, HEADS, KV_HEADS, VOCAB, SEQ, GROUP = 48, 64, 3, 4, 2, 20, 7, 64
 KV_DIM = DIM // HEADS * KV_HEADS
 MATRICES = {
@@ -35,7 +35,7 @@ def random_model(*, shared: bool) -> Model:
         shapes |= {f"layers.{layer}.{name}": (DIM,) for name in ("attention_norm", "ffn_norm")}
     if not shared:
         shapes["output"] = (VOCAB, DIM)
-    return {name: RNG.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: seeded_rng().standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 def as_int8(model: Model) -> bytes:
@@ -93,7 +93,7 @@ def test_every_int8_tensor_is_where_the_writer_put_it(file: Path, shared: bool) 
 @pytest.mark.parametrize("shared", [False, True])
 def test_every_fp32_tensor_is_where_the_writer_put_it(file: Path, shared: bool) -> None:
     model = random_model(shared=shared)
-    rope = RNG.standard_normal((2, SEQ, DIM // HEADS // 2)).astype(np.float32)
+    rope = seeded_rng().standard_normal((2, SEQ, DIM // HEADS // 2)).astype(np.float32)
     file.write_bytes(as_fp32(model, rope.tobytes()))
     header = read_kuiper(file)
     assert (header.group_size, header.shared_classifier, len(header.raw)) == (None, shared, 28)

@@ -100,7 +100,7 @@ def test_the_store_keeps_it_with_its_config(tmp_path):
         ({"peft_type": "IA3"}, "peft_type is 'IA3', expected 'LORA'"),
         ({"task_type": "SEQ_CLS"}, "task_type is 'SEQ_CLS', expected 'CAUSAL_LM'"),
         ({"bias": "all"}, "bias is 'all', expected 'none'"),
-        ({"use_dora": True}, "use_dora=True: DoRA is not supported"),
+        ({"use_dora": "yes"}, "use_dora='yes', expected true or false"),
         ({"lora_bias": True}, "lora_bias=True: a LoRA bias is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save=\['lm_head'\]: a copy of whole modules is not supported"),
         ({"layer_replication": [[0, 1]]}, "repeated layers is not supported"),
@@ -117,13 +117,22 @@ def test_configs_that_cannot_be_computed_are_refused_by_name(options, message, t
     assert PEFT_CONFIG in str(caught.value)
 
 
-def test_dora_and_saved_modules_of_peft_are_refused(tmp_path):
+def test_a_dora_has_a_magnitude_for_each_module(tmp_path):
     save_lora(tmp_path / "dora", use_dora=True)
-    with pytest.raises(AdapterError, match="DoRA is not supported"):
+    read_checkpoint(tmp_path / "dora")
+    file = tmp_path / "dora" / PEFT_FILE
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("lora_magnitude_vector"))
+    save_file(tensors | {name: torch.ones(3)}, file)
+    with pytest.raises(AdapterError, match=r"lora_magnitude_vector of .* has the shape \(3,\)"):
         read_checkpoint(tmp_path / "dora")
-    rewrite(tmp_path / "dora", use_dora=False)  # its tensors tell as well
-    with pytest.raises(AdapterError, match=r"lora_magnitude_vector.* DoRA is not supported"):
+    del tensors[name]
+    save_file(tensors, file)
+    with pytest.raises(AdapterError, match="is missing, and the config says use_dora"):
         read_checkpoint(tmp_path / "dora")
+
+
+def test_saved_modules_of_peft_are_refused(tmp_path):
     save_lora(tmp_path / "saved", modules_to_save=["lm_head"])
     rewrite(tmp_path / "saved", modules_to_save=None)
     with pytest.raises(AdapterError, match=r"'base_model.model.lm_head.weight' is not of PEFT's layout"):

@@ -20,7 +20,12 @@ def test_a_summary_has_it(tmp_path: Path, model: str) -> None:
 
     summary = import_checkpoint(WeightStore(tmp_path), ModelConfig(id="m", path=DEMO / model))
     is_flux = model == "digits-flux"
-    assert summary.variant == ({"guidance_embeds": False, "use_dynamic_shifting": False} if is_flux else {})
+    switches = {"guidance_embeds": False, "use_dynamic_shifting": False} if is_flux else {}
+    assert summary.variant == switches | {"pixels_per_latent": 4}
+    again = import_checkpoint(WeightStore(tmp_path), ModelConfig(id="m", path=DEMO / model)).variant
+    assert {name: type(value) for name, value in again.items()} == {
+        name: type(value) for name, value in summary.variant.items()
+    }, "from a file, numbers are numbers still"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", json.dumps({"guidance_embeds": "no"}), json.dumps({"other": True})])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import pickle  # noqa: TID251  the tests write what nobody should read
+import pickle
 import zipfile
 from collections import OrderedDict
 from pathlib import Path

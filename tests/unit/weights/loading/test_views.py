@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_random
 from torch import nn
 
 from weights.externalize import externalize
@@ -27,7 +27,7 @@ Case = tuple[Component, dict[str, torch.Tensor]]
 @pytest.fixture
 def case(tmp_path: Path, write_pipeline) -> Case:
     """A component with every dtype, random shapes, a scalar, an empty tensor and tied ones."""
-    chosen = random.Random()
+    chosen = seeded_random()
     tensors = {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 7)}
     for number in range(40):
         shape = [chosen.randrange(1, 6) for _ in range(chosen.randrange(1, 5))]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
 import torch
+from kit.clock import Clock
+from kit.waiting import wait_until
 
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.memory.device_records import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
-from weights.residency import leases
+from weights.residency import entry_table
 
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64", torch.float16: "F16"}
 Tensors = dict[str, torch.Tensor]
@@ -55,8 +56,7 @@ class Key(NamedTuple):
 
 
 def release_all(arena: DeviceArena, holder: str) -> None:
-    with arena._lock:
-        arena._book.end_holder(holder)
+    arena.end_holder(holder)
 
 
 def component(num_tensors: int, nbytes: int) -> Tensors:
@@ -69,13 +69,6 @@ def model(**components: Tensors) -> Tensors:
 
 def nbytes_of(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class CountingCopy(HostCopy):
@@ -97,13 +90,6 @@ class CountingCopy(HostCopy):
         report = super().copy(pairs)
         self.nbytes += report.nbytes
         return report
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    give_up = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < give_up
-        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -229,7 +215,7 @@ def test_the_least_valuable_goes_and_leased_things_stay(make_arena, clock: Clock
     arena.release(hashes_of(cold), "h")
     report = acquire(arena, new).report
     assert report.evicted == tuple(hashes_of(cold))
-    assert set(arena._book.entries) == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
+    assert set(arena._table.entries) == {*hashes_of(hot), *hashes_of(leased), *hashes_of(new)}
     assert arena.stats().num_evicted == 1
 
 
@@ -287,11 +273,11 @@ def test_what_does_not_fit_changes_nothing_and_says_who_holds_the_room(make_aren
     with pytest.raises(BudgetExceeded) as failure:
         arena.acquire(keys_of(large), large, "sdxl")
     assert str(failure.value) == (
-        "5 tensors for sdxl (l0, l1, l2, ...) need 200 bytes; 50 bytes are missing under the budget of cpu-private, "
-        "350 bytes (leased by: flux (100 bytes), sdxl (100 bytes); pinned: 100 bytes)"
+        "the budget of cpu-private is 350 bytes; 5 tensors for sdxl (l0, l1, l2, ...) need 200 bytes, "
+        "50 bytes are missing (leased by: flux (100 bytes), sdxl (100 bytes); pinned: 100 bytes)"
     )
     assert (transfer.nbytes, arena.stats().num_tensors) == (moved_bytes, 3)
-    assert arena._book.bytes_by_holder() == {"flux": 100}
+    assert arena.bytes_by_holder() == {"flux": 100}
     arena.unpin(hashes_of(pinned))
     acquire(arena, large, "sdxl")
 
@@ -304,7 +290,7 @@ def test_a_lease_per_acquire(make_arena) -> None:
     acquire(arena, weights, "b")
     for holder in ("a", "b", "nobody"):
         arena.release([*hashes_of(weights), "unknown"], holder)
-    assert arena._book.bytes_by_holder() == {"a": 100}
+    assert arena.bytes_by_holder() == {"a": 100}
     with pytest.raises(BudgetExceeded, match=r"leased by: a \(100 bytes\)"):
         arena.acquire(keys_of(other := component(1, 40)), other, "c")
     arena.release(hashes_of(weights), "a")
@@ -336,7 +322,9 @@ def test_memory_that_somebody_uses_without_a_lease_counts_until_they_let_go(make
     assert torch.equal(tensors["w0"], used["w0"])
     assert arena.stats().lingering_bytes == 100
     second = component(1, 100)
-    with pytest.raises(StillInUse, match=r"100 bytes \(100 bytes more are evicted but still in use; leased by: f"):
+    with pytest.raises(
+        StillInUse, match=r"100 bytes are missing \(100 bytes more are evicted but still in use; leased by: f"
+    ):
         arena.acquire(keys_of(second), second, "s")
     del tensors
     acquire(arena, second, "s")
@@ -348,7 +336,7 @@ def test_a_prefetch_saves_the_upload_and_leases_nothing(make_arena, transfer: Co
     weights = component(4, 100)
     report = arena.prefetch(keys_of(weights), weights)
     assert (report.added_bytes, report.moved_bytes, report.wanted_bytes) == (400, 400, 400)
-    assert arena._book.bytes_by_holder() == {}
+    assert arena.bytes_by_holder() == {}
     assert acquire(arena, weights).report.moved_bytes == 0
     assert arena.prefetch(keys_of(weights), weights).reused_bytes == transfer.nbytes == 400
 
@@ -367,7 +355,7 @@ def test_a_prefetch_costs_nothing_leased_more_valuable_or_prefetched(make_arena,
     report = arena.prefetch(keys_of(large), large)
     assert (report.wanted_bytes, report.added_bytes, report.evicted) == (300, 200, tuple(hashes_of(cold)))
     assert arena.prefetch(keys_of(soon), soon).added_bytes == 0
-    assert set(arena._book.entries) == {
+    assert set(arena._table.entries) == {
         *hashes_of(leased),
         *hashes_of(hot),
         *hashes_of(next_),
@@ -383,7 +371,7 @@ def test_a_prefetch_does_not_evict_its_own(make_arena, clock: Clock) -> None:
     release_all(arena, "h")
     clock.now_s = 10.0
     arena.prefetch(keys_of(shared | own), shared | own)
-    assert {*hashes_of(shared), *hashes_of(own)} == set(arena._book.entries)
+    assert {*hashes_of(shared), *hashes_of(own)} == set(arena._table.entries)
 
 
 def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
@@ -392,9 +380,9 @@ def test_a_prefetch_and_its_use_count_as_one_use(make_arena) -> None:
     arena.prefetch(keys_of(weights), weights)
     arena.prefetch(keys_of(weights), weights)
     acquire(arena, weights)
-    assert [entry.popularity.count for entry in arena._book.entries.values()] == [1.0]
+    assert [entry.popularity.count for entry in arena._table.entries.values()] == [1.0]
     acquire(arena, weights)
-    assert [entry.popularity.count for entry in arena._book.entries.values()] == [2.0]
+    assert [entry.popularity.count for entry in arena._table.entries.values()] == [2.0]
 
 
 def test_what_a_prefetch_is_bringing_is_not_evicted(make_arena, transfer: CountingCopy) -> None:
@@ -437,7 +425,7 @@ def test_views_of_the_host_are_its_memory_and_do_not_linger(make_arena) -> None:
 
 
 def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "MAX_REMEMBERED", 30)
+    monkeypatch.setattr(entry_table, "MAX_REMEMBERED", 30)
     arena = make_arena(200)
 
     def acquire_others(count: int) -> None:
@@ -451,9 +439,10 @@ def test_what_is_remembered_of_the_past_is_bounded(make_arena, monkeypatch: pyte
         acquire(arena, often)
     acquire_others(29)
     acquire(arena, often)
-    assert [entry.popularity.count for entry in arena._book.entries.values()] == [4.0]
+    assert [entry.popularity.count for entry in arena._table.entries.values()] == [4.0]
     acquire_others(60)
-    assert len(arena._book._past) <= 30
+    acquire(arena, often)
+    assert [entry.popularity.count for entry in arena._table.entries.values()] == [1.0]
 
 
 def test_a_smaller_budget_evicts_what_may_go(make_arena) -> None:
@@ -462,7 +451,9 @@ def test_a_smaller_budget_evicts_what_may_go(make_arena) -> None:
     acquire(arena, idle)
     release_all(arena, "h")
     acquire(arena, leased, "busy")
-    with pytest.raises(BudgetExceeded, match="1 bytes are missing under the budget of cpu-private, 99 bytes"):
+    with pytest.raises(
+        BudgetExceeded, match=r"the budget of cpu-private cannot be 99 bytes: 1 bytes more .*busy \(100 bytes\)"
+    ):
         arena.resize(99)
     assert arena.stats().budget_bytes == BIG
     assert arena.resize(100) == tuple(hashes_of(idle))
@@ -480,7 +471,7 @@ def test_concurrent_calls_upload_a_tensor_once(make_arena, transfer: CountingCop
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(work, range(40)))
     assert transfer.nbytes == 6 * 4000
-    assert len(arena._book.bytes_by_holder()) == 40
+    assert len(arena.bytes_by_holder()) == 40
     assert arena.stats().arriving_bytes == 0
 
 
@@ -503,7 +494,7 @@ def test_threads_that_switch_under_pressure_end_within_the_budget(make_arena) ->
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(work, range(4))) < 160
-    assert arena._book.bytes_by_holder() == {}
+    assert arena.bytes_by_holder() == {}
     assert arena.stats().resident_bytes + arena.stats().lingering_bytes <= 1500
 
 
@@ -516,7 +507,7 @@ def test_a_failed_upload_leaves_nothing_behind(make_arena, transfer: CountingCop
         acquire(arena, there | {"n": new["w1"]})
     with pytest.raises(RuntimeError, match="link down"):
         arena.prefetch(keys_of(new), new)
-    assert arena._book.bytes_by_holder() == {"other": 100}
+    assert arena.bytes_by_holder() == {"other": 100}
     assert arena.stats().resident_bytes == 100
     acquire(arena, new)
 
@@ -540,14 +531,14 @@ def test_who_waits_for_an_upload_that_fails_does_it_itself(make_arena, transfer:
         failing = threads.submit(arena.prefetch, keys_of(weights), broken)
         assert fetching.wait(30)
         waiting = threads.submit(arena.acquire, keys_of(weights | own), views, "waiting")
-        wait_until(lambda: arena._book.bytes_by_holder() == {"waiting": 200})
+        wait_until(lambda: arena.bytes_by_holder() == {"waiting": 200})
         lost.set()
         with pytest.raises(ExtentCorrupt, match="gone"):
             failing.result(30)
         report = waiting.result(30).report
     assert asked == [["own"], ["w0"]]
     assert (report.moved_bytes, report.reused_bytes, transfer.nbytes) == (200, 0, 200)
-    assert arena._book.bytes_by_holder() == {"waiting": 200}
+    assert arena.bytes_by_holder() == {"waiting": 200}
 
 
 def test_a_host_view_that_cannot_be_had_leaves_nothing_behind(make_arena) -> None:
@@ -561,7 +552,7 @@ def test_a_host_view_that_cannot_be_had_leaves_nothing_behind(make_arena) -> Non
         arena.acquire(keys, lost, "h")
     with pytest.raises(WeightsError, match=r"tensor 'w0': there is no host view of it \(given: 0 others\)"):
         arena.acquire(keys, lambda names: {}, "h")
-    assert (arena.stats().num_tensors, arena._book.bytes_by_holder()) == (0, {})
+    assert (arena.stats().num_tensors, arena.bytes_by_holder()) == (0, {})
 
 
 @pytest.mark.parametrize(
@@ -583,7 +574,7 @@ def test_two_sizes_for_one_hash_are_refused(make_arena) -> None:
     keys = {"a": Key("x", 4, "F32", (1,)), "b": Key("x", 2, "F16", (1,))}
     with pytest.raises(WeightsError, match=r"F16 \[1\] has 2 bytes, tensor x has 4"):
         arena.acquire(keys, {"a": torch.rand(1), "b": torch.rand(1).half()}, "h")
-    assert arena._book.bytes_by_holder() == {}
+    assert arena.bytes_by_holder() == {}
 
 
 @pytest.mark.parametrize("device", ["tpu", "meta", "cuda:99", "cpu-public", ""])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.waiting import wait_until
 
 from weights.errors import BudgetExceeded, StoreError
 from weights.memory.host_pool import HostBufferPool, _size_class
@@ -38,14 +38,6 @@ class Pins:
 
     def unregister(self, address: int) -> None:
         del self.locked[address]
-
-
-def wait_for_waits(pool: HostBufferPool, count: int) -> None:
-    for _ in range(WAIT_S * 1000):
-        if pool.stats().waits == count:
-            return
-        threading.Event().wait(0.001)
-    raise AssertionError(f"{count} callers never waited")
 
 
 def use(pool: HostBufferPool, nbytes: int) -> int:
@@ -115,7 +107,7 @@ def test_who_finds_no_room_waits_for_it(threads: ThreadPoolExecutor) -> None:
     pool = HostBufferPool(4 * PAGE)
     with pool.acquire(3 * PAGE):
         waiting = threads.submit(use, pool, 2 * PAGE)
-        wait_for_waits(pool, 1)
+        wait_until(lambda: pool.stats().waits == 1)
         assert not waiting.done()
     assert waiting.result(WAIT_S) == 2 * PAGE
 
@@ -130,10 +122,10 @@ def test_a_large_request_is_served_before_small_ones_that_came_later(threads: Th
 
     with pool.acquire(PAGE):  # room for small ones all the while
         futures: list[Future[None]] = [threads.submit(take, 4 * PAGE)]
-        wait_for_waits(pool, 1)
+        wait_until(lambda: pool.stats().waits == 1)
         for number in range(5):
             futures.append(threads.submit(take, PAGE))
-            wait_for_waits(pool, 2 + number)
+            wait_until(lambda waits=2 + number: pool.stats().waits == waits)
         assert served == []
     for future in futures:
         future.result(WAIT_S)
@@ -205,7 +197,7 @@ def test_closing_frees_what_is_unused_now_and_the_rest_later(threads: ThreadPool
     use(pool, PAGE)
     with pool.acquire(3 * PAGE) as buffer:
         waiting = threads.submit(use, pool, 4 * PAGE)
-        wait_for_waits(pool, 1)
+        wait_until(lambda: pool.stats().waits == 1)
         pool.close()
         assert isinstance(waiting.exception(WAIT_S), StoreError)
         assert pool.stats().held_bytes == 3 * PAGE

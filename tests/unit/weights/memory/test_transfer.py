@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kit.seeding import seeded_rng
 
 from weights.errors import WeightsError
 from weights.memory.device_space import _DeviceCopy, _RingCopy, _StreamQueue
@@ -113,7 +114,7 @@ def test_host_copies_arrive(num_threads: int) -> None:
 
 
 def test_read_only_views_are_read_and_not_written() -> None:
-    array = np.random.default_rng().integers(0, 256, 5000, np.uint8)
+    array = seeded_rng().integers(0, 256, 5000, np.uint8)
     array.flags.writeable = False
     for transfer in (HostCopy(chunk_bytes=CHUNK), ring([LateQueue()])):
         pairs: list[Pair] = [(array, torch.zeros(5000, dtype=torch.uint8))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import random
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -307,7 +308,7 @@ def test_a_file_is_opened_only_on_request(store, linear, tmp_path: Path) -> None
 
 def test_what_is_no_program_is_refused(store, tmp_path: Path, linear) -> None:
     bad, empty, cut = (tmp_path / f"{name}.pt2" for name in ("bad", "empty", "cut"))
-    bad.write_bytes(os.urandom(500))
+    bad.write_bytes(random.randbytes(500))
     with zipfile.ZipFile(empty, "w"):
         pass
     torch.export.save(linear, cut)

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 from safetensors.torch import save_file
@@ -25,7 +26,6 @@ from weights.store import WeightStore
 
 pytestmark = pytest.mark.slow
 
-RNG = np.random.default_rng()
 WIDTH = 24
 
 
@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> WeightStore:
 
 
 def floats(*shape: int) -> np.ndarray:
-    return RNG.standard_normal(shape).astype(np.float32)
+    return seeded_rng().standard_normal(shape).astype(np.float32)
 
 
 def raw(array: np.ndarray, name: str) -> TensorProto:
@@ -224,7 +224,7 @@ def tensor_of(data_type: int) -> TensorProto:
     """Seven elements, so that packed types end within a byte."""
     if data_type == TensorProto.STRING:
         return helper.make_tensor("w", data_type, [7], [f"é{number}".encode() for number in range(7)])
-    values = RNG.integers(0, 2, 7).astype(helper.tensor_dtype_to_np_dtype(data_type))
+    values = seeded_rng().integers(0, 2, 7).astype(helper.tensor_dtype_to_np_dtype(data_type))
     return numpy_helper.from_array(values, "w")
 
 
@@ -339,7 +339,7 @@ def test_damaged_models_are_typed_errors(store, tmp_path: Path, model) -> None:
 
 def test_what_is_no_model_is_refused(store, tmp_path: Path, model) -> None:
     whole = model.SerializeToString()
-    for number, content in enumerate((b"", b"text", os.urandom(300), whole[: len(whole) // 2])):
+    for number, content in enumerate((b"", b"text", random.randbytes(300), whole[: len(whole) // 2])):
         path = tmp_path / f"bad{number}.onnx"
         path.write_bytes(content)
         with pytest.raises(FormatError, match=rf"bad{number}.onnx"):

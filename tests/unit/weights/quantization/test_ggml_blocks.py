@@ -5,6 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
 
 from weights.errors import WeightsError
 from weights.quantization.ggml_blocks import dequantize_blocks, quantize_blocks
@@ -13,7 +14,7 @@ KINDS = ("Q8_0", "Q4_0")
 
 
 def matrices() -> list[np.ndarray]:
-    draw = np.random.default_rng()
+    draw = seeded_rng()
     plain = draw.standard_normal((64, 96)).astype(np.float32)
     halves = draw.integers(-9, 10, (32, 64)).astype(np.float32) / 2  # ties: halves away from zero
     ties = np.repeat(draw.standard_normal((16, 1)), 64, axis=1).astype(np.float32)  # several largest of a block

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from hypothesis import strategies as st
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
 from weights.memory.pages import allocate_pages
-from weights.reading.blocks import PackReader, Span, resolve_pack
+from weights.reading.blocks import FileSpan, PackReader, resolve_pack
 
-DATA = os.urandom(5 * 4096 + 100)
+DATA = random.randbytes(5 * 4096 + 100)
 PACK = "m_weight_combined"
 
 
@@ -106,7 +107,7 @@ def test_a_buffer_shorter_than_the_extent_is_filled_again_and_again(
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_a_span_is_aligned_and_covers_its_range(offset: int, nbytes: int) -> None:
-    span = Span.around(extent(offset, nbytes))
+    span = FileSpan.around(extent(offset, nbytes))
     assert span.start + span.lead == offset
     assert span.lead + nbytes <= span.nbytes < span.lead + nbytes + 4096
     assert span.nbytes % 4096 == 0

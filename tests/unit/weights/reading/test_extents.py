@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
 
-DATA = os.urandom(10_000)
+DATA = random.randbytes(10_000)
 PACK = "m_weight_combined"
 
 
@@ -61,7 +62,7 @@ def test_a_flipped_bit_is_found(packs: Path, place: int, bit: int) -> None:
 
 
 def test_bytes_outside_the_extent_do_not_matter(packs: Path) -> None:
-    (packs / PACK).write_bytes(os.urandom(4096) + DATA)
+    (packs / PACK).write_bytes(random.randbytes(4096) + DATA)
     assert read_extent(packs, extent()).tobytes() == DATA
 
 

@@ -7,19 +7,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kit.clock import Clock
 
 from weights.memory.host_pool import PoolStats
 from weights.reading.report import LoadReport, StageClock, StageFigures
 from weights.reading.strategy import Medium, ReadStrategy
 
 MEDIUM = Medium("local", "ext4", "/", "/dev/vda")
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def report(stages: dict, **options: object) -> LoadReport:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import random
 
 import pytest
+from kit.clock import Clock
 
 from weights.residency.claims import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
 
 
-class Clock:
-    now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
-    claims = LoadingClaims(Clock())
+    claims = LoadingClaims(Clock(50.0))
     assert claims.loader("a") is None
     assert claims.claim("a", "first")
     assert not claims.claim("a", "second")
@@ -27,7 +21,7 @@ def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
 
 
 def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
-    claims = LoadingClaims(Clock())
+    claims = LoadingClaims(Clock(50.0))
     claims.claim("a", "first")
     claims.settle("second", ["a"])
     assert claims.loader("a") == "first"
@@ -38,7 +32,7 @@ def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
 
 
 def test_a_node_that_is_gone_has_none() -> None:
-    claims = LoadingClaims(Clock())
+    claims = LoadingClaims(Clock(50.0))
     for id_ in "ab":
         claims.claim(id_, "gone")
     claims.claim("c", "other")
@@ -48,7 +42,7 @@ def test_a_node_that_is_gone_has_none() -> None:
 
 
 def test_a_dead_reader_is_followed_soon_and_a_slow_one_is_not_dead() -> None:
-    clock = Clock()
+    clock = Clock(50.0)
     claims = LoadingClaims(clock)
     claims.claim("dead", "dies")
     claims.claim("slow", "lives")
@@ -61,7 +55,7 @@ def test_a_dead_reader_is_followed_soon_and_a_slow_one_is_not_dead() -> None:
 
 
 def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
-    clock = Clock()
+    clock = Clock(50.0)
     claims = LoadingClaims(clock)
     claims.claim("a", "slow")
     joined = []
@@ -77,7 +71,7 @@ def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_of_claims_that_ended_stays(seed: int) -> None:
-    chance, clock = random.Random(seed), Clock()
+    chance, clock = random.Random(seed), Clock(50.0)
     claims = LoadingClaims(clock)
     for _ in range(300):
         node, id_ = chance.choice("xyz"), chance.choice("abcd")

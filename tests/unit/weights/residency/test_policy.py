@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from unit.counting import operations
 
-from deployments.bench.eviction import _moved_bytes_ratios
-from weights.residency.policy import Candidate, EvictionOrder, Popularity, class_rate, rate_class, value_of
+from infra.bench.eviction import _moved_bytes_ratios
+from weights.residency.policy import EvictionCandidate, EvictionOrder, Popularity, class_rate, rate_class, value_of
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=1, max_size=20), st.floats(0.1, 1e4), st.floats(0, 1e5))
@@ -73,7 +73,7 @@ def test_a_rate_class_is_within_an_eighth_of_an_octave(reload_s: float, nbytes: 
 
 def test_an_unknown_rate_is_that_of_the_others_per_byte() -> None:
     cheap, dear = rate_class(1.0, 16), rate_class(4.0, 16)
-    order: EvictionOrder[Candidate] = EvictionOrder()
+    order: EvictionOrder[EvictionCandidate] = EvictionOrder()
     assert order.rates({cheap: 10, dear: 30, None: 5}) == {cheap: 1 / 16, dear: 1 / 4, None: pytest.approx(13 / 64)}
     assert order.rates({None: 5}) == {None: 1.0}
 
@@ -83,10 +83,10 @@ def test_an_unknown_rate_is_that_of_the_others_per_byte() -> None:
 def test_the_order_is_that_of_looking_through_everything(rng: random.Random) -> None:
     """Whatever is added, used, discarded and put back, at any time."""
     rates = {"disk": 3.0, "peer": 1.0, None: 2.0}
-    order: EvictionOrder[Candidate] = EvictionOrder(lambda origin: rates[origin])
+    order: EvictionOrder[EvictionCandidate] = EvictionOrder(lambda origin: rates[origin])
     now_s, ticks = 0.0, itertools.count()
-    everything = [Candidate(str(i), 1, rng.choice(list(rates)), last_used=next(ticks)) for i in range(12)]
-    inside: set[Candidate] = set()
+    everything = [EvictionCandidate(str(i), 1, rng.choice(list(rates)), last_used=next(ticks)) for i in range(12)]
+    inside: set[EvictionCandidate] = set()
     for _ in range(300):
         now_s += rng.choice([0.0, 1.0, 300.0])
         candidate = rng.choice(everything)
@@ -101,25 +101,27 @@ def test_the_order_is_that_of_looking_through_everything(rng: random.Random) -> 
                 candidate.popularity = candidate.popularity.touch(now_s)
                 candidate.last_used = next(ticks)
             case _:
-                taken = [order.take_least(rates, now_s) for _ in range(rng.randint(1, 4))]
+                num_taken = rng.randint(1, 4)
+                with order.ascending(rates, now_s) as candidates:
+                    taken = list(itertools.islice(candidates, num_taken))
                 ascending = sorted(inside, key=lambda one: (value_of(one, rates, now_s), one.last_used))
                 values = [value_of(one, rates, now_s) for one in ascending]
-                assert [value_of(one, rates, now_s) for one in taken if one] == values[: len(taken)]
-                order.add_all(one for one in taken if one)
+                found = [value_of(one, rates, now_s) for one in taken]
+                assert found == pytest.approx(values[:num_taken]), "equal but for the rounding of their sums"
         assert len(order) == len(inside)
 
 
 def test_taking_the_least_of_very_many_does_not_look_at_all_of_them() -> None:
     def costs(count: int) -> int:
         """Count the operations of fifty victims."""
-        order: EvictionOrder[Candidate] = EvictionOrder()
+        order: EvictionOrder[EvictionCandidate] = EvictionOrder()
         for number in range(count):
-            order.add(Candidate(str(number), 1, number % 5, Popularity().touch(float(number)), number))
+            order.add(EvictionCandidate(str(number), 1, number % 5, Popularity().touch(float(number)), number))
         rates = order.rates(dict.fromkeys(range(5), 1))
 
         def take() -> None:
-            for _ in range(50):
-                assert order.take_least(rates, 1e6)
+            with order.ascending(rates, 1e6) as candidates:
+                assert len(list(itertools.islice(candidates, 50))) == 50
 
         return operations(take)
 

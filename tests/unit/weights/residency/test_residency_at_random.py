@@ -1,4 +1,4 @@
-"""Books, leases and the queue in any order of events, against a naive model that counts everything anew each time."""
+"""Tables, leases and the queue in any order of events, against a naive model that counts everything anew each time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from weights.residency.admission import PATIENCE_S, Admission, Ticket
-from weights.residency.entries import Book, Size
-from weights.residency.leases import Entry
+from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
+from weights.residency.room_plan import plan_prefetch, plan_room
+from weights.residency.sizes import Size
 
-PLAIN: dict[str, Size] = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
+PLAIN: dict[str, Size] = {"a": 0, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 # Modules that share tensors: a part that several have counts once.
 DIVIDED: dict[str, Size] = {
     "a": {"a0": 10},
@@ -43,7 +44,7 @@ class Known:
     size: Size
     is_here: bool = False
     is_current: bool = True
-    firm: Counter[str] = field(default_factory=Counter)
+    held: Counter[str] = field(default_factory=Counter)
     callable: Counter[str] = field(default_factory=Counter)
     called: set[str] = field(default_factory=set)
     popularity: Popularity = NEVER_USED
@@ -56,7 +57,7 @@ class Known:
 
     @property
     def is_leased(self) -> bool:
-        return bool(+self.firm or +self.callable)
+        return bool(+self.held or +self.callable)
 
 
 def distinct(sizes: Sequence[Size]) -> int:
@@ -83,10 +84,10 @@ class Tier(RuleBasedStateMachine):
         self.pinned: set[str] = set()
         self.passed: dict[Ticket[str], set[str]] = {}  # after its patience had ended
         self.uses: dict[str, Popularity] = {}
-        self.book: Book[str] = Book(
+        self.table: EntryTable[str] = EntryTable(
             budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=lambda h, ks: self._recalled(h, ks)
         )
-        self.admission = Admission(self.book, lambda: self.now_s, "the test")
+        self.admission = Admission(self.table, lambda: self.now_s, "the test")
         for wanted, holder in asked:
             self.ask(wanted, holder)
         self.now_s += pause_s
@@ -116,7 +117,7 @@ class Tier(RuleBasedStateMachine):
     def _settled(self, ticket: Ticket[str]) -> None:
         if ticket.entries is None:
             together = self.sizes_of({*ticket.wanted, *self._pinned_here()})
-            assert distinct(together) > self.book.budget_bytes, "refused although it could fit one day"
+            assert distinct(together) > self.table.budget_bytes, "refused although it could fit one day"
         else:
             older = [other for other in self.waiting if other is not ticket and other.is_waiting]
             older = [other for other in older if other.since_s <= ticket.since_s]
@@ -135,10 +136,10 @@ class Tier(RuleBasedStateMachine):
     def _check_overtaking(self, ticket: Ticket[str], first: Ticket[str]) -> None:
         assert not ticket.fresh, "what needs room waits for its turn"
         if self._is_late(first) or self._is_any_called(ticket):
-            has_firm = any(known.firm[ticket.holder] and ticket.holder not in known.called for known in self.known)
+            has_firm = any(known.held[ticket.holder] and ticket.holder not in known.called for known in self.known)
             passed = self.passed.setdefault(first, set())
             together = self.sizes_of({*ticket.wanted, *first.wanted, *passed, *self._pinned_here()})
-            assert has_firm or distinct(together) <= self.book.budget_bytes, "the first could wait for ever"
+            assert has_firm or distinct(together) <= self.table.budget_bytes, "the first could wait for ever"
             if not has_firm:
                 passed |= ticket.wanted.keys()
 
@@ -160,7 +161,7 @@ class Tier(RuleBasedStateMachine):
         if self.waiting:
             ticket = self.waiting.pop(number % len(self.waiting))
             self.admission.end_ticket(ticket)
-            assert "bytes are missing" in (ticket.refusal or "")
+            assert " are missing (" in (ticket.refusal or "")
 
     @rule(number=st.integers(0, 9))
     def finish(self, number: int) -> None:
@@ -183,7 +184,7 @@ class Tier(RuleBasedStateMachine):
         if coming := [known for known in self.known if not known.is_here]:
             known = coming[number % len(coming)]
             self.known.remove(known)
-            self.book.fail(known.entry)
+            self.table.fail(known.entry)
             if known.is_current:
                 self.uses[known.key] = known.popularity
             self.admission.serve()
@@ -191,11 +192,11 @@ class Tier(RuleBasedStateMachine):
     @rule(key=keys, holder=holders, reload_s=st.none() | st.floats(0.01, 10))
     def adopt(self, key: str, holder: str, reload_s: float | None) -> None:
         if self._current(key) is None:
-            entry = self.book.adopt(key, self.sizes[key], "thing", self._origin(key, reload_s))
+            entry = self.table.adopt(key, self.sizes[key], "thing", self._origin(key, reload_s))
             self.known.append(known := Known(entry, key, self.sizes[key], is_here=True, reload_s=reload_s))
             known.popularity = self.uses.get(key, NEVER_USED)
         else:
-            entry = self.book.set_apart(key, self.sizes[key], "copy", holder)
+            entry = self.table.add_detached(key, self.sizes[key], "copy", holder)
             nbytes = Known(entry, key, self.sizes[key]).nbytes
             self.known.append(known := Known(entry, key, nbytes, is_here=True, is_current=False))
             self._lease(known, holder, 1)
@@ -203,36 +204,36 @@ class Tier(RuleBasedStateMachine):
 
     @rule(wanted=some_keys)
     def prefetch(self, wanted: list[str]) -> None:
-        if self.admission:
+        if self.admission.waiting:
             return
-        take, evict = self.book.plan_prefetch({key: self.sizes[key] for key in wanted})
+        take, evict = plan_prefetch(self.table, {key: self.sizes[key] for key in wanted})
         assert not {entry.key for entry in evict} & {*wanted, *self.pinned}
         for entry in evict:
             assert not self._of(entry).is_leased
-        self.book.evict(evict)
+        self.table.evict(evict)
         for key in take:
-            entry = self.book.expect(key, self.sizes[key], prefetched=True)
+            entry = self.table.expect(key, self.sizes[key], prefetched=True)
             self.known.append(known := Known(entry, key, self.sizes[key]))
             known.popularity = self.uses.get(key, NEVER_USED)
             self._use(known)
             known.is_announced = True
         if take:
-            assert self.book.used_bytes <= self.book.budget_bytes
+            assert self.table.used_bytes <= self.table.budget_bytes
         else:
             assert not evict
 
     @rule(number=st.integers(0, 99))
     def lend(self, number: int) -> None:
-        """A granted request keeps what it has, and lets the book ask for it."""
+        """A granted request keeps what it has, and lets the table ask for it."""
         if self.granted:
             ticket = self.granted.pop(number % len(self.granted))
             for entry in ticket.entries or ():
-                if (known := self._find(entry)) is not None and known.firm[ticket.holder]:
-                    known.firm[ticket.holder] -= 1
+                if (known := self._find(entry)) is not None and known.held[ticket.holder]:
+                    known.held[ticket.holder] -= 1
                     if not known.callable[ticket.holder]:
                         known.called.discard(ticket.holder)
                     known.callable[ticket.holder] += 1
-                    self.book.make_callable(entry, ticket.holder)
+                    self.table.mark_recallable(entry, ticket.holder)
             self.admission.serve()
 
     @rule(number=st.integers(0, 99), gives=st.booleans())
@@ -253,11 +254,11 @@ class Tier(RuleBasedStateMachine):
     def die(self, holder: str) -> None:
         """Its tickets go with it, as with a replica."""
         for known in self.known:
-            known.firm.pop(holder, None)
+            known.held.pop(holder, None)
             known.callable.pop(holder, None)
             known.called.discard(holder)
         self.granted = [ticket for ticket in self.granted if ticket.holder != holder]
-        self.book.end_holder(holder)
+        self.table.end_holder(holder)
         for ticket in [one for one in self.waiting if one.holder == holder]:
             if ticket in self.waiting:
                 self.waiting.remove(ticket)
@@ -267,33 +268,33 @@ class Tier(RuleBasedStateMachine):
     @rule(some=some_keys)
     def pin(self, some: list[str]) -> None:
         self.pinned |= set(some)
-        self.book.pin(some)
+        self.table.pin(some)
         self.admission.serve()
 
     @rule(some=some_keys)
     def unpin(self, some: list[str]) -> None:
         self.pinned -= set(some)
-        self.book.unpin(some)
+        self.table.unpin(some)
         self.admission.serve()
 
     @rule(key=keys)
-    def condemn(self, key: str) -> None:
+    def invalidate(self, key: str) -> None:
         if (known := self._current(key)) is not None:
             known.is_current = False
             known.size = known.nbytes
             self.uses[key] = known.popularity
-            self.book.condemn(known.entry)
+            self.table.invalidate(known.entry)
             self.admission.serve()
 
     @rule(budget_bytes=st.integers(0, 160))
     def set_budget(self, budget_bytes: int) -> None:
-        self.book.budget_bytes = budget_bytes
+        self.table.budget_bytes = budget_bytes
         self.admission.serve()
 
     @rule(some=some_keys)
     def drop(self, some: list[str]) -> None:
         found = [known for key in some if (known := self._current(key)) and self._may_go(known) and not known.is_leased]
-        self.book.evict([known.entry for known in found])
+        self.table.evict([known.entry for known in found])
         self.admission.serve()
 
     @rule(pause_s=st.sampled_from((0.01, 0.3, PATIENCE_S, 60.0, 900.0)))
@@ -304,7 +305,7 @@ class Tier(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 200), spare=st.lists(keys, max_size=2, unique=True))
     def plan(self, nbytes: int, spare: list[str]) -> None:
         """A plan is the naive one: in order of value, nothing that need not go."""
-        budget_bytes = self.book.budget_bytes
+        budget_bytes = self.table.budget_bytes
         may_go = [known for known in self.known if self._may_go(known) and known.key not in spare]
         values = self._values()
         victims: list[Known] = []
@@ -312,7 +313,7 @@ class Tier(RuleBasedStateMachine):
             if distinct(self._without(victims, nbytes)) <= budget_bytes:
                 break
             victims.append(known)
-        plan = self.book.plan_room({key: self.sizes[key] for key in spare if self._current(key)} | {"new": nbytes})
+        plan = plan_room(self.table, {key: self.sizes[key] for key in spare if self._current(key)} | {"new": nbytes})
         missing_bytes = distinct(self._without(victims, nbytes)) - budget_bytes
         if missing_bytes > 0:
             assert (plan.missing_bytes, plan.evict, plan.recall) == (missing_bytes, (), ())
@@ -332,57 +333,59 @@ class Tier(RuleBasedStateMachine):
 
     @invariant()
     def the_books_are_right(self) -> None:
-        if not hasattr(self, "book"):
+        if not hasattr(self, "table"):
             return
         here = [known for known in self.known if known.is_here and known.is_current]
-        assert self.book.used_bytes == distinct([known.size for known in self.known])
-        assert self.book.here_bytes == sum(known.nbytes for known in here)
-        assert self.book.leased_bytes == sum(known.nbytes for known in here if known.is_leased)
-        assert self.book.pinned_bytes == sum(known.nbytes for known in here if known.key in self.pinned)
-        assert set(self.book.entries.values()) == {known.entry for known in self.known if known.is_current}
-        assert set(self.book.apart) == {known.entry for known in self.known if not known.is_current}
+        assert self.table.used_bytes == distinct([known.size for known in self.known])
+        assert self.table.here_bytes == sum(known.nbytes for known in here)
+        assert self.table.leased_bytes == sum(known.nbytes for known in here if known.is_leased)
+        assert self.table.pinned_bytes == sum(known.nbytes for known in here if known.key in self.pinned)
+        assert set(self.table.entries.values()) == {known.entry for known in self.known if known.is_current}
+        assert set(self.table.detached) == {known.entry for known in self.known if not known.is_current}
         by_holder = Counter[str]()
         for known in self.known:
-            assert (known.entry.firm, known.entry.callable) == (+known.firm, +known.callable)
-            assert known.entry.called == known.called or not known.is_current
-            for holder in +known.firm + known.callable:
+            assert (known.entry.held, known.entry.recallable) == (+known.held, +known.callable)
+            assert known.entry.recall_requested == known.called or not known.is_current
+            for holder in +known.held + known.callable:
                 by_holder[holder] += known.nbytes
-        assert self.book.bytes_by_holder() == dict(by_holder)
+        assert self.table.bytes_by_holder() == dict(by_holder)
         for known in self.known:
             assert known.popularity == known.entry.popularity
-            assert (known.entry in self.book._order._members) == known.entry.is_movable == self._may_go(known)
-        assert self.book._movable_bytes == sum(known.nbytes for known in self.known if self._may_go(known))
+            assert known.entry.is_movable == self._may_go(known)
+        with self.table.order.ascending(self.table.rates(), self.now_s) as evictable:
+            assert set(evictable) == {known.entry for known in self.known if self._may_go(known)}
+        assert self.table.movable_bytes == sum(known.nbytes for known in self.known if self._may_go(known))
 
     @invariant()
     def nobody_waits_who_need_not(self) -> None:
-        if not hasattr(self, "book"):
+        if not hasattr(self, "table"):
             return
-        assert len(self.admission) == len(self.waiting) == sum(ticket.is_waiting for ticket in self.waiting)
-        over_bytes = self.book.used_bytes - self.book.budget_bytes
+        assert len(self.admission.waiting) == len(self.waiting) == sum(ticket.is_waiting for ticket in self.waiting)
+        over_bytes = self.table.used_bytes - self.table.budget_bytes
         if over_bytes > 0:
             idle = [known for known in self.known if self._may_go(known) and not known.is_leased]
             asked = [known for known in self.known if self._is_called(known)]
             without_bytes = distinct([known.size for known in self.known if known not in idle])
-            assert without_bytes == self.book.used_bytes or asked, "over the budget with something that may go"
+            assert without_bytes == self.table.used_bytes or asked, "over the budget with something that may go"
         if not self.waiting:
             return
         first = self.waiting[0]
-        assert not first.wanted.keys() <= self.book.entries.keys()
+        assert not first.wanted.keys() <= self.table.entries.keys()
         staying = [known for known in self.known if not self._may_go(known) or known.key in first.wanted]
         wanted = [size for key, size in first.wanted.items() if self._current(key) is None]
         needed = distinct([known.size for known in staying] + wanted)
         asked = [known for known in self.known if self._is_called(known)]
-        assert needed > self.book.budget_bytes or asked, "the first waits for room that could be made"
+        assert needed > self.table.budget_bytes or asked, "the first waits for room that could be made"
         for ticket in self.waiting[1:]:
-            is_here = ticket.wanted.keys() <= self.book.entries.keys()
+            is_here = ticket.wanted.keys() <= self.table.entries.keys()
             assert not is_here or self._is_late(first) or self._is_any_called(ticket), "it need not wait"
 
     def teardown(self) -> None:
         """Nobody is left waiting when everything ends that can end."""
-        if not hasattr(self, "book"):
+        if not hasattr(self, "table"):
             return
         self.unpin(list("abcdef"))
-        self.book.budget_bytes = 10**6
+        self.table.budget_bytes = 10**6
         for _ in range(100):
             if not (self.granted or self.waiting) and all(known.is_here for known in self.known):
                 break
@@ -399,8 +402,8 @@ class Tier(RuleBasedStateMachine):
         for holder in HOLDERS:
             self.die(holder)
         self.the_books_are_right()
-        assert self.book.apart == []
-        assert self.book.bytes_by_holder() == {}
+        assert self.table.detached == []
+        assert self.table.bytes_by_holder() == {}
 
     # the model
 
@@ -414,7 +417,7 @@ class Tier(RuleBasedStateMachine):
         return {known.key for known in self.known if known.is_current and known.key in self.pinned}
 
     def _may_go(self, known: Known) -> bool:
-        return known.is_here and known.is_current and not +known.firm and known.key not in self.pinned
+        return known.is_here and known.is_current and not +known.held and known.key not in self.pinned
 
     def _asked_of(self, known: Known) -> set[str]:
         """The holders whose answer is due."""
@@ -451,7 +454,7 @@ class Tier(RuleBasedStateMachine):
         return None if reload_s is None else rate_class(reload_s, nbytes)
 
     def _lease(self, known: Known, holder: str, count: int) -> None:
-        known.firm[holder] += count
+        known.held[holder] += count
         self._use(known)
 
     def _use(self, known: Known) -> None:
@@ -461,25 +464,26 @@ class Tier(RuleBasedStateMachine):
         known.is_announced = False
 
     def _unlease(self, known: Known, holder: str) -> None:
-        if known.firm[holder]:
-            known.firm[holder] -= 1
+        if known.held[holder]:
+            known.held[holder] -= 1
         elif known.callable[holder]:
             known.callable[holder] -= 1
-        if not (known.firm[holder] or known.callable[holder]):
+        if not (known.held[holder] or known.callable[holder]):
             known.called.discard(holder)
 
     def _arrive(self, known: Known, reload_s: float | None) -> None:
         known.is_here, known.reload_s = True, reload_s if known.is_current else None
-        self.book.arrive(known.entry, "thing", self._origin(known.key, reload_s))
+        self.table.arrive(known.entry, "thing", self._origin(known.key, reload_s))
 
     def _answer(self, holder: str, known: Known, gives: bool) -> None:
         if gives:
-            del known.callable[holder]
-            known.called.discard(holder)
-            self.book.give_up(known.entry, holder)
+            count = known.held[holder] + known.callable[holder]
+            for _ in range(count):
+                self._unlease(known, holder)
+            self.table.unlease(known.entry, holder, count)
         else:
-            known.firm[holder] += known.callable.pop(holder, 0)
-            self.book.make_firm(known.entry, holder)
+            known.held[holder] += known.callable.pop(holder, 0)
+            self.table.make_held(known.entry, holder)
 
 
 class DividedTier(Tier):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
+import random
 import shutil
 import signal
 import subprocess
@@ -20,7 +20,7 @@ import torch
 from weights.errors import FormatError, StoreError
 from weights.externalize import externalize
 from weights.formats.tensors import FileTensor
-from weights.intake import bring_in
+from weights.intake import import_model
 from weights.maintenance import gc, remove_model
 from weights.sources.mirrors import SOURCES_FOLDER, locked, mirror_folder, remove_mirror
 from weights.sources.object_storage import MirrorReport, localized, mirror
@@ -90,7 +90,7 @@ def test_what_is_there_is_not_fetched_again(pipeline: Path, bucket, proxy, optio
 
 
 def test_a_file_is_fetched_in_ranges_side_by_side(bucket, proxy, options, tmp_path: Path) -> None:
-    data = os.urandom(9 * PART + 1)
+    data = random.randbytes(9 * PART + 1)
     bucket.put("m/model.gguf", data)
     together = threading.Barrier(5, timeout=WAIT_S)
 
@@ -105,7 +105,7 @@ def test_a_file_is_fetched_in_ranges_side_by_side(bucket, proxy, options, tmp_pa
 
 
 def test_an_object_of_many_parts_has_no_md5_and_arrives(bucket, options, tmp_path: Path) -> None:
-    data = [os.urandom(2500), os.urandom(70)]
+    data = [random.randbytes(2500), random.randbytes(70)]
     where = {"Bucket": bucket.name, "Key": "m/model.gguf"}
     upload = bucket.client.create_multipart_upload(**where)["UploadId"]
     tags = [
@@ -124,7 +124,7 @@ def test_an_object_of_many_parts_has_no_md5_and_arrives(bucket, options, tmp_pat
 def test_after_kill_9_only_missing_parts_are_requested(
     bucket, proxy, options, tmp_path: Path, damaged: tuple[int, ...]
 ) -> None:
-    data = os.urandom(9 * PART + 7)
+    data = random.randbytes(9 * PART + 7)
     bucket.put("m/model.gguf", data)
     sixth_came, go_on = threading.Event(), threading.Event()
 
@@ -153,7 +153,7 @@ def test_after_kill_9_only_missing_parts_are_requested(
 
 @pytest.mark.parametrize("tail", [b'{"name": "model.gguf", "par', b"\xff\xfe\n", b'{"part": -1}\n[]\n'])
 def test_a_torn_journal_costs_a_part_at_most(bucket, proxy, options, tmp_path: Path, tail: bytes) -> None:
-    data = os.urandom(4 * PART)
+    data = random.randbytes(4 * PART)
     bucket.put("m/model.gguf", data)
     proxy.on_request = lambda _key, _range: 500 if len(proxy.ranges) > 2 else None
     with pytest.raises(StoreError):
@@ -186,7 +186,7 @@ def test_a_damaged_journal_deletes_nothing_of_others(bucket, options, tmp_path: 
 
 @pytest.mark.parametrize("fault", [None, "ignore-if-match"])
 def test_an_object_replaced_midway_is_fetched_anew(bucket, proxy, options, tmp_path: Path, fault: Any) -> None:
-    old, new = os.urandom(6 * PART), os.urandom(6 * PART)
+    old, new = random.randbytes(6 * PART), random.randbytes(6 * PART)
     bucket.put("m/model.gguf", old)
     bucket.put("m/config.json", b"{}")
 
@@ -214,7 +214,7 @@ def test_a_later_version_takes_the_place_of_the_one_before(bucket, options, tmp_
 
 
 def test_two_processes_fetch_everything_once(bucket, proxy, tmp_path: Path) -> None:
-    data = os.urandom(20 * PART)
+    data = random.randbytes(20 * PART)
     bucket.put("m/model.gguf", data)
     both = [spawn(bucket.url("m"), tmp_path / "copy", proxy.url) for _ in range(2)]
     fetched = sorted(int(process.communicate(timeout=WAIT_S)[0]) for process in both)
@@ -320,21 +320,21 @@ def test_a_mirror_that_was_fetched_again_is_the_same_source(
     pipeline: Path, bucket, options, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, url = WeightStore(tmp_path / "store"), bucket.url("models/p")
-    first = bring_in(store, "m", url, options=options)
+    first = import_model(store, "m", url, options=options)
     assert first.source == url
     shutil.rmtree(store.path / SOURCES_FOLDER)
     read = reads(monkeypatch)
-    assert bring_in(store, "m", url, options=options) == first
+    assert import_model(store, "m", url, options=options) == first
     assert read == []
     bucket.put("models/p/model_index.json", (pipeline / "model_index.json").read_bytes() + b" ")
-    assert bring_in(store, "m", url, options=options).fingerprint != first.fingerprint
+    assert import_model(store, "m", url, options=options).fingerprint != first.fingerprint
 
 
 def test_gc_removes_the_mirrors_that_no_model_came_from(pipeline: Path, bucket, options, tmp_path: Path) -> None:
     store = WeightStore(tmp_path / "store")
     bucket.put_folder(pipeline, "models/q")
     for model, prefix in (("p", "models/p"), ("twin", "models/p"), ("q", "models/q")):
-        bring_in(store, model, bucket.url(prefix), options=options)
+        import_model(store, model, bucket.url(prefix), options=options)
     mirrors = {
         prefix: mirror_folder(store.path / SOURCES_FOLDER, bucket.url(prefix)) for prefix in ("models/p", "models/q")
     }
@@ -353,7 +353,7 @@ def test_gc_removes_the_mirrors_that_no_model_came_from(pipeline: Path, bucket, 
     remove_model(store, "twin")
     gc(store)
     assert list((store.path / SOURCES_FOLDER).iterdir()) == []
-    bring_in(store, "p", bucket.url("models/p"), options=options)
+    import_model(store, "p", bucket.url("models/p"), options=options)
 
 
 def test_who_waits_for_a_mirror_that_is_removed_begins_anew(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import itertools
+import random
+import re
 import shutil
 import socket
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from unit.weights.small_disk import PAGE_BYTES, fill, free_pages
 
 from weights.errors import StoreError, WeightsError
 from weights.sources.bucket import Bucket, split_url
@@ -24,7 +27,7 @@ PART = 1000
 @pytest.fixture
 def data(bucket) -> bytes:
     """Return the content of m/model.gguf in the bucket."""
-    data = os.urandom(6 * PART)
+    data = random.randbytes(6 * PART)
     bucket.put("m/model.gguf", data)
     return data
 
@@ -93,7 +96,7 @@ def test_objects_that_never_hold_still_are_given_up(
 ) -> None:
     def replace(_key: str, range_: tuple[int, int] | None) -> None:
         if range_ and range_[0] == 2 * PART:
-            bucket.put("m/model.gguf", os.urandom(len(data)))
+            bucket.put("m/model.gguf", random.randbytes(len(data)))
 
     proxy.on_request = replace
     assert "'model.gguf' changed or vanished during each of 4 attempts" in refused(
@@ -160,9 +163,38 @@ def test_a_full_disk_is_told_before_anything_is_fetched(
     usage = shutil.disk_usage(tmp_path)._replace(free=len(data) - 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage)
     message = refused(bucket.url("m"), tmp_path / "copy", options)
-    assert f"needs {len(data)} more bytes" in message
+    found = re.search(r"needs (\d+) more bytes", message)
+    assert found
+    assert len(data) <= int(found[1]) < 2 * len(data)  # with the journal's lines
     assert f"{len(data) - 1} bytes are free" in message
     assert proxy.ranges == []
+
+
+def test_a_disk_that_fills_up_midway_gets_back_what_was_reserved(
+    bucket, proxy, options: dict[str, str], disk: Path
+) -> None:
+    files = {f"m/{name}.gguf": random.randbytes(20 * PAGE_BYTES) for name in "abc"}
+    for name, content in files.items():
+        bucket.put(name, content)
+    for left in (0, 1, 2, 59, 60):
+        fill(disk, left)
+        assert refused(bucket.url("m"), disk / "copy", options)
+        assert free_pages(disk) >= left - 1  # the journal
+    num_parts = itertools.count()
+
+    def fill_midway(key: str, part: tuple[int, int] | None) -> None:
+        if part and next(num_parts) == 20:  # reserved by now: nothing but the journal can fail
+            fill(disk)
+
+    (disk / "filler").unlink()
+    proxy.on_request = fill_midway
+    assert "No space left" in refused(bucket.url("m"), disk / "copy", options, num_connections=1)
+    assert 45 <= free_pages(disk) <= 58
+    proxy.on_request = lambda _key, _range: None
+    (disk / "filler").unlink()
+    report = mirror(bucket.url("m"), disk / "copy", options=options)
+    assert report.nbytes - 70 * PART <= report.fetched_bytes <= report.nbytes - 15 * PART
+    assert {f"m/{file.name}": file.read_bytes() for file in (disk / "copy").glob("*.gguf")} == files
 
 
 def test_a_target_that_cannot_be_written_is_told(bucket, data: bytes, options: dict[str, str], tmp_path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import random
+from kit.seeding import seeded_random
 
 from weights.maintenance import _aged
 from weights.storage.index import Unneeded
 
 
 def test_each_byte_keeps_its_clock_while_it_is_unneeded() -> None:
-    chance = random.Random()
+    chance = seeded_random()
     clocks: list[Unneeded] = []
     expected: dict[tuple[str, int], float] = {}
     for now_s in range(1, 30):

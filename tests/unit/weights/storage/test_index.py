@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import random
 import signal
 import sqlite3
 from pathlib import Path
@@ -13,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from kit.seeding import seeded_random
 
 from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.layouts import convert
+from weights.maintenance import remove_model
 from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded, remove_index
 from weights.storage.meta import StoredExtent, StoreMeta
 from weights.store import WeightStore
@@ -38,7 +39,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_what_is_entered_is_found_by_the_next_connection(path: Path) -> None:
-    chance = random.Random()
+    chance = seeded_random()
     names = [chance.random() for _ in range(60)]
     extents = {f"x{i}": stored(*chance.sample(names, 9), pack=f"p{i}") for i in range(20)}
     with StoreIndex.opened(path, list) as index:
@@ -139,7 +140,7 @@ def enter(path: Path, model: str, *extents: str) -> None:
 
 def test_killed_at_any_instruction_it_has_all_of_a_change_or_nothing(path: Path, tmp_path: Path) -> None:
     """A kill also while it is made, and while a kill before is recovered from."""
-    chance = random.Random()
+    chance = seeded_random()
     entered: set[str] = set()
     for number in range(40):
         if chance.random() < 0.2:
@@ -211,7 +212,7 @@ class Counts:
         return int(line.split()[1])
 
 
-@pytest.mark.parametrize("action", ["publish", "convert"])
+@pytest.mark.parametrize("action", ["publish", "convert", "remove"])
 def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write_model, action: str) -> None:
     """Ten times as many models: as many rows and files are looked at, and about as many bytes written."""
     shared = {f"s{i}": torch.rand(64) for i in range(30)}
@@ -229,14 +230,22 @@ def test_what_a_publish_costs_does_not_grow_with_the_store(tmp_path: Path, write
 
         with store.locked():
             store.indexed(fill)
+        for model in range(num_models):
+            (store.models / f"model-{model}").mkdir()
+            (store.models / f"model-{model}" / "manifest.json").touch()
         own = {f"o{i}": torch.rand(64) for i in range(30)} | {"zeros": torch.zeros(64)}
         source = write_model(f"new{num_models}", shared | own)
-        if action == "convert":
+        if action != "publish":
             externalize(store, "new", source)
         with Counts() as counts:
-            externalize(store, "new", source) if action == "publish" else convert(store, "new", "separate")
-        assert verify(store, "new", deep=True).damages == ()
-        assert (counts.steps > 500, counts.stats > 5, counts.nbytes > 30 * 256) == (True, True, True)
+            if action == "remove":
+                remove_model(store, "new")
+            else:
+                externalize(store, "new", source) if action == "publish" else convert(store, "new", "separate")
+        if action != "remove":
+            assert verify(store, "new", deep=True).damages == ()
+            assert (counts.steps > 500, counts.nbytes > 30 * 256) == (True, True)
+        assert counts.stats > 1
         found.append(counts)
     small, large = found
     assert large.stats <= 1.1 * small.stats

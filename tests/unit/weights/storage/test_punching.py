@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from kit.seeding import seeded_random
 
 from weights.storage.durable import allocated_bytes, dead_ranges, punch
 
 
 def test_dead_ranges_are_the_whole_blocks_that_nothing_touches() -> None:
-    chance = random.Random()
+    chance = seeded_random()
     for _ in range(200):
         size = chance.randrange(1, 60_000)
         live = []

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import random
 
 import pytest
+from kit.seeding import seeded_random
 
 from weights.manifest import ExtentRef
 from weights.storage.meta import StoreMeta
@@ -71,7 +71,7 @@ def test_empty_tensors_are_somewhere() -> None:
 
 
 def test_every_choice_keeps_the_rule() -> None:
-    chance = random.Random()
+    chance = seeded_random()
     names = {f"t{i}": chance.choice([0, 1, 5, 50, 500]) for i in range(40)}
     extents = {
         f"x{i}": {name: names[name] for name in chance.sample([*names], chance.randint(1, 15))} for i in range(30)

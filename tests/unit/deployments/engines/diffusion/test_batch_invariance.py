@@ -1,4 +1,4 @@
-"""A request's images are the same bits alone and in any company: mixes, joins, leaves, cancels and splits at random."""
+"""A request's images are the same bits alone and in any batch: mixes, joins, leaves, cancels and splits at random."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.engine import DiffusionEngine
+from deployments.engines.diffusion.families.flux import Flux
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.diffusion.state import _padded_length
 from deployments.engines.protocol import AdapterUse, ConditionedRequest
 from weights.adapters import LoraAdapter, LoraPair
 
@@ -144,7 +144,7 @@ def test_a_padded_text_gives_what_the_text_alone_gives(flux, make_request):
     """Beside the stock transformer, which gets the text without padding and without mask."""
     for length in (1, 5, 16, 17, 40):
         state = flux.ours.start_request(make_request(seed=length), text := flux.conditioning(length, length=length))
-        assert state.branches[0].prompt.shape[1] == _padded_length(length)
+        assert state.branches[0].prompt.shape[1] == Flux().padded_text_length(length)
         latents, timestep = state.latents.clone(), state.timestep
         with torch.no_grad():
             stock = flux.stock.transformer(
@@ -174,4 +174,4 @@ def _mu(pair):
     ("num_tokens", "length"), [(1, 16), (15, 16), (16, 16), (17, 32), (77, 128), (256, 256), (257, 512), (512, 512)]
 )
 def test_the_padded_length_follows_from_the_text_alone(num_tokens, length):
-    assert _padded_length(num_tokens) == length
+    assert Flux().padded_text_length(num_tokens) == length

@@ -11,6 +11,8 @@ import torch
 from diffusers import ControlNetModel, FluxControlNetModel
 from PIL import Image
 
+from deployments.engines.diffusion.families import FAMILIES as KNOWN
+from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import batch_key, parts_of
 from deployments.engines.protocol import AdapterUse, ControlUse, EngineError
 
@@ -196,3 +198,9 @@ def test_what_is_refused(sdxl, stable_diffusion, flux, make_request):
             pair.ours.start_request(make_request(control=control), pair.conditioning(), known)
     with pytest.raises(EngineError, match=r"unknown adapter 'a' \(known: none\)"):
         sdxl.ours.start_request(make_request(adapters=(AdapterUse("a"),)), sdxl.conditioning(), {"a": net})
+
+
+def test_a_family_says_whether_its_controls_may_be_encoded() -> None:
+    for family in KNOWN.values():
+        overrides = type(family).control_image is not Family.control_image
+        assert family.encodes_controls == overrides, family.class_name

@@ -69,11 +69,11 @@ def test_equals_stock(file, make_request, scale):
     request = make_request(guidance_scale=2.0, adapters=(AdapterUse("style", scale),))
     conditioning = pair.conditioning(negative=True)
     adapter = load_adapter(path)
-    before = {name: tensor.clone() for name, tensor in adapter.kohya.items()}
+    before = {name: tensor.clone() for name, tensor in adapter.raw.items()}
     ours = pair.assert_equals_stock(request, conditioning, {"style": adapter})
     plain = pair.ours.generate(make_request(guidance_scale=2.0), conditioning)
     assert np.abs(ours.astype(int) - plain.astype(int)).max() > 4
-    assert all(torch.equal(adapter.kohya[name], tensor) for name, tensor in before.items())
+    assert all(torch.equal(adapter.raw[name], tensor) for name, tensor in before.items())
 
 
 def test_beside_one_of_diffusers_layout(file, make_request, tmp_path):

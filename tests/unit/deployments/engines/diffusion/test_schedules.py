@@ -33,10 +33,65 @@ def test_timesteps_and_another_solver(request, make_request, name):
 
 
 @pytest.mark.parametrize(
+    ("name", "solver", "options"),
+    [
+        ("sdxl", "LCMScheduler", {}),
+        ("stable_diffusion", "LCMScheduler", {"original_inference_steps": 20}),
+        ("sdxl", "TCDScheduler", {}),
+        ("sdxl", "EulerDiscreteScheduler", {"use_karras_sigmas": True}),
+        ("sdxl", "EulerDiscreteScheduler", {"timestep_spacing": "trailing", "use_beta_sigmas": True}),
+        ("stable_diffusion", "DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "solver_order": 3}),
+        ("sdxl", "DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", "use_exponential_sigmas": True}),
+        ("flux", "FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True, "shift": 2.0}),
+        ("stable_diffusion_3", "FlowMatchHeunDiscreteScheduler", {"shift": 2}),
+    ],
+)
+def test_a_solver_and_its_options_by_request(request, make_request, name, solver, options):
+    pair = request.getfixturevalue(name)
+    job = make_request(scheduler=solver, scheduler_options=options, num_inference_steps=4, guidance_scale=3.0)
+    conditioning, own = pair.conditioning(negative=True), pair.stock.scheduler
+    pair.stock.scheduler = getattr(diffusers, solver).from_config(own.config, **options)
+    try:
+        ours = pair.assert_equals_stock(job, conditioning)
+    finally:
+        pair.stock.scheduler = own
+    plain = pair.ours.generate(make_request(num_inference_steps=4, guidance_scale=3.0), conditioning)
+    assert np.abs(ours.astype(int) - plain.astype(int)).max() > 2
+
+
+def test_every_solver_that_a_message_names_runs(sdxl, stable_diffusion_3, make_request):
+    for pair in (sdxl, stable_diffusion_3):
+        with pytest.raises(EngineError) as refusal:
+            pair.ours.start_request(make_request(scheduler="PixelScheduler"), pair.conditioning())
+        known = str(refusal.value).partition("known: ")[2].rstrip(")").split(", ")
+        assert type(pair.stock.scheduler).__name__ in known
+        assert len(known) >= 3
+        for solver in known:
+            images = pair.ours.generate(make_request(scheduler=solver, num_inference_steps=4), pair.conditioning())
+            assert images.shape[0] == 1, solver
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"scheduler": "PixelScheduler"}, "scheduler 'PixelScheduler': .*known: .*EulerDiscreteScheduler"),
         ({"scheduler": "FlowMatchHeunDiscreteScheduler"}, "expected one that fits the model's"),
+        ({"scheduler": "DPMSolverSDEScheduler"}, "draws its noise without the request's seed; DPMSolverMultistep"),
+        ({"scheduler": "LCMScheduler", "num_inference_steps": 60}, "LCMScheduler cannot make this schedule"),
+        (
+            {"scheduler_options": {"use_karras": True}},
+            r"EulerDiscreteScheduler has no 'use_karras' .*use_karras_sigmas",
+        ),
+        ({"scheduler_options": {"use_karras_sigmas": 1}}, "use_karras_sigmas is 1, expected true or false"),
+        ({"scheduler_options": {"timestep_spacing": "even"}}, "timestep_spacing is 'even', expected one of leading"),
+        (
+            {"scheduler": "UniPCMultistepScheduler", "scheduler_options": {"solver_order": 10**9}},
+            "solver_order is 1000000000, expected a whole number from 1 to 3",
+        ),
+        (
+            {"scheduler_options": {"use_karras_sigmas": True, "use_beta_sigmas": True}},
+            "EulerDiscreteScheduler cannot be configured so: Only one of",
+        ),
         ({"sigmas": (1.0, 0.5)}, "sigmas: 2 of them for 3 steps"),
         ({"sigmas": (1.0, 0.5, 0.7)}, "sigmas: expected numbers of 0 or more that do not rise"),
         ({"sigmas": (1.0, float("nan"), 0.7)}, "sigmas: expected numbers"),

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from deployments.engines.diffusion.turns import Candidate, choose_turn
+from deployments.engines.diffusion.batch_selection import Candidate, select_batch
 from deployments.engines.step_costs import TRUSTED_CALLS, StepCosts
 
 NUM_WAITING = 16
@@ -17,7 +17,7 @@ KIND = "small"
 def choose(costs: StepCosts) -> int:
     """Return how many of the requests that wait share the next call."""
     waiting = [Candidate(frozenset([KIND]), KIND, 1, 64, float(end)) for end in range(NUM_WAITING)]
-    return len(choose_turn(waiting, costs))
+    return len(select_batch(waiting, costs))
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])

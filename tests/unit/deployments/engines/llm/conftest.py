@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextDelta, TextRequest
 
 FAMILIES = {
@@ -84,10 +85,10 @@ class TinyModel:
     _greedy: dict[tuple[tuple[int, ...], int], list[int]] = field(default_factory=dict)
 
     def engine(self, **options: Any) -> LLMEngine:
-        return LLMEngine(self.folder, self.tensors, **options)
+        return LLMEngine(self.folder, self.tensors, LLMEngineConfig(**options))
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """What transformers generates, without the prompt."""
+        """Return what transformers generates, without the prompt."""
         key = (tuple(prompt), num_tokens)
         if key not in self._greedy:
             ids = torch.tensor([prompt])

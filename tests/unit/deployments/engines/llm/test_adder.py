@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
 
 ADDER = Path(__file__).resolve().parents[5] / "infra/demo/models/adder"
@@ -20,7 +21,7 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def test_the_adder_adds(tensors, run_all):
-    engine = LLMEngine(ADDER, tensors)
+    engine = LLMEngine(ADDER, tensors, LLMEngineConfig())
     chats = {
         "12 + 7": [{"role": "user", "content": "What is 12 + 7?"}],
         "40 + 33": [{"role": "user", "content": "What is 40 + 33?"}],

@@ -68,14 +68,14 @@ def test_an_unfinished_character_is_flushed_at_the_end():
     assert pieces(BYTE_LEVEL, BYTE_LEVEL("a")["input_ids"], emoji[:3]) == ["", "", "", "�"]
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(st.text("a é🙂", max_size=6), st.lists(st.integers(0, len(BYTE_LEVEL) - 1), max_size=20))
 def test_byte_level_pieces_join_to_the_whole(prompt, completion):
     prompt_ids = BYTE_LEVEL(prompt)["input_ids"]
     assert "".join(pieces(BYTE_LEVEL, prompt_ids, completion)) == added_text(BYTE_LEVEL, prompt_ids, completion)
 
 
-@settings(max_examples=100)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.sampled_from(words(*WORDS)), max_size=4),
     st.lists(

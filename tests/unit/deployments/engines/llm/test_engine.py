@@ -1,4 +1,4 @@
-"""What a caller sees of the engine: text, ends, aborts, limits, failures."""
+"""The engine as a caller sees it: text, ends, aborts, limits, failures."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
 SMALL_CACHE = 10 * 2 * 2 * 16 * 2 * 8 * 4  # 10 blocks of the tiny Llama
@@ -53,7 +54,7 @@ def test_eos_of_the_generation_config_ends_the_text(as_list, model, run_all, req
     folder = shutil.copytree(model.folder, tmp_path / "eos")
     value = [eos, 1] if as_list else eos
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    engine = LLMEngine(folder, model.tensors)
+    engine = LLMEngine(folder, model.tensors, LLMEngineConfig())
     requests = [
         request_of("ends", prompt_of(9), max_tokens=12),
         request_of("ignores", prompt_of(9), max_tokens=12, ignore_eos=True),
@@ -74,7 +75,9 @@ def test_eos_falls_back_to_the_config(model, run_all, request_of, prompt_of, tmp
     (folder / "generation_config.json").unlink()
     config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": expected[3]}
     (folder / "config.json").write_text(json.dumps(config))
-    outcome = run_all(LLMEngine(folder, model.tensors), [request_of("r", prompt_of(9), max_tokens=12)])["r"]
+    outcome = run_all(
+        LLMEngine(folder, model.tensors, LLMEngineConfig()), [request_of("r", prompt_of(9), max_tokens=12)]
+    )["r"]
     assert outcome.token_ids == expected[: expected.index(expected[3]) + 1]
 
 
@@ -124,8 +127,8 @@ def test_abort_frees_all_blocks(steps, model, request_of, prompt_of):
     assert {delta.request_id for delta in engine.step()} == {"0", "2"}
     engine.abort("0")
     engine.abort("2")
-    assert engine._num_free_blocks == engine.num_blocks
-    assert (engine.has_work, engine.num_running, engine.num_waiting) == (False, 0, 0)
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
+    assert (engine.has_work, engine.stats().num_running, engine.stats().num_waiting) == (False, 0, 0)
     engine.add_request(request_of("1", prompt_of(5), max_tokens=3))  # the id is free again
 
 
@@ -133,9 +136,9 @@ def test_abort_in_the_middle_of_a_long_prompt(model, run_all, request_of, prompt
     engine = model.engine(max_num_batched_tokens=16)
     engine.add_request(request_of("long", prompt_of(100)))
     assert engine.step() == []
-    assert engine._num_free_blocks < engine.num_blocks
+    assert engine.stats().num_free_blocks < engine.stats().num_blocks
     engine.abort("long")
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
     assert run_all(engine, [request_of("r", prompt_of(9), max_tokens=4)])["r"].token_ids == model.greedy(
         prompt_of(9), 4
     )
@@ -147,13 +150,13 @@ def test_preemption_gives_the_same_tokens(model, run_all, request_of, prompt_of)
     join_at = (0, 0, 1, 3, 4)
     roomy = model.engine()
     tight = model.engine(kv_cache_bytes=SMALL_CACHE, max_num_batched_tokens=64)
-    assert tight.num_blocks == 10
+    assert tight.stats().num_blocks == 10
     expected, found = run_all(roomy, requests, join_at), run_all(tight, requests, join_at)
-    assert roomy.num_preemptions == 0
-    assert tight.num_preemptions >= 2
+    assert roomy.stats().num_preemptions == 0
+    assert tight.stats().num_preemptions >= 2
     assert {i: o.token_ids for i, o in found.items()} == {i: o.token_ids for i, o in expected.items()}
     assert {i: o.text for i, o in found.items()} == {i: o.text for i, o in expected.items()}
-    assert tight._num_free_blocks == 10
+    assert tight.stats().num_free_blocks == 10
 
 
 def test_the_same_seed_gives_the_same_text_in_any_company(model, run_all, request_of, prompt_of):
@@ -177,7 +180,7 @@ def test_seats_are_limited(model, request_of, prompt_of):
     for i in range(3):
         engine.add_request(request_of(str(i), prompt_of(5), max_tokens=4))
     engine.step()
-    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    assert (engine.stats().num_running, engine.stats().num_waiting) == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +263,7 @@ def test_a_tokenizer_without_template_refuses_chat(model, make_byte_tokenizer, t
     (folder / "chat_template.jinja").unlink()
     make_byte_tokenizer(chat_template=None).save_pretrained(folder)
     with pytest.raises(EngineError, match="no chat template"):
-        LLMEngine(folder, model.tensors).encode_chat([{"role": "user", "content": "Hi"}])
+        LLMEngine(folder, model.tensors, LLMEngineConfig()).encode_chat([{"role": "user", "content": "Hi"}])
 
 
 class FailingRunner:
@@ -291,13 +294,13 @@ def test_a_failing_request_ends_alone(model, request_of, prompt_of, monkeypatch)
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 6), "also good": model.greedy(prompt_of(5), 6)}
     assert engine.failures == {}
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_logits_that_are_not_finite_end_the_request(model, request_of, prompt_of):
     broken = dict(model.tensors)
     broken["model.norm.weight"] = broken["model.norm.weight"] * float("nan")
-    engine = LLMEngine(model.folder, broken)
+    engine = LLMEngine(model.folder, broken, LLMEngineConfig())
     engine.add_request(request_of("r", prompt_of(4), temperature=1.0))
     assert engine.step() == []
     assert isinstance(engine.failures["r"], ComputationFailed)
@@ -319,7 +322,7 @@ def test_text_that_cannot_be_made_ends_its_request_alone(model, request_of, prom
         for delta in engine.step():
             tokens[delta.request_id] += delta.token_ids
     assert tokens == {"good": model.greedy(prompt_of(9), 3), "also good": model.greedy(prompt_of(5), 3)}
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 class SpoilingRunner:
@@ -360,7 +363,7 @@ def test_logits_of_one_request_that_are_not_finite_end_it_alone(model, request_o
     assert failures == ["bad"]
     expected = {"good": model.greedy(prompt_of(9), 6), "bad": [], "also good": model.greedy(prompt_of(5), 6)}
     assert tokens == expected
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_a_step_that_finds_no_memory_is_tried_once(model, run_all, request_of, prompt_of, monkeypatch):

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.protocol import SamplingParams, TextRequest
@@ -58,14 +59,14 @@ def judge(adder: Path) -> Iterator[LlamaCpp]:
 
 
 def test_the_ids_of_a_text(adder: Path, judge: LlamaCpp) -> None:
-    engine = LLMEngine(adder.parent, mapped_tensors(adder)[1])
+    engine = LLMEngine(adder.parent, mapped_tensors(adder)[1], LLMEngineConfig())
     for text in TEXTS:
         ours = engine.tokenizer(text, add_special_tokens=False)["input_ids"]
         assert ours == judge.ask("tokens", text=text)["ids"], text
 
 
 def test_greedy_tokens(adder: Path, judge: LlamaCpp) -> None:
-    engine = LLMEngine(adder.parent, mapped_tensors(adder)[1])
+    engine = LLMEngine(adder.parent, mapped_tensors(adder)[1], LLMEngineConfig())
     for question in QUESTIONS:
         prompt = engine.encode_chat([{"role": "user", "content": question}])
         engine.add_request(TextRequest(question, prompt, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)))
@@ -75,6 +76,7 @@ def test_greedy_tokens(adder: Path, judge: LlamaCpp) -> None:
         assert ours == judge.ask("greedy", ids=list(prompt), count=4)["ids"]
 
 
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 8}
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<s>", "</s>"]
 MORE_TEXTS = [
     "",
@@ -144,6 +146,28 @@ def spm_vocabulary(adds_space: bool) -> dict[str, Any]:
     }
 
 
+def gemma4_vocabulary() -> dict[str, Any]:
+    core = Tokenizer(models.BPE())
+    core.normalizer = normalizers.Replace(" ", "▁")
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    model = trained(core)
+    lines = ["\n", "\n\n", "\n\n\n"]
+    ends = {"</s>", "<|im_end|>"}  # to llama.cpp these end a text in any vocabulary
+    learned = [one for one in sorted(model["vocab"], key=model["vocab"].__getitem__) if one not in ends | set(lines)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{value:02X}>" for value in range(256)), *lines, *learned]
+    return {
+        "model": "gemma4",
+        "tokens": tokens,
+        "token_type": [3, 3, 3, 2] + [6] * 256 + [1] * (len(lines) + len(learned)),
+        "scores": [0.0] * len(tokens),
+        "merges": [" ".join(pair) for pair in model["merges"] if not {"".join(pair)} & ends and "\n" not in pair[0]],
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "unknown_token_id": 3,
+        "add_space_prefix": False,
+    }
+
+
 def is_plain_for_tekken(character: str) -> bool:
     """Return whether llama.cpp splits there as the models' own tokenizer.json, whose ids ours are.
 
@@ -161,9 +185,20 @@ def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tor
 @torch.inference_mode()
 @pytest.mark.parametrize(
     ("family", "scaling"),
-    [("llama", None), ("llama", "linear"), ("llama", "yarn"), ("qwen2", None), ("qwen3", None), ("qwen3moe", None)],
+    [
+        ("llama", {}),
+        ("llama", {"scaling.factor": 4.0}),
+        ("llama", {"scale_linear": 4.0}),
+        ("llama", {"scaling.type": "linear", "scaling.factor": 4.0}),
+        ("llama", {"scaling.type": "linear", "scaling.factor": 4.0, "scaling.attn_factor": 2.0}),
+        ("llama", YARN),
+        ("llama", YARN | {"scaling.attn_factor": 2.0}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("qwen3moe", {}),
+    ],
 )
-def test_logits_of_every_family(family: str, scaling: str | None, tmp_path: Path) -> None:
+def test_logits_of_every_family(family: str, scaling: dict[str, Any], tmp_path: Path) -> None:
     """Random weights in five types. llama.cpp rounds activations to int8, which costs 1 to 3 % here."""
     file = tmp_path / "tiny.gguf"
     valid_gguf_model(file, family, bpe_metadata(), scaling)
@@ -181,10 +216,17 @@ def test_logits_of_every_family(family: str, scaling: str | None, tmp_path: Path
     assert statistics.median(errors) < 0.05, errors
 
 
-@pytest.mark.parametrize("kind", ["llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "spm", "spm without a space"])
+KINDS = ["llama-bpe", "qwen2", "gpt-2", "smollm", "tekken", "spm", "spm without a space"]
+KINDS += ["deepseek-llm", "deepseek-coder", "deepseek-v3", "falcon", "qwen35", "gemma4"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_ids_of_hard_texts_in_every_kind_of_vocabulary(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    vocabulary = spm_vocabulary(kind == "spm") if kind.startswith("spm") else bpe_vocabulary(kind)
+    if kind == "gemma4":
+        vocabulary = gemma4_vocabulary()
+    else:
+        vocabulary = spm_vocabulary(kind == "spm") if kind.startswith("spm") else bpe_vocabulary(kind)
     valid_gguf_model(file, "llama", vocabulary)
     ours = load_tokenizer(file)
     assert PYTHON is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from torch.nn import functional as F
 from transformers import (
     LlamaConfig,
@@ -25,6 +27,7 @@ from transformers import (
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.models.gguf_config import gguf_config
 from deployments.engines.llm.models.registry import create_model, load_config
+from deployments.engines.llm.tokenizer import load_generation_defaults
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.protocol import EngineError, TextLora
@@ -51,7 +54,10 @@ LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+TYPES += ("IQ4_NL", "IQ4_XS", "MXFP4")
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_XS": (0,), "IQ4_NL": (0,)}  # where scales stand
+LARGEST = {"Q6_K": 2e-5, "IQ4_XS": 2e-5, "IQ4_NL": 4e-4, "Q3_K": 4e-4, "Q2_K": 2e-3}
 VOCABULARY = 96
 Array = np.ndarray[Any, Any]
 
@@ -59,10 +65,11 @@ Array = np.ndarray[Any, Any]
 def pack(matrix: Array, kind: str, draw: np.random.Generator) -> tuple[Array, Array]:
     """Packed bytes near `matrix`, and their values by gguf-py. K types are drawn: gguf-py cannot write them."""
     type_ = gguf.GGMLQuantizationType[kind]
-    if kind.endswith("_K"):
-        blocks = draw.integers(0, 256, (matrix.shape[0], matrix.shape[1] // 256, BLOCK_SIZES[kind][1]), dtype=np.uint8)
-        for at in (208,) if kind == "Q6_K" else (0, 2):
-            largest = 2e-5 if kind == "Q6_K" else 4e-4
+    if kind.endswith("_K") or kind.startswith("IQ4"):
+        elements, nbytes = BLOCK_SIZES[kind]
+        blocks = draw.integers(0, 256, (matrix.shape[0], matrix.shape[1] // elements, nbytes), dtype=np.uint8)
+        for at in HALVES.get(kind, (0, 2)):
+            largest = LARGEST.get(kind, 4e-4)
             blocks[..., at : at + 2] = (
                 draw.uniform(0, largest, (*blocks.shape[:2], 1)).astype(np.float16).view(np.uint8)
             )
@@ -120,7 +127,7 @@ def write_model(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     add_scaling(writer, config, stock)
-    draw = np.random.default_rng()
+    draw = seeded_rng()
     state = stock.state_dict()
     for name, stored in stored_names(config.num_hidden_layers).items():
         if name not in state or (tied and name == "lm_head.weight"):
@@ -230,6 +237,77 @@ def test_rope_scaling(tmp_path: Path, scaling: dict[str, Any]) -> None:
     check(tmp_path, write_model(file, "llama", "Q8_0", scaling=scaling), file)
 
 
+def rope_of(tmp_path: Path, keys: dict[str, Any]) -> Any:
+    """Return the rotary of a file with these keys."""
+    file = tmp_path / "tiny.gguf"
+    if not file.exists():
+        write_model(file, "llama", "F32")
+    header = read_gguf(file)
+    metadata = dict(header.metadata) | {f"llama.rope.{key}": value for key, value in keys.items()}
+    tensors = {name: torch.from_numpy(np.array(t.data)) for name, t in tensors_of(file).items()}
+    return create_model(gguf_config([replace(header, metadata=metadata)]), tensors, torch.device("cpu")).rotary
+
+
+def tensors_of(file: Path) -> dict[str, Any]:
+    return {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+
+
+def llama_cpp_rope(
+    *, factor: float, mix: float, original: int = 128, fast: float = 32, slow: float = 1, log_multiplier: float = 0
+) -> tuple[Array, float]:
+    """Frequencies of 64 dimensions and the magnitude, as ggml_rope_ext and llama_context compute them."""
+    base = 10000.0 ** (-np.arange(0, 64, 2) / 64)
+    at = [64 * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(10000.0)) for beta in (fast, slow)]
+    low, high = max(0, math.floor(at[0])), min(63, math.ceil(at[1]))
+    ramp = 1 - np.clip((np.arange(32) - low) / max(0.001, high - low), 0, 1)
+    share = ramp * mix
+    magnitude = (1 + 0.1 * math.log(factor)) / (1 + 0.1 * log_multiplier * math.log(factor)) if mix else 1.0
+    return base / factor * (1 - share) + base * share, magnitude
+
+
+YARN = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 32}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected", "times"),
+    [
+        ({"scaling.factor": 4.0}, {"factor": 4.0, "mix": 0}, 1.0),
+        ({"scale_linear": 2.0}, {"factor": 2.0, "mix": 0}, 1.0),
+        ({"scale_linear": 2.0, "scaling.factor": 4.0}, {"factor": 4.0, "mix": 0}, 1.0),
+        ({"scaling.type": "none", "scaling.factor": 4.0}, {"factor": 1.0, "mix": 0}, 1.0),
+        ({"scaling.factor": 0.0}, {"factor": 1.0, "mix": 0}, 1.0),
+        ({"scaling.factor": 4.0, "scaling.attn_factor": 0.5}, {"factor": 4.0, "mix": 0}, 0.5),
+        (YARN, {"factor": 4.0, "mix": 1, "original": 32}, 1.0),
+        (YARN | {"scaling.attn_factor": 0.7}, {"factor": 4.0, "mix": 1, "original": 32}, 0.7),
+        (YARN | {"scaling.yarn_attn_factor": 1.5}, {"factor": 4.0, "mix": 1, "original": 32}, 1.5),
+        (YARN | {"scaling.yarn_beta_fast": 8.0}, {"factor": 4.0, "mix": 1, "original": 32, "fast": 8.0}, 1.0),
+        (YARN | {"scaling.yarn_beta_slow": 0.25}, {"factor": 4.0, "mix": 1, "original": 32, "slow": 0.25}, 1.0),
+        (
+            YARN | {"scaling.yarn_log_multiplier": 0.7},
+            {"factor": 4.0, "mix": 1, "original": 32, "log_multiplier": 0.7},
+            1,
+        ),
+        (YARN | {"scaling.yarn_ext_factor": 0.0}, {"factor": 4.0, "mix": 0}, 1.0),
+        ({"scaling.factor": 4.0, "scaling.yarn_ext_factor": 1.0}, {"factor": 4.0, "mix": 1}, 1.0),
+    ],
+)
+def test_every_key_of_rope_is_honoured(
+    tmp_path_factory: pytest.TempPathFactory, keys: dict[str, Any], expected: dict[str, Any], times: float
+) -> None:
+    rotary = rope_of(tmp_path_factory.getbasetemp(), keys)
+    frequencies, magnitude = llama_cpp_rope(**expected)
+    np.testing.assert_allclose(rotary.inverse_frequencies.numpy(), frequencies, rtol=1e-5)
+    assert rotary.magnitude == pytest.approx(magnitude * times, rel=1e-6)
+
+
+def test_keys_with_values_that_change_nothing_are_passed_over(tmp_path: Path) -> None:
+    neutral = {"attention.causal": True, "logit_scale": 1.0, "expert_used_count": 0, "final_logit_softcapping": 0.0}
+    write_model(tmp_path / "tiny.gguf", "llama", "F32")
+    header = read_gguf(tmp_path / "tiny.gguf")
+    metadata = dict(header.metadata) | {f"llama.{key}": value for key, value in neutral.items()}
+    assert gguf_config([replace(header, metadata=metadata | {"other.logit_scale": 2.0})])
+
+
 def test_a_tied_output_and_heads_of_a_size_of_their_own(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     stock = write_model(file, "qwen3", "Q4_1", tied=True, head_dim=32, num_attention_heads=6)
@@ -250,7 +328,16 @@ def test_a_sliding_window_of_unknown_layers_bounds_the_length(tmp_path: Path) ->
     assert load_config(patched).max_position_embeddings == 48
 
 
-def with_key(file: Path, key: str, value: int | str) -> Path:
+def test_what_a_file_says_of_sampling_is_its_default(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_model(file, "llama", "Q8_0")
+    folder = with_key(with_key(file, "general.sampling.temp", 0.5) / "tiny.gguf", "general.sampling.top_k", -1)
+    assert load_generation_defaults(folder) == {"temperature": 0.5, "top_k": 0}
+    (folder / "generation_config.json").write_text('{"temperature": 0.7, "top_p": 0.9}')
+    assert load_generation_defaults(folder) == {"temperature": 0.7, "top_k": 0, "top_p": 0.9}
+
+
+def with_key(file: Path, key: str, value: float | str) -> Path:
     """The folder of a copy of `file` with one more key, or another value."""
     folder = file.parent / f"with-{key.split('.')[-1]}"
     folder.mkdir()
@@ -262,7 +349,9 @@ def with_key(file: Path, key: str, value: int | str) -> Path:
     name = key.encode()
     body += struct.pack("<Q", len(name)) + name
     if isinstance(value, int):
-        body += struct.pack("<II", 4, value)
+        body += struct.pack("<Ii", 5, value)
+    elif isinstance(value, float):
+        body += struct.pack("<If", 6, value)
     else:
         body += struct.pack("<IQ", 8, len(value)) + value.encode()
     infos = b"".join(b"".join(part.tobytes() for part in tensor.field.parts) for tensor in reader.tensors)
@@ -286,10 +375,16 @@ def with_key(file: Path, key: str, value: int | str) -> Path:
         ("llama.attention.value_length", 32, "heads of different sizes"),
         ("llama.embedding_length", 512, "has shape .* expected"),
         ("llama.block_count", 3, "'blk.2.attn_q.weight' is missing, block_count is 3"),
+        ("llama.rope.scaling.yarn_ext_factor", 0.5, "yarn_ext_factor is 0.5; supported are 0 and 1"),
+        ("llama.rope.scaling.alpha", 1000.0, r"rope.scaling.alpha is 1000.0, expected 0: nothing else is supported"),
+        ("llama.logit_scale", 0.0625, "llama.logit_scale is 0.0625, expected 0 or 1: nothing else is supported"),
+        ("llama.final_logit_softcapping", 30.0, "llama.final_logit_softcapping is 30.0, expected 0"),
+        ("llama.attention.temperature_scale", 0.1, r"llama.attention.temperature_scale \(0.1.*\) is not supported"),
+        ("llama.embedding_length_out", 64, "embedding_length_out differs"),
         ("llama.attention.key_length", 2**20, "key_length is 1048576, expected an integer from 1 to 65536"),
     ],
 )
-def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: int | str, message: str) -> None:
+def test_what_cannot_run_is_named(tmp_path: Path, key: str, value: float | str, message: str) -> None:
     file = tmp_path / "tiny.gguf"
     write_model(file, "llama", "Q8_0")
     folder = with_key(file, key, value)
@@ -317,7 +412,8 @@ def test_numbers_that_make_no_model_are_refused(tmp_path: Path, changed: dict[st
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("is_dora", [False, True])
+def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str, is_dora: bool) -> None:
     """Llama's rows of q and k are in another order in a GGUF file: so must be what a LoRA adds to them."""
     file = tmp_path / "tiny.gguf"
     stock = write_model(file, family, "Q8_0")
@@ -325,14 +421,18 @@ def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str
     for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.down_proj"):
         path = f"model.layers.1.{leaf}"
         rows, columns = stock.get_submodule(path).weight.shape
-        pairs[path] = LoraPair(torch.randn(3, columns) / 4, torch.randn(rows, 3) / 4, 0.7)
+        magnitude = torch.rand(rows) + 0.5 if is_dora else None
+        pairs[path] = LoraPair(torch.randn(3, columns) / 4, torch.randn(rows, 3) / 4, 0.7, magnitude)
     folder, tensors = stored_tensors(tmp_path, file)
     model = create_model(load_config(folder), tensors, torch.device("cpu"), arithmetic="exact")
     (lora,) = DecoderLoras(model).fit([TextLora("lora", LoraAdapter(Path("lora"), {"model": pairs}), 0.8)])
     ids, places = torch.randint(0, VOCABULARY, (24,)), torch.arange(24)
     before = stock(ids[None]).logits[0]
     for path, pair in pairs.items():
-        stock.get_submodule(path).weight += 0.8 * pair.scale * pair.up @ pair.down
+        weight = stock.get_submodule(path).weight
+        weight += 0.8 * pair.scale * pair.up @ pair.down
+        if pair.magnitude is not None:
+            weight *= pair.magnitude[:, None] / weight.norm(dim=1, keepdim=True)
     expected = stock(ids[None]).logits[0]
     use = RowAdapter(lora.fitted.layers, lora.scale, places, row_multiple=1)
     with torch.inference_mode(), adapted_rows(model.module, [use]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +137,49 @@ def test_sentencepiece_has_the_stock_ids_and_its_first_token() -> None:
     assert ours.decode(ours(plain)["input_ids"], skip_special_tokens=True) == plain
 
 
+def merged(text: str, merges: list[tuple[str, str]]) -> list[str]:
+    """BPE as it is defined: of the pairs of neighbours the earliest learned one, the first of these, until none is."""
+    parts = list(text)
+    while True:
+        known = [(merges.index(pair), at) for at, pair in enumerate(itertools.pairwise(parts)) if pair in merges]
+        if not known:
+            return parts
+        at = min(known)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_gemma_4_merges_characters_of_one_line() -> None:
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n+"), "isolated")
+    trained.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=300, show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    merges = [(left, right) for left, right in model["merges"] if not {"\n", "é"} & {*left, *right}]
+    learned = sorted({*"".join(CORPUS).replace(" ", "▁"), *map("".join, merges)} - {"\n", "é"})
+    special, lines = ["<pad>", "<eos>", "<bos>"], ["\n", "\n\n", "\n\n\n"]
+    tokens = [*special, *(f"<0x{value:02X}>" for value in range(256)), *lines, *learned]
+    ours = gguf_tokenizer(
+        {
+            "tokenizer.ggml.model": "gemma4",
+            "tokenizer.ggml.tokens": tuple(tokens),
+            "tokenizer.ggml.token_type": np.array([3] * 3 + [6] * 256 + [1] * (len(lines) + len(learned)), np.int32),
+            "tokenizer.ggml.merges": tuple(" ".join(pair) for pair in merges),
+            "tokenizer.ggml.bos_token_id": 2,
+            "tokenizer.ggml.eos_token_id": 1,
+        }
+    )
+    for text in HARD + random_texts(300):
+        expected: list[str] = []
+        for piece in re.findall(r"\n+|[^\n]+", text.replace(" ", "▁")):
+            parts = [piece] if piece in lines else merged(piece, merges)
+            for part in parts:
+                expected += [part] if part in tokens else [f"<0x{byte:02X}>" for byte in part.encode()]
+        ids = ours(text, add_special_tokens=False)["input_ids"]
+        assert [tokens[number] for number in ids] == expected, repr(text)
+        assert ours(text)["input_ids"] == [2, *ids]
+        assert ours.decode(ids) == text.replace("▁", " ")
+
+
 @pytest.mark.parametrize("pattern", [None, QWEN, LLAMA3, "sentencepiece"])
 def test_what_is_written_of_a_tokenizer_json_gives_its_ids(pattern: str | None, tmp_path: Path) -> None:
     core = sentencepiece()[0] if pattern == "sentencepiece" else byte_level(pattern)
@@ -198,7 +243,7 @@ def test_chat_template_and_ends_come_along() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "bert"}, r"model 'bert' is not supported; supported are gpt2 \(BPE\), llama \(SPM\)"),
+        ({"model": "bert"}, r"model 'bert' is not supported; supported are gpt2 \(BPE\), llama \(SPM\), gemma4"),
         ({"pre": "novel"}, r"pre 'novel' is not supported; supported are .*qwen2"),
         ({"tokens": ()}, "tokens is .*expected an array of texts"),
         ({"tokens": ("a", "a")}, "a token twice|expected"),

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
+from pydantic import BaseModel, Field
 
+from deployments.engines.llm import grammar
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.grammar import MAX_SCHEMA_CHARS
+from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
 from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
+VOCABULARY_SIZE = 260  # of conftest's models
 POINT = {
     "type": "object",
     "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}, "on": {"type": "boolean"}},
@@ -99,12 +104,12 @@ def test_models_may_have_another_number_of_tokens_than_their_tokenizer(
 
 
 def test_a_token_that_the_grammar_does_not_go_on_with_is_told(engine: LLMEngine) -> None:
-    grammar = engine.grammars.compile_schema(POINT)
+    begun = engine.grammars.compile_schema(POINT)
     first, second = engine.encode_text("{x")
-    other = grammar.fork()
-    grammar.advance(first)
+    other = begun.fork()
+    begun.advance(first)
     with pytest.raises(ComputationFailed, match="the grammar ends"):
-        grammar.advance(second)
+        begun.advance(second)
     other.advance(first)  # where it was forked from went on without it
 
 
@@ -142,11 +147,145 @@ def test_an_answer_that_could_go_on_ends_with_an_end_token_or_at_its_bound(
         ({"enum": ["\ud800"]}, "cannot be compiled"),
         ({"type": "object", "properties": {"a": {"not": {"type": "integer"}}}}, "not"),
         ({"enum": ["x" * MAX_SCHEMA_CHARS]}, "characters; expected"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "members of oneOf may overlap; use anyOf"),
+        ({"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "one of 4 constants at most"),
+        ({"type": "array", "items": {"enum": [1, 2]}, "uniqueItems": True, "minItems": 3}, "no document fits"),
     ],
 )
 def test_a_schema_that_cannot_be_kept_to_is_refused(engine: LLMEngine, schema: dict[str, Any], problem: str) -> None:
     with pytest.raises(EngineError, match=problem):
         engine.grammars.compile_schema(schema)
+
+
+def test_a_large_schema_is_refused_before_anything_grows_with_it() -> None:
+    """Members times properties, and orders of constants, are more than what was sent."""
+    tags = {f"p{number}": {"const": 1} for number in range(1500)}
+    union = {"oneOf": [{"properties": tags}, *({"properties": {"q": {}}} for _ in range(1000))]}
+    begin = time.process_time()
+    assert prepare_schema(union) == union
+    unique = {"type": "array", "items": {"enum": [1, 2, 3, 4]}, "uniqueItems": True}
+    prepare_schema({"prefixItems": [unique] * 850})
+    assert time.process_time() - begin < 5  # of tenths
+    with pytest.raises(EngineError, match="characters; expected 65536 at most"):
+        prepare_schema({"enum": ["x" * MAX_SCHEMA_CHARS]})
+
+
+def optional(count: int) -> dict[str, Any]:
+    properties = {f"p{number}": {"type": "integer"} for number in range(count)}
+    return {"type": "object", "properties": properties, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        optional(1500),
+        {"type": "object", "properties": {"a": optional(1500)}, "required": ["a"], "additionalProperties": False},
+        {"type": "string", "pattern": "^(a?){500}a{500}$"},
+    ],
+)
+def test_a_schema_that_compiles_and_cannot_run_is_refused_before_the_prompt_is_computed(
+    engine: LLMEngine, schema: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineError, match="too complex to be kept to"):
+        engine.grammars.compile_schema(schema)
+
+
+def test_a_schema_that_becomes_too_complex_on_the_way_is_the_clients_mistake(
+    engine: LLMEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(grammar, "_rehearse", lambda text: None)
+    engine.add_request(constrained(engine, "r", optional(1500), max_tokens=50))
+    failures: dict[str, Exception] = {}
+    while engine.has_work:
+        engine.step()
+        failures |= engine.failures
+    assert isinstance(failures["r"], EngineError)
+    assert "too complex to be kept to" in str(failures["r"])
+    assert not any(record.exc_info for record in caplog.records)
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"] = "cat"
+    lives: Annotated[int, Field(ge=1, le=9)]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog"] = "dog"
+    name: Annotated[str, Field(pattern="^[a-z]{1,3}$")]
+
+
+class Owner(BaseModel):
+    pet: Annotated[Cat | Dog, Field(discriminator="kind")]
+    sizes: set[Literal["s", "m", "l"]]
+    website: Annotated[str, Field(pattern="^[a-z]{2}$", json_schema_extra={"format": "iri"})]
+
+
+def test_what_pydantic_writes_of_unions_and_sets_is_kept_to(engine: LLMEngine, run_all: Callable[..., Any]) -> None:
+    schema = Owner.model_json_schema()
+    assert "oneOf" in json.dumps(schema)
+    assert "uniqueItems" in json.dumps(schema)
+    seed = random.randrange(1000)
+    print("seed", seed)
+    for number in range(6):
+        request = constrained(engine, str(number), schema, temperature=2.0, seed=seed + number, max_tokens=400)
+        outcome = run_all(engine, [request])[str(number)]
+        if outcome.finish_reason == "stop":
+            Owner.model_validate_json(outcome.text)
+            Draft202012Validator(schema).validate(json.loads(outcome.text))
+
+
+@pytest.mark.parametrize(
+    ("schema", "documents", "others"),
+    [
+        (
+            {"type": "array", "items": {"enum": [1, 2, 3]}, "uniqueItems": True, "minItems": 1},
+            ["[1]", "[2,1]", "[3,1,2]"],
+            ["[]", "[1,1]", "[2,1,2]", "[1,2,3,1]"],
+        ),
+        (
+            {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
+            ["[]", "[true,false]", "[false]"],
+            ["[true,true]"],
+        ),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": False}, ["[7,7]"], ["7"]),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True, "maxItems": 1}, ["[7]"], ["[7,7]"]),
+        ({"type": "string", "format": "color"}, ['"no color"'], ["3"]),
+        (
+            {"type": "object", "properties": {"format": {"const": "color"}}, "additionalProperties": False},
+            ['{"format":"color"}', "{}"],
+            ['{"format":"other"}'],
+        ),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {"a": {"const": value}}, "additionalProperties": False}
+                    for value in (1, 2)
+                ]
+            },
+            ['{"a":1}', '{"a":2}'],
+            ["{}", '{"a":3}'],
+        ),
+    ],
+)
+def test_what_the_standard_says_of_rare_words(
+    engine: LLMEngine, schema: dict[str, Any], documents: list[str], others: list[str]
+) -> None:
+    """The validator judges the examples as well: {} fits both members of that oneOf, so it is none of its documents."""
+
+    def fits(document: str) -> bool:
+        constraint = engine.grammars.compile_schema(schema)
+        try:
+            for token in engine.encode_text(document):
+                constraint.advance(token)
+        except ComputationFailed:
+            return False
+        mask = np.zeros(-(-VOCABULARY_SIZE // 32), np.int32)
+        constraint.fill_mask(mask)
+        return constraint.is_complete or bool(mask[0] >> 1 & 1)  # token 1 ends a text
+
+    for document, expected in [*((one, True) for one in documents), *((one, False) for one in others)]:
+        assert Draft202012Validator(schema).is_valid(json.loads(document)) is expected, document
+        assert fits(document) is expected, document
 
 
 @pytest.mark.parametrize("depth", [200, 3000])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -92,7 +93,7 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, family: str
 
 
 def test_1024_floats_become_1024_bytes_and_64_of_scales() -> None:
-    values, scales = quantize_int8(np.random.default_rng().standard_normal((16, 64), dtype=np.float32))
+    values, scales = quantize_int8(seeded_rng().standard_normal((16, 64), dtype=np.float32))
     assert (values.nbytes, scales.nbytes) == (1024, 64)
 
 
@@ -129,7 +130,7 @@ def test_damaged_files_never_end_in_a_traceback(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path / "hf", tmp_path / "kuiper", "kuiper-int8")
     file = tmp_path / "kuiper" / "model.bin"
     whole = file.read_bytes()
-    draw = np.random.default_rng()
+    draw = seeded_rng()
     for _ in range(200):
         raw = bytearray(whole)
         if draw.random() < 0.5:

@@ -99,12 +99,12 @@ def test_logits_are_those_of_the_dequantized_weights(tmp_path: Path, tied: bool)
     tensors = load_model(manifest, LocalExtents(store.packs))["model"]
     ids = torch.randint(0, VOCABULARY, (20,))
     expected = stock(ids[None]).logits[0]
-    for arithmetic, limit in {"exact": 1e-4, "fast": 0.05}.items():
+    for arithmetic, limit in {"exact": 1e-4, "fast": 0.04}.items():
         config = load_config(store.skeleton(manifest))
         model = create_model(config, tensors, torch.device("cpu"), arithmetic=arithmetic)  # type: ignore[arg-type]
         hidden = model.module(ids, model.rotary.angles(torch.arange(20), model.dtype), attend)
         got = model.module.logits(hidden).float()
-        assert float((got - expected).abs().max() / expected.abs().max()) < limit
+        assert float((got - expected).norm() / expected.norm()) < limit  # the largest one alone scatters
         packed = [part.packed for part in model.module.modules() if isinstance(part, PackedLinear | PackedEmbedding)]
         given = {tensor.data_ptr() for tensor in tensors.values()}
         assert len(packed) == 7 * LAYERS + 2

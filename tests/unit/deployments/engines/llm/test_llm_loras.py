@@ -26,6 +26,9 @@ CASES = {
     "mixtral": ("mixtral", 0, {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 20}, ALL[:4]),
     "llama-head": ("llama", 1, {}, ["lm_head", "q_proj"]),
     "llama-rslora": ("llama", 2, {"attention_bias": True}, ALL),
+    "llama-dora": ("llama", 2, {"attention_bias": True}, ALL),
+    "mixtral-dora": ("mixtral", 0, {"num_local_experts": 5, "num_experts_per_tok": 2}, ALL[:4]),
+    "head-dora": ("llama", 1, {}, ["lm_head", "q_proj"]),
 }
 
 
@@ -37,7 +40,9 @@ def save_lora(folder: Path, model, targets, seed: int, *, rank: int = 3, **optio
     )
     adapted = peft.get_peft_model(copy.deepcopy(model.stock), config).eval().requires_grad_(False)
     for name, parameter in adapted.named_parameters():
-        if "lora_" in name:
+        if "lora_magnitude_vector" in name:
+            parameter.mul_(1 + torch.randn_like(parameter) * 0.3)
+        elif "lora_" in name:
             parameter.copy_(torch.randn_like(parameter) * 0.2)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     return adapted
@@ -77,7 +82,8 @@ def logprobs(outcome):
 def test_tokens_and_log_probabilities_are_those_of_peft(case, tiny, run_all, prompt_of, tmp_path):
     family, seed, overrides, targets = CASES[case]
     model = tiny(family, seed, **overrides)
-    adapted = save_lora(tmp_path, model, targets, seed, use_rslora=case == "llama-rslora")
+    kind = {"use_rslora": case == "llama-rslora", "use_dora": case.endswith("-dora")}
+    adapted = save_lora(tmp_path, model, targets, seed, **kind)
     lora = use(load_adapter(tmp_path))
     engine = model.engine(max_num_batched_tokens=24)
     prompts = [prompt_of(length, seed) for length in (3, 40)]
@@ -90,6 +96,27 @@ def test_tokens_and_log_probabilities_are_those_of_peft(case, tiny, run_all, pro
         for row, found in zip(logits.log_softmax(-1), logprobs(outcomes[str(i)]), strict=True):
             for token, value in found.best:
                 assert value == pytest.approx(row[token].item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.5, -1.5])
+def test_a_dora_of_another_strength_is_that_of_peft(scale, tiny, run_all, prompt_of, tmp_path):
+    model = tiny("llama", 4)
+    adapted = save_lora(tmp_path, model, ALL, 4, use_dora=True)
+    for layer in adapted.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.set_scale("default", scale)
+    prompt = prompt_of(30, 4)
+    save_lora(tmp_path / "plain", model, ALL[:4], 5)
+    dora, plain = use(load_adapter(tmp_path), scale), use(load_adapter(tmp_path / "plain"))
+    sets = {"dora": (dora,), "none": (), "both": (dora, plain), "off": (use(dora.adapter, 0.0),)}
+    requests = [ask(name, prompt, 9, *loras) for name, loras in sets.items()]
+    outcomes = run_all(model.engine(), requests)
+    assert outcomes["dora"].token_ids == greedy(adapted, prompt, 9)
+    assert outcomes["none"].token_ids == outcomes["off"].token_ids == model.greedy(prompt, 9)
+    for request in requests:  # beside others it is as alone
+        assert logprobs(run_all(model.engine(), [request])[request.request_id]) == logprobs(
+            outcomes[request.request_id]
+        )
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +220,7 @@ def test_completions_of_one_prompt_and_preempted_ones_keep_their_adapter(crowd, 
         return found
 
     assert tokens(tight) == tokens(roomy)
-    assert tight.num_preemptions > 0
+    assert tight.stats().num_preemptions > 0
 
 
 EXPERT_PATHS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from weights.private_folder import cache_folder
 VOCABULARY = 64
 NUM_BLOCKS = 24
 SCALES = {"Q8_0": (0, 1e-3), "Q4_0": (0, 1e-2), "Q5_1": (0, 5e-3), "Q6_K": (208, 2e-5), "Q4_K": (0, 2e-4)}
+SCALES |= {"Q2_K": (80, 1e-3), "Q3_K": (108, 2e-4), "IQ4_XS": (0, 1e-5)}
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels here")
 
@@ -41,7 +43,7 @@ def random_blocks(kind: str, rows: int, columns: int) -> torch.Tensor:
     elements, nbytes = BLOCK_SIZES[kind]
     blocks = torch.randint(0, 256, (rows, columns // elements, nbytes), dtype=torch.uint8)
     at, scale = SCALES[kind]
-    halves = 1 if kind in ("Q8_0", "Q4_0", "Q6_K") else 2
+    halves = 1 if kind in ("Q8_0", "Q4_0", "Q6_K", "Q3_K", "IQ4_XS") else 2
     drawn = (torch.rand(rows, columns // elements, halves) + 0.5) * scale
     blocks[..., at : at + 2 * halves] = drawn.half().view(torch.uint8)
     return blocks.flatten(1)
@@ -112,6 +114,9 @@ def run(runner: ModelRunner, all_: Sequence[Completion]) -> tuple[torch.Tensor, 
         ("Q4_0", {"qkv_bias": True, "output_bias": True, "mlp_bias": True}),
         ("Q4_K", {"qk_norm": True}),
         ("Q6_K", {}),
+        ("Q2_K", {}),
+        ("Q3_K", {}),
+        ("IQ4_XS", {}),
         ("Q5_1", {"is_interleaved": True}),
     ],
 )
@@ -129,8 +134,39 @@ def test_one_call_computes_what_the_layers_do(
     # Float32 sums run in another order. Where an activation lies between two of its 127 steps, that may take the other.
     # So may a key or value that lies between two steps of an int8 cache, and every later token reads it.
     assert float(errors[len(errors) // 10]) < (1e-4 if kv_dtype == "auto" else 1e-2)
-    assert float(errors[len(errors) // 2]) < (1e-2 if kv_dtype == "auto" else 2e-2)
-    assert float(errors[-1]) < 3e-2
+    assert float(errors[len(errors) // 2]) < (1.5e-2 if kv_dtype == "auto" else 2e-2)
+    assert float(errors[-1]) < 5e-2
+
+
+def test_large_keys_keep_what_float16_has_of_them() -> None:
+    """Some models (Qwen2) have keys of tens by their biases, of which bfloat16 would keep three bits less."""
+    model = random_model("Q8_0", qkv_bias=True)
+    for layer in model.module.model.layers:
+        layer.self_attn.k_proj.bias[::8] += 50
+    (drawn,) = sequences([77])
+    keys = []
+    for one in (model, replace(model, dtype=torch.bfloat16)):
+        runner = ModelRunner(one, NUM_BLOCKS)
+        runner.run([Chunk(drawn, 0, 77, True)])
+        keys.append(runner._cache.layer_slots(0).keys)
+    assert [kept.dtype for kept in keys] == [torch.float32, torch.float16]
+    errors = (keys[1].float() - keys[0]).abs()
+    assert bool((errors <= keys[0].abs() * 2**-11 + 2**-25).all())
+
+
+@pytest.mark.parametrize("value", [1e6, float("-inf"), float("nan")])
+def test_what_float16_cannot_hold_is_its_greatest_number_and_a_nan_stays(value: float) -> None:
+    """The same in the kernels and layer by layer: a token is computed by one and read by the other."""
+    model = replace(random_model("Q8_0", qkv_bias=True), dtype=torch.bfloat16)
+    for layer in model.module.model.layers:
+        layer.self_attn.v_proj.bias[3] = value
+    runner = ModelRunner(model, NUM_BLOCKS)
+    runner.run([Chunk(sequences([20])[0], 0, 20, True)])
+    kept = runner._cache.layer_slots(0).values
+    numbers = kept[kept.float().abs().amax((-1, -2)).nan_to_num(1) > 0][..., 0, 3].float()
+    expected = torch.tensor(value).clamp(-65504, 65504)
+    assert torch.equal(numbers.isnan(), expected.isnan().expand_as(numbers))
+    assert bool(expected.isnan()) or torch.equal(numbers, expected.expand_as(numbers))
 
 
 def test_a_row_is_the_same_in_any_company_and_with_any_number_of_threads() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.model_runner import CPU_ROW_MULTIPLE, ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.scheduler import Scheduler, Sequence
@@ -96,7 +97,9 @@ def test_an_old_config_with_rope_scaling_is_understood(tiny, run_all, prompt_of,
     del config["rope_parameters"]
     config |= {"rope_theta": 10000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
     (folder / "config.json").write_text(json.dumps(config))
-    outcomes = run_all(LLMEngine(folder, model.tensors), [request_of("r", prompt_of(17), max_tokens=9)])
+    outcomes = run_all(
+        LLMEngine(folder, model.tensors, LLMEngineConfig()), [request_of("r", prompt_of(17), max_tokens=9)]
+    )
     assert outcomes["r"].token_ids == model.greedy(prompt_of(17), 9)
 
 

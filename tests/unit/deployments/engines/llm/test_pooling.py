@@ -12,8 +12,12 @@ import torch
 from sentence_transformers import SentenceTransformer
 
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.pooling import PooledStates, load_embedding_rules
 from deployments.engines.protocol import ComputationFailed, EngineError, TextRequest
+from deployments.errors import InvalidRequest
+from deployments.records import EmbeddingRequest
+from deployments.services.text_prompts import embedding_requests
 
 
 def embed(engine, prompts, pooling, beside=()):
@@ -61,7 +65,7 @@ def test_neither_cuts_nor_company_nor_the_cache_change_a_bit(pooling, tiny, prom
         for _ in range(2):  # the second time, from what is cached
             found = embed(engine, prompts, pooling, texts)
             assert all((one == other).all() for one, other in zip(found, alone, strict=True))
-        assert engine._num_free_blocks == engine.num_blocks
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
         outcome = run_all(engine, [request_of("r", prompts[1], max_tokens=5)])["r"]
         assert outcome.token_ids == model.greedy(prompts[1], 5)
         assert outcome.deltas[0].num_cached_tokens == 32, "what an embedding computed serves completions"
@@ -123,7 +127,7 @@ def test_sentence_transformers_folders_have_the_vectors_of_that_library(pooling,
     stock = SentenceTransformer(str(folder), device="cpu", tokenizer_kwargs={"padding_side": "right"})
     stock.tokenizer.pad_token = "</s>"
     tensors = {name.removeprefix("model."): tensor for name, tensor in model.tensors.items()}
-    engine = LLMEngine(folder, tensors)
+    engine = LLMEngine(folder, tensors, LLMEngineConfig())
     assert engine.embedding_rules.pooling == expected
     found = embed(engine, [engine.encode_text(text) for text in texts], engine.embedding_rules.pooling)
     theirs = [stock.encode(text) for text in texts]
@@ -166,7 +170,7 @@ def test_a_plain_folder_means_the_last_token_and_gguf_says_its_pooling(tmp_path,
 def test_vectors_are_cut_where_the_model_was_trained_for_it(tmp_path, tiny, prompt_of):
     model = tiny("llama", 0)
     trained = sentence_folder(tmp_path, model, {}, matryoshka_dimensions=[8, 16])
-    rules = LLMEngine(trained, model.tensors).embedding_rules
+    rules = LLMEngine(trained, model.tensors, LLMEngineConfig()).embedding_rules
     rules.check_dimensions(8)
     (vector,) = embed(model.engine(), [prompt_of(5)], "last")
     cut = rules.shorten(vector, 8)
@@ -176,3 +180,21 @@ def test_vectors_are_cut_where_the_model_was_trained_for_it(tmp_path, tiny, prom
         rules.check_dimensions(12)
     with pytest.raises(EngineError, match="not trained for fewer"):
         model.engine().embedding_rules.check_dimensions(8)
+
+
+def test_prompts_stand_before_texts_and_not_before_ids(tmp_path, tiny):
+    model = tiny("llama", 0)
+    folder = shutil.copytree(model.folder, tmp_path / "prompted")
+    said = {"prompts": {"query": "find: ", "document": ""}, "default_prompt_name": "query"}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(said))
+    engine = LLMEngine(folder, model.tensors, LLMEngineConfig())
+
+    def tokens(**fields):
+        [request], _ = embedding_requests(engine, EmbeddingRequest(model="m", **fields))
+        return request.prompt_token_ids
+
+    assert tokens(input=("rain",)) == tokens(input=("rain",), input_type="query") == engine.encode_text("find: rain")
+    assert tokens(input=("rain",), prompt_name="document") == engine.encode_text("rain")
+    assert tokens(input=((5, 6),)) == (5, 6)
+    with pytest.raises(InvalidRequest, match=r"no prompt 'quary' \(known: query, document\)"):
+        tokens(input=("rain",), prompt_name="quary")

@@ -62,8 +62,8 @@ class Machine:
         self.scheduler.add_sequence(sequence)
         return sequence
 
-    def step(self) -> tuple[int, int]:
-        plan = self.scheduler.schedule()
+    def step(self, other_step_s: float | None = None) -> tuple[int, int]:
+        plan = self.scheduler.schedule(other_step_s)
         seconds = self.cost(plan.num_decoding, plan.num_prompt_tokens) * self.random.lognormvariate(0, self.noise)
         seconds *= 3 if self.noise and self.random.random() < 0.02 else 1
         self.now += seconds
@@ -72,8 +72,9 @@ class Machine:
             if chunk.is_last and not chunk.sequence.request_id.startswith("stream"):
                 self.ends[chunk.sequence.request_id] = self.now
                 self.scheduler.finish(chunk.sequence)
-        if plan.num_decoding:
+        if plan.chunks:
             self.pace.note_step(plan.num_decoding, plan.num_prompt_tokens, seconds)
+        if plan.num_decoding or other_step_s is not None:
             self.gaps.append(seconds)
         return plan.num_decoding, plan.num_prompt_tokens
 
@@ -200,3 +201,40 @@ def test_the_maximum_holds_whatever_a_step_takes(most: int) -> None:
     sizes = Machine(lambda rows, tokens: 1.0, most=most, noise=0).run_beside(300)
     assert max(sizes) == most
     assert statistics.fmean(sizes[50:]) > 0.8 * most
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("num_streams", [0, 2])
+@pytest.mark.parametrize(("cost", "other_s"), [(fused, 0.1), (dense, 0.2), (two_ways, 0.2)])
+def test_another_engine_waits_for_two_of_its_steps_at_most_and_prompts_get_what_is_left(
+    cost: Cost, other_s: float, num_streams: int, seed: int
+) -> None:
+    machine = Machine(cost, delay=8.0, seed=seed)
+    for number in range(num_streams):
+        machine.add(f"stream {number}", 16)
+    machine.add("alone", 1500)
+    while machine.scheduler.num_waiting:
+        machine.step()
+    machine.gaps.clear()
+    sizes = []
+    for number in range(300):
+        if not machine.scheduler.num_waiting:
+            machine.add(f"prompt {number}", 1900)
+        sizes.append(machine.step(other_s)[1])
+    held_s = 2 * other_s
+    fitting = max(tokens for tokens in range(512) if cost(num_streams, tokens) <= held_s)
+    assert statistics.median(machine.gaps) <= 1.05 * held_s
+    assert statistics.quantiles(machine.gaps[10:], n=20)[17] <= 1.25 * held_s
+    assert statistics.fmean(sizes[100:]) >= 0.6 * fitting, f"{fitting} tokens would fit"
+    machine.add("alone again", 1900)
+    assert max(machine.step()[1] for _ in range(5)) > 4 * fitting or num_streams, "alone, it goes on as before"
+
+
+def test_prompts_go_on_beside_an_engine_with_steps_shorter_than_any_of_theirs() -> None:
+    machine = Machine(dense, noise=0.0)
+    for number in range(200):
+        if not machine.scheduler.num_waiting:
+            machine.add(f"prompt {number}", 1900)
+        _, size = machine.step(0.01)
+        assert machine.gaps[-1] <= 1.25 * dense(0, 4)
+    assert size >= 8, "some are free"

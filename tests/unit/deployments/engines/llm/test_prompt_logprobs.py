@@ -53,7 +53,7 @@ def test_a_prompt_that_is_cached_is_scored_again_and_cached_again(model, run_all
     check_scores(model.stock, prompt, delta.prompt_logprobs)
     assert delta.num_cached_tokens == 0
     assert run_all(engine, [plain])["plain"].deltas[0].num_cached_tokens == 48
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
 
 
 def test_completions_of_one_prompt_each_have_them(model, prompt_of):
@@ -72,7 +72,7 @@ def test_preemption_loses_none(model, run_all, prompt_of):
     prompts = [prompt_of(length) for length in (60, 90, 40)]
     tight = model.engine(max_num_batched_tokens=32, kv_cache_bytes=2 * 2 * 16 * 2 * 8 * 4 * 14)
     outcomes = run_all(tight, [ask(str(i), prompt, max_tokens=40) for i, prompt in enumerate(prompts)])
-    assert tight.num_preemptions > 0
+    assert tight.stats().num_preemptions > 0
     for i, prompt in enumerate(prompts):
         check_scores(model.stock, prompt, outcomes[str(i)].deltas[0].prompt_logprobs)
 

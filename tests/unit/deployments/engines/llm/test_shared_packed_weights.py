@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from deployments.bench.figures import private_bytes
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.loading.mapped_checkpoint import mapped_tensors
 
@@ -34,7 +35,7 @@ engines, grown = [], []
 for path in map(Path, sys.argv[1:]):
     begin = own()
     folder, tensors, _ = mapped_tensors(path)
-    engines.append(LLMEngine(folder, tensors, kv_cache_bytes=2**20))
+    engines.append(LLMEngine(folder, tensors, LLMEngineConfig(kv_cache_bytes=2**20)))
     engines[-1].add_request(TextRequest("r", tuple(range(4, 52)), SamplingParams(max_tokens=8, ignore_eos=True)))
     while engines[-1].has_work:
         engines[-1].step()

@@ -35,7 +35,7 @@ def test_completions_are_those_of_requests_of_their_own(length, model, prompt_of
     engine = model.engine()
     many = run_many(engine, [TextRequest("r", prompt_of(length), sampling, n=4)])
     assert len(set(map(tuple, many.values()))) == 4
-    assert engine._num_free_blocks == engine.num_blocks
+    assert engine.stats().num_free_blocks == engine.stats().num_blocks
     alone = run_many(model.engine(), [TextRequest("r", prompt_of(length), sampling)])
     assert many["r", 0] == alone["r", 0]
     fewer = run_many(model.engine(), [TextRequest("r", prompt_of(length), sampling, n=2)])
@@ -46,10 +46,10 @@ def test_completions_come_through_preemption(model, prompt_of, request_of):
     sampling = request_of("r", (1,), max_tokens=40, temperature=1.0, seed=9).sampling
     requests = [TextRequest(str(i), prompt_of(20 + i), sampling, n=3) for i in range(3)]
     roomy, tight = model.engine(), model.engine(kv_cache_bytes=2 * 2 * 16 * 2 * 16 * 4 * 12)
-    assert tight.num_blocks == 12
+    assert tight.stats().num_blocks == 12
     assert run_many(tight, requests) == run_many(roomy, requests)
-    assert tight.num_preemptions > 0
-    assert tight._num_free_blocks == 12
+    assert tight.stats().num_preemptions > 0
+    assert tight.stats().num_free_blocks == 12
 
 
 def test_too_many_completions_are_refused(model, prompt_of):
@@ -65,7 +65,7 @@ def test_an_aborted_request_leaves_nothing_before_and_after_it_forks(model, prom
         for _ in range(steps):
             engine.step()
         engine.abort("r")
-        assert engine._num_free_blocks == engine.num_blocks
+        assert engine.stats().num_free_blocks == engine.stats().num_blocks
         assert not engine.has_work
         assert engine.step() == []
 
@@ -113,7 +113,7 @@ def test_cuts_and_preemption_change_no_bit(budget, model, prompt_of, request_of)
     tight = model.engine(max_num_batched_tokens=budget, kv_cache_bytes=2 * 2 * 16 * 2 * 16 * 4 * 20)
     together = logprobs(tight, requests)
     if budget >= 64:
-        assert tight.num_preemptions > 0
+        assert tight.stats().num_preemptions > 0
     weight = model.tensors["lm_head.weight"]
     rows = torch.randn(64, 32)
     assert torch.equal(rows[:4] @ weight.T, (rows @ weight.T)[:4]) is False or together == alone

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
+from kit.seeding import seeded_random
 
 from deployments.engines.llm.chat import CalledTool, Function, whole_calls
 from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
@@ -44,7 +45,7 @@ def random_arguments(rng: random.Random) -> dict[str, Any]:
 
 @pytest.mark.parametrize("indent", [None, 2])
 def test_calls_come_out_however_the_text_is_cut(indent: int | None) -> None:
-    rng = random.Random()
+    rng = seeded_random()
     for _ in range(100):
         calls = [(f"call-{number}", random_arguments(rng)) for number in range(rng.randint(1, 3))]
         written = [
@@ -76,13 +77,13 @@ def test_calls_come_out_however_the_text_is_cut(indent: int | None) -> None:
 )
 def test_what_is_no_call_stays_text(text: str) -> None:
     for form in (HERMES, LLAMA3):
-        shown, calls = read(form, text, random.Random())
+        shown, calls = read(form, text, seeded_random())
         assert not calls
         assert shown.replace("\n", "") == text.replace("\n", "")
 
 
 def test_other_orders_of_members_and_ends_within_a_call() -> None:
-    rng = random.Random()
+    rng = seeded_random()
     assert read(LLAMA3, '{"parameters": {"a": 1}, "name": "f"}', rng) == ("", [("f", {"a": 1})])
     assert read(LLAMA3, '{"type": "function", "name": "f", "parameters": {"a": 1}}', rng) == ("", [("f", {"a": 1})])
     reader = ToolCallReader(HERMES)

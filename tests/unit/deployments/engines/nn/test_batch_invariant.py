@@ -45,6 +45,36 @@ def test_linear(dtype: torch.dtype, width: int, out: int, length: int | None) ->
     assert torch.allclose(linear(x[:1], weight, bias), F.linear(x[:1], weight, bias), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(("width", "out"), [(6, 16), (100, 33), (320, 640)])
+def test_linear_of_sums_that_cancel(width: int, out: int) -> None:
+    """Of such a sum rounding errors alone are left, so that any other order of its terms shows in each result."""
+    half, weights = torch.randn(max(BATCHES), width // 2), torch.randn(out, width // 2)
+    order = torch.randperm(width)
+    x = torch.cat([half, half], -1)[:, order]
+    weight = torch.cat([weights, -weights], -1)[:, order]
+    assert differing(lambda x: linear(x, weight), x) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_small_half_precision_products_reach_the_size_of_onednn(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a processor has no such instructions both ways are one, so the sizes are looked at."""
+    sizes: list[int] = []
+    stock = F.linear
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        sizes.append(x.numel() * weight.shape[0])
+        return stock(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", watched)
+    for width, out in [(6, 16), (16, 16), (100, 33), (64, 64), (320, 640)]:
+        for rows in BATCHES:
+            result = linear(torch.ones(rows, width, dtype=dtype), torch.ones(out, width, dtype=dtype))
+            assert result.shape == (rows, out)
+    assert min(sizes) > 16**3
+
+
 @DTYPES
 def test_linear_of_a_part_of_a_sequence(dtype: torch.dtype) -> None:
     """As after SD3's joint attention: in C order for one row, and not for several."""

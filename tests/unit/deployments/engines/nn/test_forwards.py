@@ -64,3 +64,24 @@ def test_making_quick_twice_changes_nothing():
     kind = type(once)
     make_quick(once)
     assert type(once) is kind
+
+
+def test_a_forward_that_is_not_the_known_one_stays_stocks_and_is_said(monkeypatch, caplog):
+    """As of another release of diffusers: nothing is slower or other without a word."""
+    monkeypatch.setattr(Attention, "forward", lambda self, hidden_states: hidden_states + 1)
+    module = torch.nn.Sequential(Attention(64, heads=2, dim_head=32))
+    make_quick(module)
+    assert type(module[0]) is Attention
+    assert "attention_processor:Attention.forward of this version is another one" in caplog.text
+    hidden = torch.randn(1, 4, 64)
+    assert torch.equal(module(hidden), hidden + 1)
+
+
+def test_a_class_of_the_same_name_elsewhere_is_left_alone():
+    class Attention(torch.nn.Module):
+        def forward(self, hidden):
+            return hidden
+
+    module = Attention()
+    make_quick(module)
+    assert type(module) is Attention

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from kit.seeding import seeded_rng
 
 from deployments.engines.native import building, library
 from deployments.engines.native.library import PackedMatrix, load_kernels
@@ -17,31 +18,31 @@ from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, Pa
 from deployments.engines.nn.packed_weights import (
     UNPACKED_KINDS,
     PackedWeight,
-    _unpack_blocks,
     group_int8_weight,
     packed_weight,
     unpack_rows,
 )
 from deployments.engines.protocol import EngineError
 from weights.dtypes import BLOCK_SIZES
+from weights.formats.ggml_values import unpack_blocks
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 from weights.private_folder import cache_folder
 
-RANDOM = np.random.default_rng()
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
+K_TYPES = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")  # of 256 elements
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "IQ4_XS": (0,), "IQ4_NL": (0,)}
 LARGEST_ERROR = 0.012
 
 
 def random_weight(kind: str, rows: int, columns: int) -> tuple[PackedWeight, torch.Tensor]:
     """A weight and what gguf-py makes of it. gguf-py cannot write K types, so their bytes are drawn."""
     type_ = gguf.GGMLQuantizationType[kind]
-    if kind not in K_TYPES:
-        packed = gguf.quants.quantize(RANDOM.standard_normal((rows, columns), dtype=np.float32), type_)
+    if kind not in (*K_TYPES, "IQ4_NL"):
+        packed = gguf.quants.quantize(seeded_rng().standard_normal((rows, columns), dtype=np.float32), type_)
     else:
-        block_bytes = BLOCK_SIZES[kind][1]
-        blocks = RANDOM.integers(0, 256, (rows, columns // 256, block_bytes), dtype=np.uint8)
-        for at in (208,) if kind == "Q6_K" else (0, 2):
-            halves = RANDOM.uniform(-0.01, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
+        elements, block_bytes = BLOCK_SIZES[kind]
+        blocks = seeded_rng().integers(0, 256, (rows, columns // elements, block_bytes), dtype=np.uint8)
+        for at in HALVES.get(kind, (0, 2)):
+            halves = seeded_rng().uniform(-0.01, 0.01, (*blocks.shape[:2], 1)).astype(np.float16)
             blocks[..., at : at + 2] = halves.view(np.uint8)
         packed = blocks.reshape(rows, -1)
     reference = torch.from_numpy(gguf.quants.dequantize(packed, type_))
@@ -59,7 +60,7 @@ def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("kind", UNPACKED_KINDS)
 def test_both_ways_to_unpack_give_gguf_pys_numbers(kind: str) -> None:
     weight, reference = random_weight(kind, 37, 768)
-    torch.testing.assert_close(_unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(unpack_blocks(kind, weight.data), reference, rtol=1e-6, atol=1e-8)
     torch.testing.assert_close(unpack_rows(weight, 5, 31), reference[5:31], rtol=1e-6, atol=1e-8)
 
 
@@ -84,8 +85,9 @@ def test_fast_products_are_as_near_as_their_path_promises(kind: str, num_rows: i
     for arithmetic in ("fast", "deterministic"):
         got = product(x, weight, arithmetic)
         assert got.dtype == dtype
-        # A bfloat16 result is rounded once more.
-        assert relative(got, x.double() @ reference.double().T) < LARGEST_ERROR
+        # One row scatters: of 3,900 draws the largest error was 0.018, of five rows 0.009. Bfloat16 rounds once more.
+        bound = LARGEST_ERROR * (2.0 if num_rows == 1 else 1.0) + (0.0005 if dtype == torch.bfloat16 else 0.0)
+        assert relative(got, x.double() @ reference.double().T) < bound
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 33])
@@ -96,7 +98,7 @@ def test_int8_products_are_those_of_their_formula(kind: str, num_rows: int) -> N
         pytest.skip("no compiled kernels here")
     columns = 768 if kind in K_TYPES else 544
     if kind == "GROUP_INT8":
-        values, scales = quantize_int8(RANDOM.standard_normal((35, 768), dtype=np.float32), 64)
+        values, scales = quantize_int8(seeded_rng().standard_normal((35, 768), dtype=np.float32), 64)
         weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), 64)
         reference, columns = torch.from_numpy(dequantize_int8(values, scales, 64)), 768
     else:
@@ -116,7 +118,8 @@ def test_the_greatest_bytes_do_not_overflow(kind: str) -> None:
     if load_kernels() is None:
         pytest.skip("no compiled kernels here")
     weight, _ = random_weight(kind, 16, 512)
-    scales = {"Q6_K": (208, 209), "Q8_0": (0, 1), "Q4_0": (0, 1), "Q5_0": (0, 1)}.get(kind, (0, 1, 2, 3))
+    firsts = (0,) if kind in ("Q8_0", "Q4_0", "Q5_0", "MXFP4") else HALVES.get(kind, (0, 2))
+    scales = [at + byte for at in firsts for byte in (0, 1) if kind != "MXFP4" or not byte]
     blocks = weight.data.view(16, -1, BLOCK_SIZES[kind][1])
     for fill in (0xFF, 0x80, 0x00):
         for at in set(range(blocks.shape[-1])) - set(scales):
@@ -146,7 +149,7 @@ def test_a_row_does_not_depend_on_the_others(kind: str) -> None:
     ("columns", "group"), [(128, 64), (192, 128), (192, 192), (96, 64), (80, 32), (72, 8), (50, 10)]
 )
 def test_flat_int8_groups_may_cross_rows(columns: int, group: int) -> None:
-    values, scales = quantize_int8(RANDOM.standard_normal((64, columns), dtype=np.float32), group)
+    values, scales = quantize_int8(seeded_rng().standard_normal((64, columns), dtype=np.float32), group)
     weight = group_int8_weight("w", torch.from_numpy(values), torch.from_numpy(scales), group)
     reference = torch.from_numpy(dequantize_int8(values, scales, group))
     torch.testing.assert_close(unpack_rows(weight, 3, 60), reference[3:60], rtol=1e-6, atol=1e-8)
@@ -206,8 +209,8 @@ def test_infinities_are_not_hidden() -> None:
 
 
 def test_wrong_tensors_are_refused_with_what_is_supported() -> None:
-    with pytest.raises(EngineError, match=r"'w' is IQ4_XS; supported are .*Q8_0"):
-        packed_weight("w", "IQ4_XS", torch.zeros(2, 136, dtype=torch.uint8))
+    with pytest.raises(EngineError, match=r"'w' is IQ2_S; supported are .*Q8_0"):
+        packed_weight("w", "IQ2_S", torch.zeros(2, 82, dtype=torch.uint8))
     with pytest.raises(EngineError, match="rows of Q8_0 blocks"):
         packed_weight("w", "Q8_0", torch.zeros(2, 35, dtype=torch.uint8))
     with pytest.raises(EngineError, match="3 scales for groups of 64"):
@@ -247,5 +250,6 @@ def test_sums_of_exponentials_by_blocks() -> None:
     got = kernels.exponential_sums(x, rows, best, factors, 128)
     exact = ((x[rows].double() - best[:, None]) * torch.tensor(factors)[:, None]).exp()
     expected = torch.stack([part.sum(-1) for part in exact.split(128, dim=-1)], dim=-1)
-    torch.testing.assert_close(got, expected, rtol=2e-6, atol=1e-37)
+    # An exponent of 80 is rounded by 5e-6, and so is its exponential.
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-37)
     assert got[1, 1] == 0

@@ -94,3 +94,12 @@ def test_other_modules_keep_their_own_forward():
     assert not has_bert_layers(BertModel(BertConfig(**SIZES, is_decoder=True)))
     own = type("BertModel", (BertModel,), {"__module__": __name__})  # which may do anything
     assert not has_bert_layers(own(BertConfig(**SIZES)))
+
+
+def test_a_part_that_is_not_the_known_one_leaves_all_to_stock(monkeypatch, caplog):
+    module = BertModel(BertConfig(**SIZES))
+    assert has_bert_layers(module)
+    layer = type(module.encoder.layer[0])
+    monkeypatch.setattr(layer, "forward", lambda self, hidden_states, *inputs, **options: hidden_states)
+    assert not has_bert_layers(module)
+    assert "BertLayer.forward of this version is another one" in caplog.text

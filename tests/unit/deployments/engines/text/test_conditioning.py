@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import EncodeItem
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.diffusion.families.texts import EncodeItem
+from deployments.engines.protocol import LAST, PENULTIMATE, DiffusionRequest, EngineError
 
 FLUX, SDXL = family_of("FluxPipeline"), family_of("StableDiffusionXLPipeline")
 STABLE_DIFFUSION_3 = family_of("StableDiffusion3Pipeline")
@@ -122,8 +122,40 @@ def test_stable_diffusion_equals_stock(clip, negative):
     assert_equal(ours, ["prompt_embeds", "negative_prompt_embeds"], expected)
 
 
+@pytest.mark.parametrize("clip_skip", [0, 1, 2])
+@pytest.mark.parametrize("negative", [None, "blurry"])
+def test_stable_diffusion_skips_layers_as_stock(clip, negative, clip_skip):
+    parts = (clip.stock, clip.tokenizer, None, diffusers.PNDMScheduler(), None, None)
+    stock = diffusers.StableDiffusionPipeline(None, *parts, requires_safety_checker=False)
+    if not hasattr(clip.stock, "text_model"):  # where this diffusers looks for the final norm
+        clip.stock.__dict__["text_model"] = clip.stock
+    skips = {"prompt": clip_skip}
+    ours = run({"text_encoder": clip}, STABLE_DIFFUSION, {}, PROMPT, negative, use_negative=True, clip_skips=skips)
+    with torch.no_grad():
+        expected = stock.encode_prompt(PROMPT, "cpu", 1, True, negative_prompt=negative, clip_skip=clip_skip)
+    assert_equal(ours, ["prompt_embeds", "negative_prompt_embeds"], expected)
+
+
+@pytest.mark.parametrize("clip_skip", [0, 1])
+def test_sdxl_skips_layers_as_stock(clip, clip_projection, clip_skip):
+    parts = (clip.stock, clip_projection.stock, clip.tokenizer, clip_projection.tokenizer, None)
+    stock = diffusers.StableDiffusionXLPipeline(None, *parts, diffusers.EulerDiscreteScheduler(), add_watermarker=False)
+    encoders, skips = {"text_encoder": clip, "text_encoder_2": clip_projection}, {"prompt": clip_skip}
+    ours = run(encoders, SDXL, {}, PROMPT, "blurry", use_negative=True, clip_skips=skips)
+    with torch.no_grad():
+        expected = stock.encode_prompt(PROMPT, device="cpu", negative_prompt="blurry", clip_skip=clip_skip)
+    names = ["prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"]
+    assert_equal(ours, names, expected)
+
+
+def test_more_layers_than_there_are_cannot_be_skipped(clip):
+    [text] = clip.ours.tokenize(["7"], layer=LAST.before(40))
+    with pytest.raises(EngineError, match=r"clip_skip: 40 layers were to be left out of a text encoder that has \d"):
+        clip.ours.encode([text])
+
+
 def test_the_layers_of_one_clip_are_told_apart(clip):
-    [penultimate], [last] = (clip.ours.tokenize(["7"], layer=layer) for layer in ("penultimate", "last"))
+    [penultimate], [last] = (clip.ours.tokenize(["7"], layer=layer) for layer in (PENULTIMATE, LAST))
     assert clip.ours.variant(penultimate) != clip.ours.variant(last)
     first, second = clip.ours.encode([penultimate, last])
     assert (sorted(first), sorted(second)) == (["penultimate", "pooled"], ["hidden", "pooled"])

@@ -83,7 +83,7 @@ def test_the_whole_model_has_its_published_size_and_shapes(name, tmp_path):
     ids_BL = torch.ones(2, 77, dtype=torch.long, device="meta")
     outputs = encoder_family_of(cls.__name__).run(module=stock, ids_BL=ids_BL, mask_BL=None, pooling=None)
     width = config.hidden_size
-    known = {"hidden": (2, 77, width), "penultimate": (2, 77, width), "pooled": (2, width)}
+    known = {"hidden": (2, 77, width), "layer -1": (2, 77, width), "pooled": (2, width)}
     for output, tensor in outputs.items():
         assert tuple(tensor.shape) == known[output]
 

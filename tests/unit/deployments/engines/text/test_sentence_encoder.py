@@ -141,22 +141,34 @@ def test_pooling_config(tmp_path):
 @pytest.mark.parametrize(
     ("modules", "pooling", "message"),
     [
-        ({}, {}, "expected a list of objects with 'type' and 'path'"),
+        ({}, {}, "expected a list of at most 64 objects with 'type' and 'path'"),
         (
-            [{"type": "x.Dense", "path": "p"}],
+            [
+                {"type": "sentence_transformers.models.CNN", "path": "c"},
+                {"type": "sentence_transformers.models.Dense", "path": "p"},
+            ],
             {},
-            r"unknown stage 'Dense' \(known: Transformer, Pooling, Normalize\); .* folder 'p' can be served .* a head",
+            r"unknown stage 'CNN' \(known: Transformer, Pooling, Normalize, Dense\); .* folder 'p' can be served",
         ),
         (
-            [{"type": "x.Pooling", "path": "p"}],
+            [{"type": "sentence_transformers.models.Pooling", "path": "p"}],
             {"pooling_mode": "last"},
             r"unknown pooling 'last' \(known: cls, max",
         ),
         (
-            [{"type": "x.Pooling", "path": "p"}],
-            {"pooling_mode_lasttoken": True},
-            "unknown pooling 'pooling_mode_last",
+            [{"type": "sentence_transformers.models.Pooling", "path": "p"}],
+            {"pooling_mode_firsttoken": True},
+            "unknown pooling 'pooling_mode_first",
         ),
+        (
+            [
+                {"type": "sentence_transformers.models.Dense", "path": "p"},
+                {"type": "sentence_transformers.models.Pooling", "path": "p"},
+            ],
+            {},
+            "'Dense' before 'Pooling'",
+        ),
+        ([{"type": "sentence_transformers.models.Pooling", "path": "../p"}], {}, "'../p' is not a folder beside it"),
     ],
 )
 def test_unknown_stages_and_poolings(tmp_path, modules, pooling, message):

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -28,6 +27,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.errors import ConfigError
+from configs.http import CompatConfig
 from deployments.ingress import http as http_module
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.access.http import _is_same_origin, _need_of
@@ -93,9 +93,15 @@ def opened(replicas: Held) -> Open:
 
     @asynccontextmanager
     async def client(
-        http_host: str = "127.0.0.1", url: str = "http://localhost:8000", num_replicas: int = 1, **access: Any
+        http_host: str = "127.0.0.1",
+        url: str = "http://localhost:8000",
+        num_replicas: int = 1,
+        compat: CompatConfig = CONFIG.http.compat,
+        route_prefix: str = "/",
+        **access: Any,
     ) -> AsyncIterator[httpx.AsyncClient]:
         update = {
+            "http": CONFIG.http.model_copy(update={"compat": compat, "route_prefix": route_prefix}),
             "access": AccessConfig.model_validate(access),
             "ingress": CONFIG.ingress.model_copy(update={"num_replicas": num_replicas}),
         }
@@ -191,7 +197,6 @@ async def test_a_key_opens_the_models_and_no_more(opened: Open, keys: Path, head
             ("GET", "/admin/cluster"),
             ("POST", "/admin/models"),
             ("PUT", "/admin/text-encoders/batching"),
-            ("GET", "/anything"),
         ):
             answer = await http.request(method, path, headers=headers)
             assert (answer.status_code, problem(answer)["code"]) == (403, "not_allowed")
@@ -199,6 +204,17 @@ async def test_a_key_opens_the_models_and_no_more(opened: Open, keys: Path, head
         for what in ("load", "unload"):
             answer = await http.post(f"/v2/repository/models/flux/{what}", headers=headers)
             assert (answer.status_code, set(answer.json())) == (403, {"error"})
+
+
+async def test_below_a_path_of_its_own_a_key_opens_as_much_as_at_the_root(opened: Open, keys: Path) -> None:
+    async with opened(keys_file=keys, route_prefix="/two") as http:
+        assert (await http.get("/two/healthz")).status_code == 200
+        for path in ("/two/v1/models", "/two/admin/cluster", "/two/nothing"):
+            assert (await http.get(path)).status_code == 401
+        assert (await http.post(f"/two/v1/{CHATS}", json=CHAT, headers=bearer(USER))).status_code == 200
+        assert (await http.post("/two/chat/completions", json=CHAT, headers=bearer(USER))).status_code == 200
+        assert (await http.get("/two/admin/cluster", headers=bearer(USER))).status_code == 403
+        assert (await http.get("/two/admin/cluster", headers=bearer(ADMIN))).status_code == 200
 
 
 async def test_an_admin_key_opens_all(opened: Open, keys: Path) -> None:
@@ -229,11 +245,23 @@ async def test_an_admin_key_opens_all(opened: Open, keys: Path) -> None:
         ("/admin/cluster", "admin"),
         ("/metrics", "admin"),
         ("", "admin"),
-        ("/", "admin"),
+        ("/admin/live", "admin"),
     ],
 )
 def test_what_is_not_known_to_be_for_everybody_is_for_operators(path: str, need: str) -> None:
     assert _need_of(path) == need
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/anything"), ("POST", "/admin/nothing"), ("GET", "/v1/nothing")])
+async def test_a_path_that_nobody_has_is_not_there_for_any_key(
+    opened: Open, keys: Path, method: str, path: str
+) -> None:
+    compat = CONFIG.http.compat.model_copy(update={"ollama": False})  # which has /
+    async with opened(keys_file=keys, compat=compat) as http:
+        for key in (USER, ADMIN):
+            answer = await http.request(method, path, headers=bearer(key))
+            assert (answer.status_code, problem(answer)["code"]) == (404, "unknown_url")
+        assert (await http.request(method, path)).status_code == 401
 
 
 async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Path, replicas: Held) -> None:
@@ -247,6 +275,35 @@ async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Pa
         await http.post(f"/v1/{IMAGES}", json=IMAGE, headers=forged)
     assert replicas.tenants == ["team", "root", ""]
     assert current_tenant.get() == ""
+
+
+@pytest.mark.parametrize(
+    ("max_priority", "of_all", "asked", "had"),
+    [
+        (None, None, 1, 2),  # the default priority
+        (None, None, None, 2),
+        (None, None, 3, 3),
+        (1, None, 1, 1),
+        (3, None, 1, 3),
+        (3, None, None, 3),  # a key for work that can wait
+        (None, 1, 1, 1),
+        (3, 1, 1, 3),
+        (9, None, 1, 3),  # of three
+    ],
+)
+async def test_no_request_has_a_more_urgent_priority_than_its_key(
+    opened: Open, keys: Path, replicas: Held, max_priority: int | None, of_all: int | None, asked: int | None, had: int
+) -> None:
+    add_key(keys, KeyEntry(name="other", sha256=hash_of("atl_other"), max_priority=max_priority))
+    said = {} if asked is None else {"x-priority": str(asked)}
+    async with opened(keys_file=keys, max_priority=of_all) as http:
+        found = await http.post(f"/v1/{IMAGES}", json=IMAGE, headers=bearer("atl_other") | said)
+        assert found.status_code == 200
+        await http.post(f"/v1/{IMAGES}", json=IMAGE, headers=bearer(ADMIN) | {"x-priority": "1"})
+    async with opened(max_priority=3) as http:
+        await http.post(f"/v1/{IMAGES}", json=IMAGE, headers={"x-priority": "1"})
+    seen = {id(request): request.priority or 2 for request in replicas.requests}
+    assert list(seen.values()) == [had, 1, 1]
 
 
 async def test_the_client_of_openai_raises_its_own_errors(opened: Open, keys: Path, replicas: Held) -> None:
@@ -493,8 +550,7 @@ def test_a_replica_refuses_to_start_where_others_reach_it_without_keys(
     monkeypatch: pytest.MonkeyPatch, door: str, serve_host: str | None, config_host: str, refused: bool
 ) -> None:
     """What Serve and HAProxy were told counts: `serve run` does not ask the config."""
-    client = SimpleNamespace(http_config=SimpleNamespace(host=serve_host))
-    monkeypatch.setattr(http_module, "_get_global_client", lambda: client)
+    monkeypatch.setattr(http_module, "proxy_host", lambda: serve_host)
     monkeypatch.setenv("ATELIER_HTTP_ADDRESS", door)
     http = CONFIG.http.model_copy(update={"host": config_host})
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import KeysFile, KeysFileError, add_key, read_book, revoke_key
+from deployments.ingress.access.keys_file import KeysFile, KeysFileError, add_key, read_key_store, revoke_key
 
 
 def entry(name: str, key: str) -> KeyEntry:
@@ -20,7 +20,7 @@ def entry(name: str, key: str) -> KeyEntry:
 
 
 def names(file: KeysFile) -> list[str]:
-    return [found.name for found in file.book().entries.values()]
+    return [found.name for found in file.keys().entries.values()]
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_what_is_added_holds_and_what_is_revoked_does_not(path: Path) -> None:
     assert file.revision == before  # an unchanged file is not read again
     revoke_key(path, "a")
     assert names(file) == ["b"]
-    assert file.book().find("x") is None
+    assert file.keys().find("x") is None
     revoke_key(path, "b")
     assert names(file) == []
 
@@ -65,7 +65,7 @@ def test_comments_broken_lines_links_and_a_mode_survive_a_change(path: Path) -> 
     lines = target.read_text().splitlines()
     assert lines[:3] == ["# mine", "broken", '{"name": "torn"']
     assert [json.loads(line)["name"] for line in lines[3:]] == ["a", "b"]
-    assert [problem.line for problem in read_book(path).problems] == [2, 3]
+    assert [problem.line for problem in read_key_store(path).problems] == [2, 3]
 
 
 def test_a_name_that_is_taken_and_one_that_is_unknown(path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_broken_line_can_be_revoked_by_its_name(path: Path) -> None:
     path.write_text('{"name": "bad", "sha256": "short"}\n' + entry("a", "x").model_dump_json() + "\n")
     path.chmod(0o600)
     revoke_key(path, "bad")
-    assert read_book(path).problems == ()
+    assert read_key_store(path).problems == ()
 
 
 def test_the_last_good_keys_hold_while_the_file_is_unusable(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -127,9 +127,9 @@ def test_a_folder_that_others_may_write_is_refused(path: Path) -> None:
     add_key(path, entry("a", "x"))
     path.parent.chmod(0o777)
     with pytest.raises(KeysFileError, match="others may write its folder"):
-        read_book(path)
+        read_key_store(path)
     path.parent.chmod(0o1777)  # sticky, as /tmp: nobody else can replace the file
-    assert read_book(path).entries
+    assert read_key_store(path).entries
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -137,7 +137,7 @@ def test_a_file_of_another_user_is_refused(path: Path) -> None:
     add_key(path, entry("a", "x"))
     os.chown(path, 12345, 12345)
     with pytest.raises(KeysFileError, match="it belongs to user 12345"):
-        read_book(path)
+        read_key_store(path)
 
 
 def test_a_change_that_cannot_be_written_leaves_the_file_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +149,7 @@ def test_a_change_that_cannot_be_written_leaves_the_file_as_it_was(path: Path, m
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(KeysFileError, match="No space left on device"):
         add_key(path, entry("b", "y"))
-    assert [found.name for found in read_book(path).entries.values()] == ["a"]
+    assert [found.name for found in read_key_store(path).entries.values()] == ["a"]
     assert sorted(child.name for child in path.parent.iterdir()) == [".keys.lock", "keys"]
 
 
@@ -165,9 +165,9 @@ def test_processes_that_add_at_once_lose_nothing_and_no_reader_sees_a_part(path:
     adders = [subprocess.Popen([sys.executable, "-c", program, str(path), str(n)]) for n in range(4)]
     sizes = [1]
     while any(adder.poll() is None for adder in adders):
-        book = read_book(path)
+        book = read_key_store(path)
         assert not book.problems
         sizes.append(len(book.entries))
     assert [adder.returncode for adder in adders] == [0] * 4
     assert sizes == sorted(sizes)
-    assert len(read_book(path).entries) == 41
+    assert len(read_key_store(path).entries) == 41

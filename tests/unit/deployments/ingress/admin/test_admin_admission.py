@@ -11,7 +11,8 @@ from ray.exceptions import ActorDiedError
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.control.shared_queue_client import SharedQueueClient
+from cluster.admission.dispatcher import Dispatcher
+from cluster.placement.slot_link import SlotLink
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
@@ -81,14 +82,16 @@ async def test_an_ingress_that_starts_later_begins_with_what_was_set() -> None:
     assert [service.queue.config.max_waiting for service in services] == [7, CONFIG.admission.max_waiting, 7]
 
 
-async def test_a_shared_queue_that_is_away_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.ingress.admin.routes.metrics_urls", list)
 
     def connect() -> Any:
         raise ActorDiedError
 
-    replicas, queue = Replicas(), SharedQueueClient(connect, CONFIG.admission)
-    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue)
+    replicas, queue = Replicas(), Dispatcher(CONFIG.admission, num_sharing=2)
+    link = SlotLink("one", queue, connect)
+    link.start()
+    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue, queues=link)
     transport = httpx.ASGITransport(create_http_app(service, CONFIG))
     async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
         for answer in (await http.get("/admin/admission"), await http.put("/admin/admission", json={})):
@@ -98,4 +101,4 @@ async def test_a_shared_queue_that_is_away_is_said(monkeypatch: pytest.MonkeyPat
         assert (await http.get("/healthz")).status_code == 200
         late = await http.post(f"/v1/{IMAGES}", json=IMAGE, headers={"x-request-timeout-seconds": "0.2"})
         assert late.status_code == 504, late.text
-    queue.close()
+    link.close()

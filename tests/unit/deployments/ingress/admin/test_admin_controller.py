@@ -11,10 +11,12 @@ import pytest
 from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
-from cluster.controller.overrides import OverrideChange, Overrides, changed
 from cluster.errors import OverrideRefused
-from deployments.ingress import errors
-from deployments.ingress.admin.controller import DecisionsAnswer, create_controller_router
+from cluster.placement.autoscaling import ScalingPolicy
+from cluster.placement.overrides import OverrideChange, Overrides, changed
+from cluster.placement.scaling import Scaling
+from deployments.ingress.admin.controller import ControllerCalls, DecisionsAnswer, create_controller_router
+from deployments.ingress.error_forms import install_error_handlers
 
 
 class Actor:
@@ -23,6 +25,7 @@ class Actor:
     def __init__(self) -> None:
         self.overrides = Overrides()
         self.problem: Exception | None = None
+        self.scaling: Scaling | None = None
         self.asked: list[Any] = []
 
     def __getattr__(self, method: str) -> Any:
@@ -33,7 +36,8 @@ class Actor:
         if self.problem:
             raise self.problem
         if method == "describe":
-            return DecisionsAnswer(enabled=True, policy="latency-first").model_dump(exclude={"enabled"})
+            told = DecisionsAnswer(enabled=True, policy="latency-first").model_dump(exclude={"enabled"})
+            return told | {"scaling": self.scaling.describe() if self.scaling else None}
         assert isinstance(argument, OverrideChange)
         try:
             self.overrides = changed(self.overrides, argument, {"w-one", "w-two"}, {"m"})
@@ -44,8 +48,8 @@ class Actor:
 
 def client(connect: Callable[[], Any] | None) -> httpx.AsyncClient:
     app = FastAPI()
-    app.include_router(create_controller_router(connect))
-    errors.install_error_handlers(app)
+    app.include_router(create_controller_router(ControllerCalls(connect)))
+    install_error_handlers(app)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
 
 
@@ -70,6 +74,16 @@ async def test_decisions_are_shown_as_the_controller_tells_them() -> None:
         answer = await http.get("/admin/decisions", params={"max_decisions": 7})
         assert (answer.json()["enabled"], answer.json()["policy"], actor.asked) == (True, "latency-first", [7])
         assert (await http.get("/admin/decisions", params={"max_decisions": 501})).status_code == 400
+
+
+async def test_workers_that_come_and_go_are_shown_with_the_spares() -> None:
+    actor = Actor()
+    actor.scaling = Scaling(ScalingPolicy(min_workers=1, max_workers=3, spare_workers=1), 3)
+    actor.scaling.assign(["a", "b", "c"])
+    actor.scaling.released["gone"] = 0.0
+    async with client(lambda: actor) as http:
+        shown = (await http.get("/admin/decisions")).json()["scaling"]
+    assert shown == {"target": 3, "leaving": ["gone"], "spares": ["c"], "reason": ""}
 
 
 async def test_a_worker_that_nobody_knows_is_the_callers_mistake() -> None:

@@ -13,13 +13,13 @@ import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
+from cluster.ray_seam.templates.process_files import record_process
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from cluster.registry.snapshot import RegistrySnapshot
-from cluster.templates.census import note_process
-from cluster.templates.messages import FOLDER_VARIABLE, note_problem
 from configs.cluster import ClusterConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import Overloaded
@@ -70,7 +70,7 @@ class Registry:
 
         return SimpleNamespace(remote=call)
 
-    async def on_watch(self, revision: int, epoch: str, timeout_s: float, for_replica: bool) -> DirectoryChange:
+    async def on_watch(self, revision: int, epoch: str, timeout_s: float, replica: str | None) -> DirectoryChange:
         change = await self.models.watch(revision, epoch, timeout_s)
         await self.news.wait()
         return change
@@ -369,8 +369,8 @@ async def test_the_templates_of_processes_are_shown_where_there_are_some(
     monkeypatch.delenv(FOLDER_VARIABLE, raising=False)
     assert "templates" not in (await http.get("/admin/cluster")).json()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    note_process(str(tmp_path), "template", "worker", os.getpid())
-    note_process(str(tmp_path), "copy", "worker", os.getppid())
+    record_process(str(tmp_path), "template", "worker", os.getpid())
+    record_process(str(tmp_path), "copy", "worker", os.getppid())
     note_problem(str(tmp_path), "no copy of template 'worker': it has ended")
     assert (await http.get("/admin/cluster")).json()["templates"] == {
         "templates": [{"name": "worker", "is_ready": True, "num_copies": 1}],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from deployments.records import (
     HeadRequest,
     ImageRequest,
     ImageResult,
+    ScoringRequest,
     SwitchReport,
     TextChunk,
     TextResult,
@@ -62,6 +63,10 @@ class FakePipelines:
     def signature(self, name: str) -> Signature:
         assert name == "scale"
         return self.SIGNATURE
+
+    def labels(self, name: str) -> dict[str, list[str]]:
+        assert name == "scale"
+        return {"y": ["red", "green", "blue"], "half": []}
 
     async def run_pipeline(self, request: PipelineRequest) -> PipelineResult:
         self.requests.append(request)
@@ -126,6 +131,13 @@ class FakeService:
         times = {"encode": 1.0, "total": 1.5}
         return EmbeddingResult(request.model, vectors, 5, times, CacheUse(0, 1), self.warnings)
 
+    async def score(self, request: ScoringRequest) -> EmbeddingResult:
+        await self._arrived(request)
+        given = [(one,) if isinstance(one, str) else one for one in request.input]
+        rows = [[sum(map(number_of, texts)), *([-1.0] if len(texts) == 1 else [])] for texts in given]
+        vectors = [np.array(row, np.float32) for row in rows]
+        return EmbeddingResult(request.model, vectors, 5, {"encode": 1.0, "total": 1.5}, CacheUse(2, 1), self.warnings)
+
     async def apply_head(self, request: HeadRequest) -> np.ndarray[Any, Any]:
         """Sum and difference of two features."""
         await self._arrived(request)
@@ -147,7 +159,9 @@ class FakeService:
         await self._arrived(request)
         return TextResult(request.model, f"more:{request.prompt}", "length", 2, 3, {"total": 1.0})
 
-    async def stream_text(self, request: ChatRequest | CompletionRequest) -> AsyncIterator[TextChunk]:
+    async def write_text(
+        self, request: ChatRequest | CompletionRequest, on_chunk: Callable[[TextChunk], Awaitable[None]]
+    ) -> None:
         self.requests.append(request)
         for position, piece in enumerate(self.pieces):
             await self.gate.wait()
@@ -155,7 +169,8 @@ class FakeService:
             if error is not None:
                 raise error
             is_last = position == len(self.pieces) - 1
-            yield TextChunk(piece, 2, position + 1, "stop" if is_last else None, {"total": 2.0} if is_last else {})
+            reason, times = ("stop", {"total": 2.0}) if is_last else (None, {})
+            await on_chunk(TextChunk(piece, 2, position + 1, reason, times))
 
     async def models(self) -> list[ModelCard]:
         return list(self.cards.values())
@@ -167,12 +182,20 @@ class FakeService:
 
     async def health(self) -> Health:
         states = [(card.kind, card.state) for card in await self.models()]
-        return Health.of(states, is_starting=any(state == "registering" for _, state in states))
+        return Health.of(states, is_entering=any(state == "registering" for _, state in states))
 
 
 @pytest.fixture
 def service() -> FakeService:
     return FakeService()
+
+
+@pytest.fixture
+def scoring(service: FakeService) -> FakeService:
+    """Return the service with a reranker and a classifier."""
+    service.cards["ranker"] = ModelCard("ranker", "reranker", "ready", labels=("LABEL_0",))
+    service.cards["sorter"] = ModelCard("sorter", "classifier", "ready", labels=("odd", "even"))
+    return service
 
 
 @pytest.fixture

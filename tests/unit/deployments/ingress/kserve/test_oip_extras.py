@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -10,24 +10,25 @@ import httpx
 import numpy as np
 import pytest
 from fastapi import FastAPI
+from kit.seeding import seeded_rng
 
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.catalog import ModelCard
+from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.records import InferRequest, OutputWish
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest import routing
 from deployments.ingress.kserve.rest.routes import create_inference_router
 from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.kserve.tensors import classify_output
 from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import TextChunk
 
-FEATURES = np.random.default_rng().normal(size=(3, 2)).astype(np.float32)
+FEATURES = seeded_rng().normal(size=(3, 2)).astype(np.float32)
 SCORES = np.stack([FEATURES[:, 0] + FEATURES[:, 1], FEATURES[:, 0] - FEATURES[:, 1]], axis=1)
 EMBED = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}
 
@@ -40,7 +41,7 @@ def _head(service: Any) -> None:
 @pytest.fixture
 async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
-    routing.install_error_handlers(app)
+    install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -64,6 +65,15 @@ async def test_classes_of_a_head_have_their_labels(inference: Inference) -> None
         parts = [cell.decode().split(":") for cell in cells]
         assert [(int(index), label) for _, index, label in parts] == [(o, ("sum", "difference")[o]) for o in order]
         np.testing.assert_allclose([float(value) for value, _, _ in parts], row[order], rtol=1e-6)
+
+
+async def test_classes_of_a_pipeline_have_the_labels_of_its_outputs(inference: Inference) -> None:
+    x = np.array([[1, 3, 2]], np.float32)
+    wishes = (OutputWish("y", num_classes=2), OutputWish("half", num_classes=1))
+    asked = InferRequest("scale", (TensorValue("x", "FP32", x),), outputs=wishes)
+    y, half = (await inference.infer(asked)).outputs
+    assert y.data.tolist() == [[b"6.0:1:green", b"4.0:2:blue"]]
+    assert half.data.tolist() == [[b"6.0:1"]]
 
 
 def test_labels_that_do_not_fit_are_left_out() -> None:
@@ -121,11 +131,11 @@ async def test_warnings_come_as_a_parameter(client: httpx.AsyncClient, service: 
 
 
 async def test_pieces_carry_their_warnings(inference: Inference, service: Any) -> None:
-    async def stream_text(_: Any) -> AsyncIterator[TextChunk]:
-        yield TextChunk("a", 1, 1)
-        yield TextChunk("", 1, 1, "stop", {"total": 1.0}, warnings=("cut",))
+    async def write_text(_: Any, on_chunk: Callable[[TextChunk], Awaitable[None]]) -> None:
+        await on_chunk(TextChunk("a", 1, 1))
+        await on_chunk(TextChunk("", 1, 1, "stop", {"total": 1.0}, warnings=("cut",)))
 
-    service.stream_text, service.warnings = stream_text, ("short",)
+    service.write_text, service.warnings = write_text, ("short",)
     asked = InferRequest("adder", (text_tensor("text_input", ["x"]),))
     pieces = [dict(piece.parameters) async for piece in inference.infer_stream(asked)]
     assert pieces == [{"triton_final_response": False}, {"triton_final_response": True, "warnings": "cut"}]

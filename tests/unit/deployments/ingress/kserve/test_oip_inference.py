@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -11,6 +10,10 @@ from zlib import crc32
 import ml_dtypes
 import numpy as np
 import pytest
+from kit.seeding import seeded_rng
+from kit.waiting import until
+from unit.counting import operations
+from unit.deployments.ingress.kserve.conftest import number_of
 
 from configs.cluster import LimitsConfig
 from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
@@ -38,11 +41,6 @@ def text_request(*more: TensorValue, prompts: list[str] | None = None, **fields:
 
 def by_name(response: InferResponse) -> dict[str, Any]:
     return {value.name: value.data.tolist() for value in response.outputs}
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0)
 
 
 class Book:
@@ -85,6 +83,7 @@ async def test_images_come_in_the_order_of_their_prompts(inference: Inference, s
     more += [tensor("guidance_scale", "FP32", [0.7]), tensor("seed", "INT64", [5, 6, 7])]
     more += [tensor("width", "INT32", [8]), tensor("height", "INT32", [5] * 3)]
     more += [text_tensor("negative_prompt", ["no"]), text_tensor("lora", ["bold:0.5, thin", "", "bold"])]
+    more += [text_tensor("scheduler", ["DDIMScheduler"])]
     response = await inference.infer(image_request(*more, id="42", parameters={"priority": 3, "timeout": 2_000_000}))
     assert (response.model, response.version, response.id) == ("flux", "1", "42")
     images, seed = response.outputs
@@ -98,6 +97,7 @@ async def test_images_come_in_the_order_of_their_prompts(inference: Inference, s
         (LoraUse(name="bold"),),
     ]
     assert {(asked.guidance_scale, asked.negative_prompt) for asked in service.requests} == {(0.7, "no")}
+    assert {asked.scheduler for asked in service.requests} == {"DDIMScheduler"}
     assert {(asked.priority, asked.timeout_s) for asked in service.requests} == {(3, 2.0)}
     assert response.timings_ms["denoise"] == 5.0  # that of the slowest of the three
 
@@ -181,7 +181,7 @@ async def test_a_language_model_embeds_where_that_is_asked_for_alone(inference: 
 
 
 async def test_pipelines_get_their_tensors(inference: Inference, service: Any) -> None:
-    x = np.random.default_rng().normal(size=(2, 3)).astype(np.float32)
+    x = seeded_rng().normal(size=(2, 3)).astype(np.float32)
     inputs = (TensorValue("x", "FP32", x), tensor("factor", "FP64", [3.0]))
     request = InferRequest("scale", inputs, parameters={"priority": 1, "timeout": 500_000})
     response = await inference.infer(request)
@@ -215,7 +215,7 @@ async def test_classification_of_an_output(inference: Inference) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.uint8, np.int64, ml_dtypes.bfloat16, np.float16, np.bool_])
 @pytest.mark.parametrize("shape", [(3, 5), (1, 2, 3), (4,), (0, 3), (3, 0)])
 def test_classes_are_the_highest_first(dtype: Any, shape: tuple[int, ...]) -> None:
-    data = np.random.default_rng().integers(0, 4, shape).astype(dtype)  # few values: many are equal
+    data = seeded_rng().integers(0, 4, shape).astype(dtype)  # few values: many are equal
     cells = classify_output(TensorValue("y", "FP32", data), 4).data
     rows = [list(np.ravel(item)) for item in data]
     expected = [sorted(range(len(row)), key=lambda index: (-float(row[index]), index))[:4] for row in rows]
@@ -246,6 +246,7 @@ WRONG: list[tuple[InferRequest, str]] = [
     (image_request(tensor("guidance_scale", "FP32", [np.nan])), "guidance_scale"),
     (image_request(tensor("width", "INT32", [1, 2, 3])), "width: the images of one request"),
     (image_request(parameters={"lora": "bold:x"}), "lora: expected name:scale"),
+    (image_request(parameters={"lora": "bold," * 100_000}), "lora: 100001 adapters, at most 256 are allowed"),
     (image_request(parameters={"lora": "bold:99"}), "lora: expected name:scale"),
     (image_request(prompts=["a"] * 5), "prompt: 5 items, from 1 to 4 are allowed"),
     (InferRequest("adder", (text_tensor("text_input", ["a"] * 6),)), "text_input: 6 items, from 1 to 5 are allowed"),
@@ -267,7 +268,7 @@ WRONG: list[tuple[InferRequest, str]] = [
     (InferRequest("minilm", ()), "either text or input_ids, got 0"),
     (InferRequest("minilm", (text_tensor("text", ["a"]), tensor("input_ids", "INT64", [[1]]))), "got 2"),
     (InferRequest("minilm", (tensor("input_ids", "INT64", [1]),)), r"expected INT64 \[-1, -1\]"),
-    (text_request(text_tensor("stop", ["a"] * 5)), "stop"),
+    (text_request(text_tensor("stop", ["a"] * 65)), "stop"),
     (InferRequest("bold", ()), r"'bold' \(adapter\) answers no requests"),
 ]
 
@@ -365,7 +366,10 @@ async def test_readiness_and_metadata(inference: Inference, service: Any) -> Non
     assert await inference.server_ready()  # the next request brings a model back
     service.cards["late"] = ModelCard("late", None, "registering")
     assert not await inference.ready("late")
+    assert await inference.server_ready()  # the others can be asked meanwhile
+    cards, service.cards = service.cards, {"late": service.cards["late"]}
     assert not await inference.server_ready()
+    service.cards = cards
     for name, version in (("nobody", ""), ("flux", "7")):
         with pytest.raises(UnknownModel):
             await inference.ready(name, version)
@@ -373,3 +377,62 @@ async def test_readiness_and_metadata(inference: Inference, service: Any) -> Non
     assert (metadata.platform, metadata.versions) == ("atelier_pipeline", ("1",))
     assert [spec.name for spec in metadata.outputs] == ["y", "half", "note"]
     assert (await inference.metadata("flux")).parameters == {"kind": "diffusion", "description": "images"}
+
+
+async def test_options_of_another_number_are_refused_before_they_are_read(inference: Inference) -> None:
+    many = tensor("guidance_scale", "FP32", [0.5] * 50_000)
+
+    async def refused() -> None:
+        with pytest.raises(InvalidRequest, match="guidance_scale: 50000 elements for 3 prompts"):
+            await inference.infer(image_request(many))
+
+    step = refused().__await__()
+    assert operations(lambda: list(step)) < 50_000
+
+
+async def test_texts_are_scored_beside_one_query_or_their_own(inference: Inference, scoring: Any) -> None:
+    for queries in (["q"], ["q", "r", "s"]):
+        inputs = (text_tensor("text", ["a", "b", "ü"]), text_tensor("query", queries))
+        response = await inference.infer(InferRequest("ranker", inputs, parameters={"priority": 2}))
+        asked = scoring.requests[-1]
+        assert asked.input == tuple(zip(queries * 3, ["a", "b", "ü"], strict=False))
+        assert (asked.priority, asked.raw) == (2, False)
+        (score,) = response.outputs
+        assert (score.name, score.datatype, score.shape) == ("score", "FP32", (3,))
+        assert score.data.tolist() == [number_of(query) + number_of(text) for query, text in asked.input]
+
+
+async def test_texts_get_classes_and_their_names(inference: Inference, scoring: Any) -> None:
+    given = (text_tensor("text", ["a", "b"]),)
+    request = InferRequest("sorter", given, parameters={"use_activation": False})
+    (scores,) = (await inference.infer(request)).outputs
+    assert scoring.requests[-1].raw
+    assert (scores.name, scores.shape) == ("scores", (2, 2))
+    wishes = (OutputWish("scores", num_classes=1),)
+    (best,) = (await inference.infer(InferRequest("sorter", given, outputs=wishes))).outputs
+    assert best.data.tolist() == [[f"{float(number_of(text))}:0:odd".encode()] for text in "ab"]
+    assert (await inference.configuration("sorter"))["dynamic_batching"]["preferred_batch_size"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "parameters", "message"),
+    [
+        ("ranker", {"text": ["a"]}, {}, "missing input 'query'; model 'ranker' takes text BYTES"),
+        ("ranker", {"text": ["a"] * 3, "query": ["q"] * 2}, {}, "query: 2 elements for 3 texts, expected 1 or 3"),
+        ("ranker", {"text": ["a"] * 3, "query": []}, {}, "query: 0 elements for 3 texts"),
+        ("ranker", {"text": ["a"] * 7, "query": ["q"]}, {}, "text: 7 items, from 1 to 6 are allowed"),
+        ("sorter", {"text": ["a"], "query": ["q"]}, {}, "unknown input 'query'"),
+        ("sorter", {"text": ["a"]}, {"use_activation": 1}, "use_activation: expected true or false, got 1"),
+    ],
+)
+async def test_what_cannot_be_scored_is_refused(
+    inference: Inference,
+    scoring: Any,
+    model: str,
+    inputs: dict[str, list[str]],
+    parameters: dict[str, Any],
+    message: str,
+) -> None:
+    given = tuple(text_tensor(name, texts) for name, texts in inputs.items())
+    with pytest.raises(InvalidRequest, match=message):
+        await inference.infer(InferRequest(model, given, parameters=parameters))

@@ -29,7 +29,7 @@ from deployments.ingress.service import Service
 SERVER = "http://test/"
 
 
-class Clock:
+class FileClock:
     def __init__(self) -> None:
         self.ahead_s = 0.0
 
@@ -37,7 +37,7 @@ class Clock:
         return time.time() + self.ahead_s  # files have the times of the real clock
 
 
-def links_in(folder: Path, clock: Clock, **options: Any) -> ImageLinks:
+def links_in(folder: Path, clock: FileClock, **options: Any) -> ImageLinks:
     return ImageLinks(ImageLinksConfig(folder=folder, **options), "cluster", clock)
 
 
@@ -46,7 +46,7 @@ def name_of(link: str) -> str:
 
 
 def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = FileClock()
     links = links_in(tmp_path / "new", clock, ttl_s=60)
     first = links.keep_file(b"one", "png", SERVER)
     assert re.fullmatch(rf"http://test{PATH}[0-9a-f]{{32}}\.png", first)
@@ -59,7 +59,7 @@ def test_a_link_lasts_for_its_time(tmp_path: Path) -> None:
 
 
 def test_ended_files_go_when_another_comes(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = FileClock()
     links = links_in(tmp_path, clock, ttl_s=60)
     first = tmp_path / name_of(links.keep_file(b"one", "png", SERVER))
     os.utime(first, (time.time() - 61,) * 2)
@@ -69,7 +69,7 @@ def test_ended_files_go_when_another_comes(tmp_path: Path) -> None:
 
 
 def test_the_oldest_go_when_room_is_short(tmp_path: Path) -> None:
-    clock = Clock()
+    clock = FileClock()
     links = links_in(tmp_path, clock, max_bytes=1000)
     names = []
     for _ in range(5):
@@ -84,19 +84,19 @@ def test_the_oldest_go_when_room_is_short(tmp_path: Path) -> None:
 def test_other_names_lead_nowhere(tmp_path: Path, name: str) -> None:
     (tmp_path / "secret").write_text("x")
     (tmp_path / ("0" * 32 + ".gif")).write_text("x")
-    assert links_in(tmp_path, Clock()).find(name) is None
+    assert links_in(tmp_path, FileClock()).find(name) is None
 
 
 def test_replicas_that_share_a_folder_serve_each_others_links(tmp_path: Path) -> None:
-    link = links_in(tmp_path, Clock(), base_url="https://pictures.example/base").keep_file(b"x", "png", SERVER)
+    link = links_in(tmp_path, FileClock(), base_url="https://pictures.example/base").keep_file(b"x", "png", SERVER)
     assert link.startswith("https://pictures.example/base" + PATH)
-    assert links_in(tmp_path, Clock()).find(name_of(link)) is not None
+    assert links_in(tmp_path, FileClock()).find(name_of(link)) is not None
 
 
 def test_a_folder_that_cannot_be_written_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(Overloaded, match=r"Not a directory|File exists"):
-        links_in(tmp_path / "file" / "below", Clock()).keep_file(b"x", "png", SERVER)
+        links_in(tmp_path / "file" / "below", FileClock()).keep_file(b"x", "png", SERVER)
 
 
 def test_the_config_wants_an_address(tmp_path: Path) -> None:

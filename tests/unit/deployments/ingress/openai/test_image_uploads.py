@@ -14,18 +14,18 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from kit.seeding import seeded_rng
 from PIL import ExifTags, Image
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, problem
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_uploads import decode_base64_image, decode_image
 
-RNG = np.random.default_rng()
 MOST = CONFIG.ingress.limits.max_pixels
 
 
 def pixels(width: int = 24, height: int = 16, channels: int = 3) -> np.ndarray:
-    return RNG.integers(0, 256, (height, width, channels)).astype(np.uint8).squeeze()
+    return seeded_rng().integers(0, 256, (height, width, channels)).astype(np.uint8).squeeze()
 
 
 def file_of(array: np.ndarray, format_: str = "PNG", mode: str | None = None, **options: Any) -> bytes:
@@ -46,7 +46,7 @@ def test_every_mode_becomes_rgb(mode: str, format_: str) -> None:
 
 
 def test_sixteen_bits_keep_their_upper_half() -> None:
-    array = RNG.integers(0, 2**16, (6, 5)).astype(np.uint16)
+    array = seeded_rng().integers(0, 2**16, (6, 5)).astype(np.uint16)
     decoded = decode_image(file_of(array), "image", MOST)
     assert (decoded.pixels == (array // 256)[:, :, None]).all()
 
@@ -61,7 +61,7 @@ def test_a_photo_is_turned_as_its_camera_noted() -> None:
 
 def test_wholly_transparent_parts_are_painted_anew() -> None:
     array = pixels(channels=4)
-    array[:, :, 3] = RNG.choice(np.array([0, 1, 255], np.uint8), array.shape[:2])
+    array[:, :, 3] = seeded_rng().choice(np.array([0, 1, 255], np.uint8), array.shape[:2])
     for data in (file_of(array), file_of(array, "WEBP", lossless=True, exact=True)):
         decoded = decode_image(data, "image", MOST)
         assert decoded.to_repaint is not None
@@ -72,11 +72,11 @@ def test_wholly_transparent_parts_are_painted_anew() -> None:
 
 
 def test_a_mask_without_transparency_is_white_where_it_paints() -> None:
-    array = RNG.choice(np.array([0, 255], np.uint8), (16, 24))
+    array = seeded_rng().choice(np.array([0, 255], np.uint8), (16, 24))
     assert (decode_image(file_of(array), "mask", MOST).as_mask() == array).all()
 
 
-def _png_of(width: int, height: int) -> bytes:
+def png_of(width: int, height: int) -> bytes:
     """A PNG that says a size and has no pixels."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
@@ -93,9 +93,9 @@ def _png_of(width: int, height: int) -> bytes:
         (b"GIF89a" + bytes(100), "no PNG, JPEG or WebP"),
         (file_of(pixels(), "GIF"), "no PNG, JPEG or WebP"),
         (file_of(pixels(), "TIFF"), "no PNG, JPEG or WebP"),
-        (_png_of(2**31 - 1, 2**31 - 1), "cannot be read: Image size .4611686014132420609 pixels"),
-        (_png_of(65, 64), "65x64 pixels, at most 4096"),
-        (_png_of(20, 20), "cannot be read"),
+        (png_of(2**31 - 1, 2**31 - 1), "cannot be read: Image size .4611686014132420609 pixels"),
+        (png_of(65, 64), "65x64 pixels, at most 4096"),
+        (png_of(20, 20), "cannot be read"),
         (file_of(pixels())[:200], "cannot be read"),
         (file_of(pixels(), "JPEG")[:-300], "cannot be read"),
         (b"\x89PNG\r\n\x1a\n" + bytes(40), "no PNG|cannot be read"),
@@ -112,8 +112,8 @@ def test_flipped_bytes_never_raise_anything_else() -> None:
         data = file_of(pixels(), format_)
         for _ in range(150):
             damaged = np.frombuffer(data, np.uint8).copy()
-            places = RNG.integers(0, len(damaged), 4)
-            damaged[places] = RNG.integers(0, 256, 4)
+            places = seeded_rng().integers(0, len(damaged), 4)
+            damaged[places] = seeded_rng().integers(0, 256, 4)
             with contextlib.suppress(InvalidRequest):
                 decode_image(damaged.tobytes(), "image", MOST)
 
@@ -126,20 +126,22 @@ def test_what_is_no_base64_image_is_refused(text: str) -> None:
 
 async def test_an_edit_reaches_the_worker_with_its_pixels(client: openai.AsyncOpenAI, replicas: Replicas) -> None:
     image, mask = pixels(), pixels(channels=4)
-    mask[:, :, 3] = RNG.choice(np.array([0, 255], np.uint8), mask.shape[:2])
+    mask[:, :, 3] = seeded_rng().choice(np.array([0, 255], np.uint8), mask.shape[:2])
     found = await client.images.edit(
         model="flux",
         image=("in.png", file_of(image)),
         mask=("mask.png", file_of(mask)),
         prompt="a seven",
         n=2,
-        extra_body={"seed": 5, "strength": 0.5, "lora": json.dumps([{"name": "bold", "scale": 0.5}])},
+        extra_body={"seed": 5, "strength": 0.5, "lora": json.dumps([{"name": "bold", "scale": 0.5}])}
+        | {"scheduler_options": json.dumps({"use_karras_sigmas": True, "solver_order": 2, "shift": 1.5})},
     )
     (request,) = replicas.requests
     assert (request.init_image == image).all()
     assert ((request.mask_image == 255) == (mask[:, :, 3] == 0)).all()
     assert (request.width, request.height, request.n, request.seed, request.strength) == (24, 16, 2, 5, 0.5)
     assert [(use.name, use.scale) for use in request.lora] == [("bold", 0.5)]
+    assert request.scheduler_options == {"use_karras_sigmas": True, "solver_order": 2, "shift": 1.5}
     assert found.data
     made = Image.open(io.BytesIO(base64.b64decode(found.data[1].b64_json or "")))
     assert made.size == (24, 16)
@@ -187,7 +189,7 @@ FORM = {"model": "flux", "prompt": "x"}
     ("fields", "files", "status", "param"),
     [
         (FORM, {}, 400, None),  # httpx sends another content type without files
-        (FORM, {"picture": FILES["image"]}, 400, "picture"),
+        (FORM, {"picture": FILES["image"]}, 400, "image"),
         (FORM, {"mask": FILES["image"]}, 400, "image"),
         (FORM, {"image": b"nonsense"}, 400, "image"),
         (FORM, {**FILES, "mask": b"nonsense"}, 400, "mask"),
@@ -201,8 +203,9 @@ FORM = {"model": "flux", "prompt": "x"}
         ({**FORM, "size": "9999x9999"}, FILES, 400, "size"),
         ({**FORM, "lora": "bold"}, FILES, 400, "lora"),
         ({**FORM, "lora": '[{"name": "nothing"}]'}, FILES, 404, "lora"),
+        ({**FORM, "lora": "[" + "[]," * 5000 + "[]]"}, FILES, 400, "lora"),
+        ({**FORM, "control": "[" + "1," * 5000 + "1]"}, FILES, 400, "control"),
         ({**FORM, "image": "text"}, {"mask": FILES["image"]}, 400, "image"),
-        ({**FORM, "unknown": "1"}, FILES, 400, "unknown"),
         ({**FORM, "model": "chatty"}, FILES, 400, "model"),
     ],
 )
@@ -248,3 +251,24 @@ async def test_uploads_have_a_limit_of_their_own(http: httpx.AsyncClient) -> Non
     huge = CONFIG.ingress.limits.max_upload_bytes + 1
     response = await http.post("/v1/images/edits", headers={"content-length": str(huge)}, content=b"x")
     assert (response.status_code, problem(response)["code"]) == (413, "request_too_large")
+
+
+async def test_images_of_any_size_are_scaled_and_the_answer_says_so(
+    http: httpx.AsyncClient, replicas: Replicas
+) -> None:
+    answer = await http.post("/v1/images/edits", data=FORM, files={"image": file_of(pixels(45, 30))})
+    (request,) = replicas.requests
+    assert (request.width, request.height, request.init_image.shape) == (40, 24, (24, 40, 3))
+    warning = "images of 45x30 pixels were scaled to 40x24: sides of 'flux' are multiples of 8"
+    assert warning in answer.json()["warnings"]
+    large = {"image": file_of(pixels(200, 100)), "mask": file_of(pixels(200, 100, 1))}
+    answer = await http.post("/v1/images/edits", data=FORM, files=large)
+    request = replicas.requests[-1]
+    assert (request.width, request.height, request.mask_image.shape) == (88, 40, (40, 88))
+    assert "images of 200x100 pixels were scaled to 88x40: the largest allowed" in answer.json()["warnings"]
+    sized = await http.post("/v1/images/edits", data={**FORM, "size": "64x32"}, files=large)
+    assert (replicas.requests[-1].width, replicas.requests[-1].height) == (64, 32)
+    assert sized.json()["warnings"] == ["a note"], "that size was asked for"
+    given = {name: base64.b64encode(file_of(pixels(45, 30))).decode() for name in ("init_image", "mask_image")}
+    streamed = await http.post("/v1/images/generations", json={**IMAGE, **given, "stream": True})
+    assert warning in json.loads(streamed.text.strip().rpartition("data: ")[2])["warnings"]

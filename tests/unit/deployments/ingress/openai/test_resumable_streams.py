@@ -6,13 +6,13 @@ import asyncio
 import contextlib
 import json
 import random
-from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import httpx
 import numpy as np
 import openai
 import pytest
+from kit.waiting import until
 from starlette.responses import Response
 from unit.deployments.ingress.http_fakes import IMAGE, Replicas, problem
 
@@ -20,9 +20,10 @@ from configs.cluster import ImageStreamsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.openai.image_bodies import GenerationBody
-from deployments.ingress.openai.image_stream import ImageEvents
+from deployments.ingress.openai.image_stream import ImageEvents, ImagePieces
 from deployments.ingress.openai.resumable_streams import PATH, ResumableStreams
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
+from deployments.services.output_channel import OutputChannel
 
 URL = "/v1/images/generations"
 ASKED = {**IMAGE, "stream": True, "progress": True, "partial_images": 2, "resumable": True}
@@ -47,16 +48,19 @@ class Image:
         self.num_steps = 0
         self.fails_first = fails_first
 
-    async def pieces(self) -> AsyncGenerator[ImageProgress | ImageResult]:
+    def pieces(self) -> ImagePieces:
+        return OutputChannel(self._make)
+
+    async def _make(self, pieces: ImagePieces) -> None:
         try:
             if self.fails_first:
                 raise self.fails_first
             for step in range(1, STEPS):
                 await self.may_step.acquire()
                 self.num_steps = step
-                yield ImageProgress(step, STEPS)
+                await pieces.send(ImageProgress(step, STEPS))
             await self.may_step.acquire()
-            yield ImageResult("m", [np.zeros((8, 8, 3), np.uint8)], 1, STEPS, {}, None, CacheUse(0, 0))
+            await pieces.send(ImageResult("m", [np.zeros((8, 8, 3), np.uint8)], 1, STEPS, {}, None, CacheUse(0, 0)))
         finally:
             self.is_closed = True
 
@@ -89,12 +93,6 @@ async def read(response: Any, num_events: int | None = None) -> list[str]:
             except StopAsyncIteration:
                 break
     return ids
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not holds():
-            await asyncio.sleep(0.001)
 
 
 def name_of(response: Response) -> str:

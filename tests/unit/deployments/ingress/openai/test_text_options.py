@@ -191,5 +191,5 @@ async def test_loras_come_with_their_versions(client: openai.AsyncOpenAI, replic
         assert [(use.name, use.scale) for use in request.lora] == [("polite", 0.5)]
         assert request.adapter_versions == {"polite": "version of polite"}
     assert (plain.lora, plain.adapter_versions) == ((), {})
-    listed = {model.id: model.to_dict() for model in (await client.models.list()).data}
+    listed = {model.id: model.to_dict() for model in (await client.models.list(extra_query={"all": True})).data}
     assert (listed["polite"]["kind"], listed["polite"]["base"]) == ("adapter", ["chatty"])

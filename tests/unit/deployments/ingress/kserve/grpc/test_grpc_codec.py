@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kit.seeding import seeded_rng
 
 from configs.batching import BatchingConfig
 from deployments.errors import InvalidRequest
@@ -84,10 +85,16 @@ WIRE = {
     "RepositoryModelUnloadRequest": "1 repository_name string, 2 model_name string, "
     "3 parameters ModelRepositoryParameter{}",
     "RepositoryModelUnloadResponse": "",
+    "SystemSharedMemoryStatusRequest": "1 name string",
+    "SystemSharedMemoryStatusResponse": "1 regions SystemSharedMemoryStatusResponse.RegionStatus{}",
+    "SystemSharedMemoryStatusResponse.RegionStatus": "1 name string, 2 key string, 3 offset uint64, 4 byte_size uint64",
+    "SystemSharedMemoryRegisterRequest": "1 name string, 2 key string, 3 offset uint64, 4 byte_size uint64",
+    "SystemSharedMemoryRegisterResponse": "",
+    "SystemSharedMemoryUnregisterRequest": "1 name string",
+    "SystemSharedMemoryUnregisterResponse": "",
 }
 DATA_TYPES = "INVALID BOOL UINT8 UINT16 UINT32 UINT64 INT8 INT16 INT32 INT64 FP16 FP32 FP64 STRING BF16"
 STREAMED = {"ModelStreamInfer": (True, True)}
-RNG = np.random.default_rng()
 
 
 def wire_of(message: Any) -> str:
@@ -160,14 +167,18 @@ def values_of(datatype: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     if datatype == "BYTES":
         array = np.empty(shape, np.object_)
         for index in np.ndindex(shape):
-            array[index] = RNG.bytes(RNG.integers(0, 9))
+            array[index] = seeded_rng().bytes(seeded_rng().integers(0, 9))
         return array
     if dtype.kind in "iu":
         bounds = np.iinfo(dtype)
-        array = RNG.integers(bounds.min, bounds.max, shape, dtype, endpoint=True)
+        array = seeded_rng().integers(bounds.min, bounds.max, shape, dtype, endpoint=True)
         array.flat[:2] = bounds.min, bounds.max
         return array
-    return RNG.integers(0, 2, shape).astype(bool) if datatype == "BOOL" else RNG.standard_normal(shape).astype(dtype)
+    return (
+        seeded_rng().integers(0, 2, shape).astype(bool)
+        if datatype == "BOOL"
+        else seeded_rng().standard_normal(shape).astype(dtype)
+    )
 
 
 def framed(array: np.ndarray[Any, Any]) -> bytes:
@@ -256,12 +267,15 @@ def test_an_empty_tensor_needs_no_contents() -> None:
                 inputs=[
                     {
                         "name": "x",
+                        "datatype": "FP32",
                         "parameters": {"shared_memory_region": messages.InferParameter(string_param="r")},
                     }
                 ]
             ),
-            "shared memory is not supported",
+            "take numbers of bytes",
         ),
+        (messages.ModelInferRequest(inputs=[{}] * 257), "inputs: 257 tensors, at most 256"),
+        (messages.ModelInferRequest(outputs=[{}] * 257), "outputs: 257 tensors, at most 256"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(message: messages.ModelInferRequest, words: str) -> None:

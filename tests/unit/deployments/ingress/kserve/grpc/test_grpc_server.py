@@ -13,6 +13,8 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from kit.seeding import seeded_rng
+from kit.waiting import until
 from ray.exceptions import RayActorError, RayTaskError
 
 from configs.cluster import LimitsConfig
@@ -116,6 +118,9 @@ async def test_health_and_metadata(client: Client, service: Any) -> None:
     config = (await client.call("ModelConfig", name="adder")).config
     assert (config.name, config.model_transaction_policy.decoupled) == ("adder", True)
     service.cards["late"] = ModelCard("late", None, "registering")
+    assert (await client.call("ServerReady")).ready  # the others can be asked meanwhile
+    assert not (await client.call("ModelReady", name="late")).ready
+    service.cards = {"late": service.cards["late"]}
     assert not (await client.call("ServerReady")).ready
 
 
@@ -140,7 +145,7 @@ async def test_inference_and_its_statistics(client: Client) -> None:
 
 async def test_large_tensors_are_read_and_written_aside(edge: SimpleNamespace, calls_on_loop: Any) -> None:
     read, written = calls_on_loop(grpc_codec, "read_request"), calls_on_loop(grpc_codec, "write_response")
-    x = np.random.default_rng().standard_normal((20_000, 3)).astype(np.float32)
+    x = seeded_rng().standard_normal((20_000, 3)).astype(np.float32)
     inputs = [{"name": "x", "datatype": "FP32", "shape": x.shape}]
     edge.inference._limits = LimitsConfig(max_pipeline_items=len(x))
     server = await start_grpc_server(**vars(edge), host="127.0.0.1", port=0, max_message_bytes=2**20)
@@ -231,24 +236,24 @@ async def test_a_deadline_of_the_client_ends_the_work(client: Client, service: A
     service.gate.clear()
     code, _ = await refusal(client.call("ModelInfer", _timeout_s=0.1, **embedding()))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await _until(lambda: service.num_cancelled == 1)
+    await until(lambda: service.num_cancelled == 1)
 
 
 async def test_a_client_that_goes_ends_the_work(client: Client, service: Any) -> None:
     service.gate.clear()
     call = client.call("ModelInfer", **embedding())
     asked = asyncio.ensure_future(call)
-    await _until(lambda: len(service.requests) == 1)
+    await until(lambda: len(service.requests) == 1)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asked
-    await _until(lambda: service.num_cancelled == 1)
+    await until(lambda: service.num_cancelled == 1)
 
 
 async def test_what_runs_when_the_server_stops_may_finish(server: GrpcServer, client: Client, service: Any) -> None:
     service.gate.clear()
     running = asyncio.ensure_future(client.call("ModelInfer", **embedding()))
-    await _until(lambda: len(service.requests) == 1)
+    await until(lambda: len(service.requests) == 1)
     stopped = asyncio.ensure_future(server.stop(TIMEOUT_S))
     await asyncio.sleep(0)
     service.gate.set()
@@ -259,16 +264,10 @@ async def test_what_runs_when_the_server_stops_may_finish(server: GrpcServer, cl
 async def test_what_runs_longer_than_the_grace_is_cancelled(server: GrpcServer, client: Client, service: Any) -> None:
     service.gate.clear()
     running = asyncio.ensure_future(client.call("ModelInfer", **embedding()))
-    await _until(lambda: len(service.requests) == 1)
+    await until(lambda: len(service.requests) == 1)
     await server.stop(0.05)
     await refusal(running)
-    await _until(lambda: service.num_cancelled == 1)
-
-
-async def _until(condition: Any) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.001)
+    await until(lambda: service.num_cancelled == 1)
 
 
 async def test_health_protocol(channel: grpc.aio.Channel, service: Any) -> None:
@@ -278,31 +277,48 @@ async def test_health_protocol(channel: grpc.aio.Channel, service: Any) -> None:
     assert (await refusal(checks.call("Check", service="other")))[0] is grpc.StatusCode.NOT_FOUND
     watch = checks.call("Watch", service="")
     assert (await watch.read()).status == health.HealthCheckResponse.SERVING
-    service.cards["late"] = ModelCard("late", None, "registering")
+    service.cards = {"late": ModelCard("late", None, "registering")}
     assert (await checks.call("Check", service="")).status == health.HealthCheckResponse.NOT_SERVING
 
 
 async def test_a_watcher_hears_of_changes_only() -> None:
     states: list[Any] = [True, True, errors.ModelUnavailable("restarting"), False, True]
-    told = []
+    told, told_other, num_looks = [], [], 0
 
     async def is_ready() -> bool:
+        nonlocal num_looks
+        num_looks += 1
         state = states.pop(0)
         if isinstance(state, Exception):
             raise state
         return bool(state)
 
     async def sleep(seconds: float) -> None:
+        for _ in range(5):  # the watchers hear of it
+            await asyncio.sleep(0)
         if not states:
-            raise asyncio.CancelledError
-
-    async def write(answer: health.HealthCheckResponse) -> None:
-        told.append(answer.status)
+            await asyncio.Event().wait()
 
     servicer = _HealthServicer(is_ready, (), sleep)
-    with pytest.raises(asyncio.CancelledError):
-        await servicer.watch(health.HealthCheckRequest(), SimpleNamespace(write=write))  # type: ignore[arg-type]
-    assert told == [1, 2, 1]
+
+    def watch(heard: list[int], service: str = "") -> asyncio.Task[None]:
+        async def write(answer: health.HealthCheckResponse) -> None:
+            heard.append(answer.status)
+
+        context: Any = SimpleNamespace(write=write)
+        return asyncio.create_task(servicer.watch(health.HealthCheckRequest(service=service), context))
+
+    watchers = [watch([]) for _ in range(100)] + [watch(told), watch(told_other, "other")]
+    await until(lambda: told == [1, 2, 1])
+    assert (told_other, num_looks) == ([3], 5)  # as many as if there were one watcher
+    for watcher in watchers:
+        watcher.cancel()
+    await asyncio.gather(*watchers, return_exceptions=True)
+    states.append(False)  # the next one has a poller again
+    later: list[int] = []
+    watcher = watch(later)
+    await until(lambda: later == [2])
+    watcher.cancel()
 
 
 async def test_reflection_describes_the_services(channel: grpc.aio.Channel) -> None:

@@ -1,0 +1,1 @@
+"""Admission: which requests are read, wait, start and are refused."""

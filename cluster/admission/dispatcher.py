@@ -1,0 +1,211 @@
+"""The admission queue on an event loop: requests await their slots, and leave however they end."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Final
+
+from cluster.admission.demand import Demand
+from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.queue import AdmissionQueue
+from cluster.admission.records import AdmissionSnapshot, Placement, Refusal, Refused, Started
+from cluster.admission.slot_records import PoolClaims, PoolPart
+from cluster.errors import ClusterError
+from configs.admission import AdmissionConfig
+
+__all__ = ["AVOID_S", "Dispatcher", "NotAdmitted"]
+
+AVOID_S: Final = 1.0  # a replica on which a request was lost
+
+
+class NotAdmitted(ClusterError):
+    """The request leaves the queue unserved: `refusal` says why."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal)
+        self.refusal = refusal
+
+
+class Dispatcher:
+    """The queue of one event loop: a slot is a future replica. Times that callers give are seconds from now; `clock` is
+    the queue's.
+
+    One of several, `num_sharing`, starts requests within the slots that `set_parts` gives it, as long as `hold_slots`
+    says that they are still its own.
+    """
+
+    def __init__(
+        self, config: AdmissionConfig, clock: Callable[[], float] = time.monotonic, num_sharing: int = 1
+    ) -> None:
+        self._queue = AdmissionQueue(config, num_sharing)
+        self._clock = clock
+        self._held_until_s = math.inf
+        self._is_suspended = False
+        self._numbers = itertools.count(1)
+        self._slots: dict[int, asyncio.Future[str]] = {}  # by ticket, until it leaves
+        self._timer: asyncio.TimerHandle | None = None
+        self._replicas: dict[str, frozenset[str]] = {}
+        self._avoided: dict[str, set[str]] = {}
+        self.changed = asyncio.Event()  # set when a controller should look at once; it clears it
+        self.slots_changed = asyncio.Event()  # as well, when the slots of several ingresses should be split anew
+
+    @property
+    def config(self) -> AdmissionConfig:
+        """Bounds and weights in force."""
+        return self._queue.config
+
+    def submit(self, demand: Demand) -> int:
+        """Let a request in and return its ticket, for which `leave` is called once. `demand.deadline_s` is from now."""
+        ticket = next(self._numbers)
+        self._slots[ticket] = asyncio.get_running_loop().create_future()
+        try:
+            self._enter(ticket, demand)
+        except BaseException:
+            self._forget(ticket)
+            raise
+        return ticket
+
+    def _enter(self, ticket: int, demand: Demand) -> None:
+        now_s = self._clock()
+        self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
+        self._pump()
+        if self._queue.is_unplaced(demand, now_s):
+            self.changed.set()
+
+    def _forget(self, ticket: int) -> None:
+        """Forget a request that could not be let in: nobody will call `leave`."""
+        del self._slots[ticket]
+        self._queue.leave(ticket, self._clock())
+
+    def slot(self, ticket: int) -> asyncio.Future[str]:
+        """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
+        return self._slots[ticket]
+
+    def reassign(self, ticket: int) -> asyncio.Future[str]:
+        """Return another replica to wait for, before all others: the replica died. Raises, awaited: NotAdmitted."""
+        self._slots[ticket] = asyncio.get_running_loop().create_future()
+        self.give_back(ticket)
+        return self._slots[ticket]
+
+    def give_back(self, ticket: int) -> None:
+        """Let a request wait again, before all others: its replica died.
+
+        Nothing starts there for a moment, in which the list of replicas follows.
+        """
+        pool, replica = self._queue.give_back(ticket, self._clock())
+        if replica:  # one without a name is whichever Serve chooses
+            self._avoided.setdefault(pool, set()).add(replica)
+            asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
+            self._list_replicas(pool)
+        self._pump()
+
+    def leave(self, ticket: int, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
+        """End a request, wherever it is."""
+        self._slots.pop(ticket, None)
+        self._queue.leave(ticket, self._clock(), is_answered=is_answered, switch_s=switch_s)
+        self._pump()
+
+    def set_replicas(self, pool: str, names: Collection[str]) -> None:
+        """Say which replicas there are."""
+        self._replicas[pool] = frozenset(names)
+        self._list_replicas(pool)
+        self._pump()
+
+    def num_replicas(self, pool: str) -> int:
+        """Return the number of replicas that can be given work."""
+        return self._queue.num_replicas(pool)
+
+    def set_placement(self, placement: Placement) -> None:
+        """Start requests where `placement` lets them. Its `until_s` is from now."""
+        self._queue.set_placement(replace(placement, until_s=self._clock() + placement.until_s))
+        self._pump()
+
+    async def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on."""
+        self._queue.retune(config)
+        self._pump()
+
+    async def snapshot(self) -> AdmissionSnapshot:
+        """Return the state of the queue."""
+        return self._queue.snapshot(self._clock())
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests that have ended, from a number on."""
+        return self._queue.ended.after(number, self._clock())
+
+    def claims(self) -> dict[str, PoolClaims]:
+        """Return what this queue has and wants of the replicas that others share, by pool."""
+        return self._queue.claims(self._clock())
+
+    def requests_per_s(self) -> float:
+        """Return how many requests came of late."""
+        return self._queue.requests_per_s(self._clock())
+
+    def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float) -> None:
+        """Own these slots from now on, by pool, and no others, and this part of the bounds."""
+        self._queue.set_parts(parts, bound_part, self._clock())
+        self._pump()
+
+    def drop_slots(self) -> None:
+        """Own no slots: others have them. What runs goes on."""
+        self._queue.drop_parts(self._clock())
+
+    def hold_slots(self, until_s: float) -> None:
+        """Own the slots until a time of the clock; nothing starts after it."""
+        self._held_until_s = until_s
+        if self._is_suspended:
+            self._pump()
+
+    def _list_replicas(self, pool: str) -> None:
+        names = self._replicas.get(pool, frozenset()) - self._avoided.get(pool, set())
+        self._queue.set_replicas(pool, names, self._clock())
+        self.changed.set()
+
+    def _trust(self, pool: str, replica: str) -> None:
+        self._avoided[pool].discard(replica)  # a second time does nothing
+        self._list_replicas(pool)
+        self._pump()
+
+    def _pump(self) -> None:
+        now_s = self._clock()
+        if (is_late := now_s >= self._held_until_s) != self._is_suspended:
+            self._is_suspended = is_late
+            if is_late:
+                self._queue.suspend_slots()
+            else:
+                self._queue.resume_slots(now_s)
+        try:
+            for event in self._queue.pump(now_s):
+                self._settle_waiter(event)
+        finally:
+            self._set_timer()
+            if self._queue.take_slot_news():
+                self.slots_changed.set()
+
+    def _set_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._queue.num_waiting:
+            delay_s = max(0.0, self._queue.look_again_s() - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
+
+    def _settle_waiter(self, event: Started | Refused) -> None:
+        if (slot := self._slots.get(event.ticket)) is not None:
+            _settle(slot, event)
+
+
+def _settle(slot: asyncio.Future[str], event: Started | Refused) -> None:
+    """Set what became of a slot, unless who awaits it is about to leave."""
+    if slot.done():
+        return
+    if isinstance(event, Refused):
+        slot.set_exception(NotAdmitted(event.refusal))
+        slot.exception()  # seen: its caller may leave without asking
+    else:
+        slot.set_result(event.replica)

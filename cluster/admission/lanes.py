@@ -1,0 +1,260 @@
+"""The order of service among waiting requests: priorities, weighted fair shares of tenants, and no starvation. Pure.
+
+The more urgent priority goes first. Inside a priority, tenants take turns by start-time fair queueing (Goyal, Vin and
+Cheng, SIGCOMM 1996): each has a clock that its work moves on, the faster the less weight it has, and the one that is
+behind goes next. Inside a tenant, requests are served in the order of their arrival.
+
+The oldest request of all goes next once `max_overtakes` others went before it although they came later, whatever its
+priority. Requests that come back from a replica that died go before all others.
+
+Priorities order what starts, and what of its own a tenant gives up where the queue is full. How much of a full queue a
+tenant has, the weights say: urgency displaces nobody else's requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final
+
+from cluster.admission.demand import Demand, Waiting
+from cluster.admission.tenant_turns import Lane, OpenModels, TenantTurns, newest
+
+_MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
+
+
+class Crowd:
+    """The requests that wait, for one model or for all, counted by tenant.
+
+    The heap has an entry for each tenant that is at least as long as the tenant's line; what is longer is put right
+    when it comes up. So each change costs the logarithm of the number of tenants.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._counts: Counter[str] = Counter()
+        self._longest: list[tuple[float, str]] = []  # a heap: lengths below 0
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def length(self, tenant: str, num_more: int = 0) -> float:
+        """Return the tenant's requests, and so many more, by its weight."""
+        return (self._counts[tenant] + num_more) / self._weight_of(tenant)
+
+    def add(self, tenant: str) -> None:
+        """Count one more."""
+        self._counts[tenant] += 1
+        heapq.heappush(self._longest, (-self.length(tenant), tenant))
+        if len(self._longest) > 4 * len(self._counts) + _MOST_STALE:
+            self.reweigh(self._weight_of)
+
+    def remove(self, tenant: str) -> None:
+        """Count one less."""
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant]
+
+    def longest(self) -> tuple[float, str] | None:
+        """Return the length of the longest line by weight, and whose it is."""
+        while self._longest:
+            length, tenant = -self._longest[0][0], self._longest[0][1]
+            if tenant not in self._counts:
+                heapq.heappop(self._longest)
+            elif length > self.length(tenant):
+                heapq.heapreplace(self._longest, (-self.length(tenant), tenant))
+            else:
+                return length, tenant
+        return None
+
+    def reweigh(self, weight_of: Callable[[str], float]) -> None:
+        """Use these weights from now on."""
+        self._weight_of = weight_of
+        self._longest = [(-self.length(tenant), tenant) for tenant in self._counts]
+        heapq.heapify(self._longest)
+
+
+class Lanes:
+    """The waiting requests of one pool of replicas."""
+
+    def __init__(self, weight_of: Callable[[str], float], max_overtakes: int) -> None:
+        self.weight_of = weight_of
+        self.max_overtakes = max_overtakes
+        self._waiting: dict[int, Waiting] = {}
+        self._returned: OrderedDict[int, Waiting] = OrderedDict()
+        self._ages: OrderedDict[int, Waiting] = OrderedDict()  # by arrival
+        self._num_overtakes = 0
+        self._classes: dict[int, TenantTurns] = {}
+        self._crowd = Crowd(weight_of)
+        self._crowds: dict[str, Crowd] = {}  # by model
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, ticket: int) -> bool:
+        return ticket in self._waiting
+
+    def __iter__(self) -> Iterator[Waiting]:
+        return iter(self._waiting.values())
+
+    @property
+    def most_urgent(self) -> float:
+        """The most urgent priority that waits, 0 for what lost its replica, infinity for nothing."""
+        busy = [priority for priority, turns in self._classes.items() if turns.has_work]
+        return 0 if self._returned else min(busy, default=math.inf)
+
+    def lines(self) -> Iterator[tuple[int, Waiting, int]]:
+        """Yield the priority, the first and the number of the requests of each priority, tenant and model."""
+        for waiting in self._returned.values():
+            yield 0, waiting, 1
+        for priority, turns in self._classes.items():
+            for lane in turns.busy_lanes():
+                for line in lane.models.values():
+                    yield priority, next(iter(line.values())), len(line)
+
+    @property
+    def cost_s(self) -> float:
+        """Replica seconds of all that waits."""
+        returned_s = sum([waiting.cost_s for waiting in self._returned.values()])
+        return returned_s + sum([turns.cost_s for turns in self._classes.values()])
+
+    def add(self, waiting: Waiting) -> None:
+        """Add a request behind those that came before."""
+        demand = waiting.demand
+        self._class(demand.priority).add(waiting)
+        self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
+        self._crowd.add(demand.tenant)
+        self._crowds.setdefault(demand.model, Crowd(self.weight_of)).add(demand.tenant)
+
+    def add_returned(self, waiting: Waiting) -> None:
+        """Add a request whose replica died, before all others."""
+        self._waiting[waiting.ticket] = self._returned[waiting.ticket] = waiting
+
+    def remove(self, ticket: int) -> Waiting:
+        """Take a request out."""
+        waiting = self._waiting.pop(ticket)
+        if self._returned.pop(ticket, None) is not None:
+            return waiting
+        if next(iter(self._ages)) == ticket:
+            self._num_overtakes = 0
+        del self._ages[ticket]
+        demand = waiting.demand
+        self._classes[demand.priority].remove(waiting)
+        self._crowd.remove(demand.tenant)
+        self._crowds[demand.model].remove(demand.tenant)
+        if not self._crowds[demand.model]:
+            del self._crowds[demand.model]
+        return waiting
+
+    def next_up(self, open_models: OpenModels) -> Waiting | None:
+        """Return the request to start next, of the models that may start."""
+        for waiting in self._returned.values():
+            if waiting.demand.model in open_models.names:
+                return waiting
+        if self._num_overtakes >= self.max_overtakes and self._ages:
+            oldest = next(iter(self._ages.values()))
+            if oldest.demand.model in open_models.names:
+                return oldest
+        for priority in sorted(self._classes):
+            if (found := self._classes[priority].first(open_models)) is not None:
+                return found
+        return None
+
+    def beside(self, waiting: Waiting, models: Iterable[str]) -> Waiting | None:
+        """Return the first request of the same tenant and priority for one of the models; None where it must not pass.
+
+        It must not pass one that came back from a replica that died, nor the oldest of all after `max_overtakes`.
+        """
+        is_oldest = next(iter(self._ages), None) == waiting.ticket
+        if waiting.ticket in self._returned or (is_oldest and self._num_overtakes >= self.max_overtakes):
+            return None
+        lines = self._lane(waiting.demand).models
+        fronts = [next(iter(lines[model].values())) for model in models if model in lines]
+        return min(fronts, key=lambda front: front.number, default=None)
+
+    def start_request(self, ticket: int, cost_s: float) -> Waiting:
+        """Take a request out because it starts: its tenant is charged with `cost_s`, which it may cost."""
+        overtakes = ticket not in self._returned and next(iter(self._ages)) != ticket
+        waiting = self.remove(ticket)
+        self._num_overtakes += overtakes
+        turns, lane = self._class(waiting.demand.priority), self._lane(waiting.demand)
+        turns.floor_s = max(turns.floor_s, lane.clock_s)
+        lane.charge(cost_s)
+        waiting.cost_s = cost_s
+        return waiting
+
+    def settle(self, started: Waiting, cost_s: float) -> None:
+        """Charge what a request did cost instead of what it might have."""
+        self._lane(started.demand).charge(cost_s - started.cost_s)
+
+    def displaced_by(self, demand: Demand, model: str | None) -> tuple[bool, float, Waiting] | None:
+        """Return the request that leaves a full queue in favour of `demand`; None when it is `demand` that has to go.
+
+        That is one of the tenant that has the most waiting by its weight, if that is more than the tenant of `demand`
+        would have, or else one of its own that is less urgent: the newest of the least urgent. With it comes whether it
+        is another tenant's, and how much that has. `model` is the one whose bound is reached, None for that of all.
+        """
+        crowd = self._crowd if model is None else self._crowds.get(model)
+        longest = crowd.longest() if crowd else None
+        if crowd and longest and longest[1] != demand.tenant and longest[0] > crowd.length(demand.tenant, 1):
+            found = self._least_urgent(longest[1], model, 0)
+            if found is not None:
+                return True, longest[0], found
+        found = self._least_urgent(demand.tenant, model, demand.priority)
+        return (False, float(found.demand.priority), found) if found else None
+
+    def ahead_s(self, demand: Demand) -> float:
+        """Return the replica seconds of work that would be done before a request that came now."""
+        before = sum([waiting.cost_s for waiting in self._returned.values()])
+        before += sum([turns.cost_s for priority, turns in self._classes.items() if priority < demand.priority])
+        turns = self._class(demand.priority)
+        own = turns.busy_lane(demand.tenant)
+        return before + turns.share_ahead_s(own.cost_s if own else 0.0, demand.tenant, self.weight_of(demand.tenant))
+
+    def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
+        """Yield every request with the replica seconds of work before it, costs estimated anew by `cost_of`.
+
+        A request that the caller removes before it goes on does not count for those behind it in its lane.
+        """
+        for turns in self._classes.values():
+            turns.count_again(lambda waiting: cost_of(waiting.demand))
+        before = 0.0
+        for waiting in list(self._returned.values()):
+            waiting.cost_s = cost_of(waiting.demand)
+            yield waiting, before
+            before += waiting.cost_s
+        for priority in sorted(self._classes):
+            turns = self._classes[priority]
+            for lane in turns.busy_lanes():
+                own_s = 0.0
+                for waiting in list(lane.waiting.values()):
+                    yield waiting, before + turns.share_ahead_s(own_s, lane.tenant, lane.weight)
+                    own_s += waiting.cost_s if waiting.ticket in self._waiting else 0.0
+            before += turns.cost_s
+
+    def reweigh(self) -> None:
+        """Read the weights anew."""
+        for turns in self._classes.values():
+            turns.reweigh(self.weight_of)
+        for crowd in (self._crowd, *self._crowds.values()):
+            crowd.reweigh(self.weight_of)
+
+    def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
+        """Return the newest of a tenant's least urgent requests, of those that are less urgent than `priority`."""
+        for each in sorted(self._classes, reverse=True):
+            if each > priority and (lane := self._classes[each].busy_lane(tenant)) is not None:
+                line = lane.waiting if model is None else lane.models.get(model)
+                if line and (found := newest(line)) is not None:
+                    return found
+        return None
+
+    def _class(self, priority: int) -> TenantTurns:
+        turns = self._classes.get(priority)
+        if turns is None:
+            turns = self._classes[priority] = TenantTurns(self.weight_of)
+        return turns
+
+    def _lane(self, demand: Demand) -> Lane:
+        return self._class(demand.priority).lane(demand.tenant)

@@ -1,0 +1,336 @@
+"""Service times and arrival rates, measured online. Pure: time is a parameter."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+MAX_MODELS: Final = 4096  # that are remembered
+SHORT_S: Final = 5.0
+LONG_S: Final = 60.0
+_NEW: Final = 0.15  # weight of a new measurement in the present level
+_NEW_SHAPE: Final = 0.02  # and in how times depend on work, which takes many to tell
+_PRIOR: Final = 0.01  # relative variance of work: below it, times count as proportional to work
+_MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
+_NEW_EXCESS: Final = 0.1
+_EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
+_NEW_SIZE: Final = 0.05
+# Requests that share a replica: the sizes whose times are remembered. More than the last count as that many.
+BATCH_SIZES: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_FACTORS: Final = (1.05, 3.0)  # bounds of `ModelTimes.late_s` over the mean
+_STALE_S: Final = 2.0
+WORK_BOUNDS: Final = (1e-9, 1e18)  # squares of what lies between are numbers
+_LONGEST_S: Final = 1e9
+
+
+@dataclass(slots=True)
+class Estimate:
+    """Seconds as a function of work: a fixed part, and one that grows with work. The line through what was measured
+    moves slowly, and its level, a factor, soon.
+    """
+
+    _num: int = 0
+    _level: float = 1.0
+    _work: float = 0.0  # mean
+    _seconds: float = 0.0  # mean
+    _variance: float = 0.0  # of work
+    _covariance: float = 0.0
+
+    def seconds_of(self, work: float) -> float:
+        """Return the seconds that a request of that work takes; 0 before the first one."""
+        return self._level * self._line(work)
+
+    def mean(self) -> float:
+        """Return the seconds that a request of the mean work takes."""
+        return self._level * self._seconds
+
+    def note_seconds(self, work: float, seconds: float, new_level: float = _NEW) -> None:
+        """Learn from a request, which has the weight `new_level` in the level."""
+        if self._num > 1:
+            seconds = min(seconds, _MAX_FACTOR * self.seconds_of(work))
+        self._num += 1
+        new = max(_NEW_SHAPE, 1 / self._num)
+        off, off_s = work - self._work, seconds - self._seconds
+        self._work += new * off
+        self._seconds += new * off_s
+        self._variance = (1 - new) * (self._variance + new * off * off)
+        self._covariance = (1 - new) * (self._covariance + new * off * off_s)
+        if (line_s := self._line(work)) > 0:
+            self._level += max(new_level, 1 / self._num) * (seconds / line_s - self._level)
+
+    def _line(self, work: float) -> float:
+        """Return the least squares line, kept between one of constant and one of proportional seconds."""
+        if not self._num:
+            return 0.0
+        proportional = self._seconds / self._work
+        prior = _PRIOR * self._work * self._work
+        slope = (self._covariance + prior * proportional) / (self._variance + prior)
+        return max(0.0, self._seconds + min(max(slope, 0.0), proportional) * (work - self._work))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLatency:
+    """The seconds from start to end of a request, at each of `BATCH_SIZES`; straight lines lie between them."""
+
+    seconds: tuple[float, ...] = (0.0,) * len(BATCH_SIZES)
+
+    def seconds_at(self, num_sharing: float) -> float:
+        """Return the seconds where so many share the replica in the mean, the request itself among them."""
+        return _between(self.seconds, num_sharing)
+
+
+@dataclass(slots=True)
+class BatchSlowdown:
+    """The factor by which requests take longer, by how many share the replica: what a batch of any size takes.
+
+    Each size that was ever seen is remembered, however long others were seen since: a line through what was measured
+    of late would say of other sizes whatever it likes. What is beyond counts as proportional, no gain that is.
+    An error that requests at any size have is no matter of size, so the mean one is taken off. Without that a
+    size that is seen day in, day out would drift away from the others by the noise of its errors.
+    """
+
+    _factors: list[float] = field(default_factory=lambda: [0.0] * len(BATCH_SIZES))
+    _nums: list[float] = field(default_factory=lambda: [0.0] * len(BATCH_SIZES))  # of the requests that told them
+    _mean_error: float = 0.0  # of the logarithm
+
+    def note_error(self, num_sharing: float, error: float) -> None:
+        """Learn from a request which took `error` times what was to be expected."""
+        place, part = _place_of(num_sharing)
+        own_error = math.log(max(error, 1 / _MAX_FACTOR)) - self._mean_error
+        self._mean_error += _NEW_SIZE * own_error
+        for node, near in ((place, 1 - part), (place + 1, part)):
+            if near <= 0:
+                continue
+            new = max(_NEW_SIZE, 1 / (1 + self._nums[node])) * near if self._nums[node] else 1.0
+            self._factors[node] = self._at(node) * math.exp(new * own_error)
+            self._nums[node] += near
+
+    def seen(self) -> tuple[int, int]:
+        """Return the least and the largest of `BATCH_SIZES` that was seen; where that is one, it and a larger one."""
+        seen = [size for size, num in zip(BATCH_SIZES, self._nums, strict=True) if num] or [BATCH_SIZES[0]]
+        return (seen[0], seen[-1]) if len(seen) > 1 else (seen[0], seen[0] + 1)
+
+    def factors(self) -> tuple[float, ...]:
+        """Return the factors at each of `BATCH_SIZES`; alone it is 1."""
+        found = [self._at(node) for node in range(len(BATCH_SIZES))]
+        return tuple(one / found[0] for one in found)
+
+    def _at(self, node: int) -> float:
+        if self._nums[node]:
+            return self._factors[node]
+        below = next((other for other in range(node - 1, -1, -1) if self._nums[other]), None)
+        above = next((other for other in range(node + 1, len(BATCH_SIZES)) if self._nums[other]), None)
+        if below is None and above is None:
+            return float(BATCH_SIZES[node])
+        if below is None or above is None:
+            known = below if above is None else above
+            assert known is not None  # mypy does not see it
+            return self._factors[known] * BATCH_SIZES[node] / BATCH_SIZES[known]
+        part = (BATCH_SIZES[node] - BATCH_SIZES[below]) / (BATCH_SIZES[above] - BATCH_SIZES[below])
+        return self._factors[below] * (1 - part) + self._factors[above] * part
+
+
+def _between(values: Sequence[float], num_sharing: float) -> float:
+    """Return the value for so many, by those at each of `BATCH_SIZES`."""
+    place, part = _place_of(num_sharing)
+    return values[place] * (1 - part) + values[place + 1] * part
+
+
+def _num_sharing(busy_s: float, latency_s: float) -> float:
+    """Return how many shared the replica in the mean, by a part of its seconds; at most the last of `BATCH_SIZES`."""
+    return min(max(1.0, latency_s / busy_s), float(BATCH_SIZES[-1])) if busy_s else 1.0
+
+
+def _place_of(num_sharing: float) -> tuple[int, float]:
+    """Return the place of the last of `BATCH_SIZES` that is not more, and the part of the way to the next one."""
+    num_sharing = min(max(num_sharing, BATCH_SIZES[0]), BATCH_SIZES[-1])
+    place = min(bisect_right(BATCH_SIZES, num_sharing), len(BATCH_SIZES) - 1) - 1
+    return place, (num_sharing - BATCH_SIZES[place]) / (BATCH_SIZES[place + 1] - BATCH_SIZES[place])
+
+
+@dataclass(slots=True)
+class ModelTimes:
+    """The seconds that requests for one model took.
+
+    `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency`, from
+    start to end, is a function of work that counts the more, the more share the replica: by `slowdown`.
+    `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica, and
+    `fastest_s` the shortest latency, by unit of work, that one alone would have had.
+    """
+
+    busy: Estimate = field(default_factory=Estimate)
+    latency: Estimate = field(default_factory=Estimate)
+    slowdown: BatchSlowdown = field(default_factory=BatchSlowdown)
+    excess: float = 0.02  # mean, relative to what was to be expected at the same size; who is faster has none
+    usual_s: float = 0.0
+    usual_sharing: float = 1.0
+    fastest_s: float = 0.0
+    switch_s: float = 0.0
+    measured_s: float = -math.inf
+    num_measured: int = 0
+    _num_fresh: int = 0  # since the times were stale
+    _factors: tuple[float, ...] = BATCH_SIZES  # those of `slowdown`
+
+    @property
+    def _late_factor(self) -> float:
+        """The factor by which few requests take longer than predicted, as TCP bounds round trips (RFC 6298)."""
+        return min(max(1 + _EXCESSES * self.excess, _FACTORS[0]), _FACTORS[1])
+
+    def is_stale(self, now_s: float) -> bool:
+        """Return whether it is time to measure anew: then what was measured says little about now."""
+        return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
+
+    def joining_s(self, work: float) -> float:
+        """Return by how much a request of that work delays those whose batch it joins, and each of them it."""
+        least, most = self.slowdown.seen()
+        return max(0.0, self._expected_s(work, most) - self._expected_s(work, least)) / (most - least)
+
+    def latency_s(self, work: float) -> BatchLatency:
+        """Return the latency of a request of that work, among any number of batch-mates."""
+        return BatchLatency(tuple(self.latency.seconds_of(work * factor) for factor in self._factors))
+
+    def usual_latency_s(self, work: float) -> float:
+        """Return the latency of a request of that work among as many batch-mates as there were of late."""
+        return self._expected_s(work, self.usual_sharing)
+
+    def late_s(self, work: float, num_sharing: float) -> float:
+        """Return the latency that few requests of that work exceed where so many of their share have the replica."""
+        return self._late_factor * self._expected_s(work, num_sharing)
+
+    def cost_s(self, work: float, share: float) -> float:
+        """Return the seconds of a full replica that such a request is a part of: what waits will run on full ones."""
+        return share * self._expected_s(work, 1 / share)
+
+    def is_longer(self, work: float, busy_s: float, latency_s: float) -> bool:
+        """Return whether a request has taken longer than was to be expected among its batch-mates."""
+        return latency_s > self._expected_s(work, _num_sharing(busy_s, latency_s))
+
+    def note_served(self, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0) -> None:
+        """Learn from a request that was answered. `num_left`: those for the model that still run.
+
+        The first after an idle time, when what was known is stale, replaces it only if it ran alone. Of several that
+        began together the quickest ends first, so it counts as one of them.
+        """
+        num_sharing = _num_sharing(busy_s, latency_s)
+        expected_s = self._expected_s(work, num_sharing)
+        error = min(latency_s / expected_s, _MAX_FACTOR) if expected_s else 1.0
+        if self.is_stale(now_s):
+            self._num_fresh = num_left if self.num_measured else 0
+        self._num_fresh += 1
+        new = max(_NEW, 1 / self._num_fresh)
+        if self.num_measured > 1:
+            self.excess += _NEW_EXCESS * (max(0.0, error - 1) - self.excess)
+        self.busy.note_seconds(work, busy_s, new)
+        self.slowdown.note_error(
+            num_sharing, error if new < 1 else 1.0
+        )  # what is known anew is the level, not the slowdown
+        self._factors = self.slowdown.factors()
+        self.latency.note_seconds(self._weighed(work, num_sharing), latency_s, new)
+        self.usual_s += new * (latency_s - self.usual_s)
+        self.usual_sharing += new * (num_sharing - self.usual_sharing)
+        fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
+        self.fastest_s = min(fastest, latency_s / self._weighed(work, num_sharing))
+        self.num_measured += 1
+        self.measured_s = now_s
+
+    def _weighed(self, work: float, num_sharing: float) -> float:
+        """Return the work that takes as long alone as this work does where so many share the replica."""
+        return work * _between(self._factors, num_sharing)
+
+    def _expected_s(self, work: float, num_sharing: float) -> float:
+        return self.latency.seconds_of(self._weighed(work, num_sharing))
+
+
+class ServiceTimes:
+    """Measured times, by model."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, ModelTimes] = OrderedDict()
+
+    def times(self, model: str) -> ModelTimes | None:
+        """Return what is known of a model; None before its first request has ended."""
+        found = self._models.get(model)
+        return found if found and found.num_measured else None
+
+    def note_served(
+        self, model: str, now_s: float, work: float, busy_s: float, latency_s: float, num_left: int = 0
+    ) -> None:
+        """Learn from a request that was answered. `num_left`: those for the model that still run.
+
+        Figures that say nothing, such as no work at all, are left out: they would spoil those that do.
+        """
+        is_telling = WORK_BOUNDS[0] <= work <= WORK_BOUNDS[1] and 0 <= busy_s <= _LONGEST_S
+        if is_telling and 0 <= latency_s <= _LONGEST_S:
+            self._remembered(model).note_served(now_s, work, busy_s, latency_s, num_left)
+
+    def note_switch(self, model: str, switch_s: float) -> None:
+        """Learn how long a replica took to switch to the model, when it had to."""
+        times = self._remembered(model)
+        times.switch_s += (_NEW if times.switch_s else 1.0) * (switch_s - times.switch_s)
+
+    def switch_s(self, model: str) -> float:
+        """Return how long a switch to the model takes; 0 when none was seen."""
+        found = self._models.get(model)
+        return found.switch_s if found else 0.0
+
+    def _remembered(self, model: str) -> ModelTimes:
+        times = self._models.setdefault(model, ModelTimes())
+        self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+        return times
+
+
+class ArrivalRate:
+    """Arrivals per second, over a short and a long window that fade exponentially."""
+
+    __slots__ = ("_last_s", "_long", "_short")
+
+    def __init__(self) -> None:
+        self._short = self._long = 0.0
+        self._last_s = -math.inf
+
+    def note_arrival(self, now_s: float, amount: float = 1.0) -> None:
+        """Count one, or an amount that it brings."""
+        self._short, self._long = self.per_s(now_s)
+        self._short += amount / SHORT_S
+        self._long += amount / LONG_S
+        self._last_s = now_s
+
+    def per_s(self, now_s: float) -> tuple[float, float]:
+        """Return the rates over the short and the long window."""
+        passed_s = max(0.0, now_s - self._last_s)
+        return self._short * math.exp(-passed_s / SHORT_S), self._long * math.exp(-passed_s / LONG_S)
+
+
+@dataclass(slots=True)
+class RequestCounts:
+    """The requests for one model since it was first asked for. `pool` is where they run."""
+
+    pool: str
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
+    started: int = 0
+    started_s: float = -math.inf  # the last one
+    refused: int = 0
+
+
+class ModelCounts:
+    """Requests that came, started and were refused, by model. Models that nobody asks for any more are forgotten."""
+
+    def __init__(self) -> None:
+        self._models: OrderedDict[str, RequestCounts] = OrderedDict()
+
+    def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
+        return iter(self._models.items())
+
+    def counts_of(self, model: str, pool: str) -> RequestCounts:
+        """Return the counts of a model that a request came for."""
+        counts = self._models.setdefault(model, RequestCounts(pool))
+        self._models.move_to_end(model)
+        if len(self._models) > MAX_MODELS:
+            self._models.popitem(last=False)
+        return counts

@@ -1,0 +1,246 @@
+"""The turns of tenants at one priority: whose request goes next, of the models that may start. Pure.
+
+What is asked here costs no more for many tenants, models or requests than for few, but for a logarithm: lanes that
+wait are in a heap by their clocks, sums of what waits are kept, and of a lane's models those are looked at that may
+start.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final
+
+from cluster.admission.demand import Waiting
+
+MAX_CLOCKS: Final = 1024  # of tenants that wait for nothing
+FEW: Final = 16  # tenants or models that are all looked at
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """The requests of one tenant at one priority, in the order of arrival: all, and those of each model.
+
+    `clock_s` never goes back while it has requests: `refund_s` is what it was charged too much, and is set off against
+    the next one.
+    """
+
+    tenant: str
+    weight: float
+    clock_s: float = 0.0
+    refund_s: float = 0.0
+    cost_s: float = 0.0
+    waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
+    models: dict[str, OrderedDict[int, Waiting]] = field(default_factory=dict)
+    turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
+
+    def key(self) -> tuple[float, int]:
+        """Return what orders lanes: the clock, then who waits longest."""
+        return self.clock_s, next(iter(self.waiting.values())).number
+
+    def charge(self, cost_s: float) -> None:
+        """Move the clock on by work, less what was charged too much."""
+        due_s = cost_s / self.weight - self.refund_s
+        self.clock_s += max(0.0, due_s)
+        self.refund_s = max(0.0, -due_s)
+
+
+class OpenModels:
+    """The models whose requests may start in this moment. Each lane's requests for them are in a heap by arrival."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.names = names if isinstance(names, set) else set(names)
+        self._fronts: dict[Lane, list[tuple[int, str]]] = {}
+
+    def close(self, model: str) -> None:
+        """Start no more requests of a model."""
+        self.names.discard(model)
+
+    def first(self, lane: Lane) -> Waiting | None:
+        """Return the first request of the lane that may start."""
+        oldest = next(iter(lane.waiting.values()))
+        if oldest.demand.model in self.names:
+            return oldest
+        if (fronts := self._fronts.get(lane)) is None:
+            less, more = sorted((self.names, lane.models.keys()), key=len)
+            fronts = self._fronts[lane] = [(_front(lane.models[id_]).number, id_) for id_ in less if id_ in more]
+            heapq.heapify(fronts)
+        while fronts:
+            number, model = fronts[0]
+            line = lane.models.get(model)
+            if line is None or model not in self.names:
+                heapq.heappop(fronts)
+            elif (front := _front(line)).number == number:
+                return front
+            else:
+                heapq.heapreplace(fronts, (front.number, model))
+        return None
+
+
+class TenantTurns:
+    """The lanes of one priority. `floor_s` is the clock of who was served last: nobody saves up turns."""
+
+    def __init__(self, weight_of: Callable[[str], float]) -> None:
+        self._weight_of = weight_of
+        self._lanes: dict[str, Lane] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._busy: dict[str, Lane] = {}
+        self._by_model: dict[str, dict[str, Lane]] = {}  # those that wait for it, by tenant
+        self._turns: list[tuple[tuple[float, int, int], Lane]] = []  # a heap
+        self._num_turns = 0
+        self._weight = 0.0  # of those that wait
+        self.cost_s = 0.0
+        self.floor_s = 0.0
+
+    def lane(self, tenant: str) -> Lane:
+        """Return the lane of a tenant, which may be idle. Of those, the ones that were idle longest are forgotten."""
+        lane = self._lanes.get(tenant)
+        if lane is None:
+            lane = self._lanes[tenant] = Lane(tenant, self._weight_of(tenant), self.floor_s)
+            self._idle[tenant] = None
+            while len(self._idle) > MAX_CLOCKS:
+                del self._lanes[self._idle.popitem(last=False)[0]]
+        return lane
+
+    @property
+    def has_work(self) -> bool:
+        """True while any tenant waits."""
+        return bool(self._busy)
+
+    def busy_lane(self, tenant: str) -> Lane | None:
+        """Return the lane of a tenant that waits."""
+        return self._busy.get(tenant)
+
+    def add(self, waiting: Waiting) -> None:
+        """Add a request behind the others of its tenant."""
+        lane, model = self.lane(waiting.demand.tenant), waiting.demand.model
+        lane.waiting[waiting.ticket] = waiting
+        line = lane.models.setdefault(model, OrderedDict())
+        line[waiting.ticket] = waiting
+        if len(line) == 1:
+            self._by_model.setdefault(model, {})[lane.tenant] = lane
+        lane.cost_s += waiting.cost_s
+        self.cost_s += waiting.cost_s
+        if len(lane.waiting) == 1:
+            lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
+            self._busy[lane.tenant] = lane
+            self._idle.pop(lane.tenant, None)
+            self._weight += lane.weight
+            self._take_turn(lane)
+
+    def remove(self, waiting: Waiting) -> None:
+        """Take a request out."""
+        lane, model = self._busy[waiting.demand.tenant], waiting.demand.model
+        del lane.waiting[waiting.ticket]
+        line = lane.models[model]
+        del line[waiting.ticket]
+        if not line:
+            del lane.models[model], self._by_model[model][lane.tenant]
+            if not self._by_model[model]:
+                del self._by_model[model]
+        lane.cost_s = max(0.0, lane.cost_s - waiting.cost_s) if lane.waiting else 0.0
+        self.cost_s = max(0.0, self.cost_s - waiting.cost_s)
+        if not lane.waiting:
+            del self._busy[lane.tenant]
+            self._idle[lane.tenant] = None
+            self._weight -= lane.weight
+            lane.turn = None
+        if not self._busy:  # what roundings have left
+            self._weight = self.cost_s = 0.0
+            self._turns.clear()
+
+    def first(self, open_models: OpenModels) -> Waiting | None:
+        """Return the request to start next, of the models that may."""
+        few = self._few_lanes(open_models.names)
+        if few is not None:
+            lanes = iter(sorted(few, key=Lane.key))
+            return next((front for lane in lanes if (front := open_models.first(lane)) is not None), None)
+        passed, found = [], None
+        while found is None and (lane := self._pop_turn()) is not None:
+            passed.append(lane)
+            found = open_models.first(lane)
+        for lane in passed:
+            self._take_turn(lane)
+        return found
+
+    def share_ahead_s(self, own_s: float, tenant: str, weight: float) -> float:
+        """Return the work that is done before a tenant's next request, after `own_s` of its own.
+
+        Until then every other tenant with work gets its share beside it, and no more than it has. Of many tenants, that
+        is told for all together.
+        """
+        own = self._busy.get(tenant)
+        num_others = len(self._busy) - (own is not None)
+        if num_others <= FEW:
+            others = [lane for lane in self._busy.values() if lane is not own]
+            return own_s + sum([min(lane.cost_s, own_s * lane.weight / weight) for lane in others])
+        cost_s, others_weight = (
+            (self.cost_s - own.cost_s, self._weight - own.weight) if own else (self.cost_s, self._weight)
+        )
+        return own_s + min(max(0.0, cost_s), own_s * others_weight / weight)
+
+    def busy_lanes(self) -> Iterator[Lane]:
+        """Yield the lanes that wait, as they were when this began."""
+        yield from list(self._busy.values())
+
+    def count_again(self, cost_of: Callable[[Waiting], float]) -> None:
+        """Estimate the costs of all that wait anew."""
+        self.cost_s = 0.0
+        for lane in self._busy.values():
+            lane.cost_s = 0.0
+            for waiting in lane.waiting.values():
+                waiting.cost_s = cost_of(waiting)
+                lane.cost_s += waiting.cost_s
+            self.cost_s += lane.cost_s
+
+    def reweigh(self, weight_of: Callable[[str], float]) -> None:
+        """Use these weights from now on."""
+        self._weight_of = weight_of
+        for tenant, lane in self._lanes.items():
+            lane.weight = weight_of(tenant)
+        self._weight = sum([lane.weight for lane in self._busy.values()])
+
+    def _few_lanes(self, models: Collection[str]) -> Collection[Lane] | None:
+        """Return the lanes that wait for any of the models; None where models or lanes are too many."""
+        if len(models) > FEW:
+            return None
+        found: dict[str, Lane] = {}
+        for model in models:
+            lanes = self._by_model.get(model, {})
+            if len(found) + len(lanes) > FEW:
+                return None
+            found.update(lanes)
+        return found.values()
+
+    def _take_turn(self, lane: Lane) -> None:
+        self._num_turns += 1
+        lane.turn = (*lane.key(), self._num_turns)
+        heapq.heappush(self._turns, (lane.turn, lane))
+
+    def _pop_turn(self) -> Lane | None:
+        """Take the lane out that goes first. Entries that are not their lane's are left over from before."""
+        while self._turns:
+            turn, lane = self._turns[0]
+            if lane.turn is not turn:
+                heapq.heappop(self._turns)
+            elif turn[:2] != lane.key():  # it has had a turn since
+                self._num_turns += 1
+                lane.turn = (*lane.key(), self._num_turns)
+                heapq.heapreplace(self._turns, (lane.turn, lane))
+            else:
+                heapq.heappop(self._turns)
+                return lane
+        return None
+
+
+def _front(line: OrderedDict[int, Waiting]) -> Waiting:
+    return next(iter(line.values()))
+
+
+def newest(line: OrderedDict[int, Waiting]) -> Waiting | None:
+    """Return the last that came, parts of requests that were admitted left out; None where only those came lately."""
+    lately = islice(reversed(line.values()), FEW)
+    return next((waiting for waiting in lately if not waiting.demand.is_inner), None)

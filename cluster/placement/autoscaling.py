@@ -1,0 +1,262 @@
+"""The number of workers, and what those that come and go have to do with models. Pure.
+
+The target is the workers that the arriving work keeps busy at `target_utilization`, plus those that drain what waits
+within `drain_s`, plus one for each model that is due and finds none. Up at once; down only after the target was
+lower for `downscale_delay_s`, by the highest target of that time. To zero only after `to_zero_delay_s` without any
+request, and from zero as soon as one waits.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Final
+
+from cluster.placement.state import ClusterState, ModelState, WorkerState
+
+MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
+JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
+NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingPolicy:
+    """Bounds and speeds of scaling. With `min_workers` 0 the cluster scales to zero, `spare_workers` and all."""
+
+    min_workers: int = 0
+    max_workers: int = 1
+    target_utilization: float = 0.7
+    drain_s: float = 10.0
+    downscale_delay_s: float = 60.0
+    to_zero_delay_s: float = 300.0
+    spare_workers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingMemory:
+    """The past of the target: since when it is below the workers, its highest value since, and since when nobody asks.
+
+    Times are on the clock that `now_s` of the next call is on. Fits into Serve's `policy_state`.
+    """
+
+    below_since_s: float | None = None
+    highest_since: int = 0
+    idle_since_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """The number of workers, why, and what goes with it.
+
+    `preloads` are the models that new workers should come up with, the most wanted first. `leaving` are the workers
+    that should go, least missed first; `hand_overs` are pairs of worker and wanted model that only such workers have.
+    Drain the workers (`WorkerState.is_draining`), and `plan_switches` gets those models ready elsewhere first.
+    """
+
+    target: int
+    reason: str
+    memory: ScalingMemory
+    preloads: tuple[str, ...] = ()
+    leaving: tuple[str, ...] = ()
+    hand_overs: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    """The load: the workers that arriving work and switches keep busy, and the seconds of what waits."""
+
+    arriving: float
+    waiting_s: float
+    switching: float
+    is_used: bool
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"{self.arriving:.2f} workers' work arrives, {self.waiting_s:.1f} s of work waits, "
+            f"{self.switching:.2f} go into switches"
+        )
+
+
+def target_replicas(
+    state: ClusterState, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+) -> ScalePlan:
+    """Return how many workers there should be. `current` counts those that run or start.
+
+    `state` comes from `usable_state`. A clock that went back starts delays anew.
+    """
+    load, memory = _load_of(state), _checked(memory, now_s)
+    is_silent = not load.is_used and _is_past(memory.idle_since_s, policy.to_zero_delay_s, now_s)
+    wanted, why_wanted = (0, "") if is_silent else _apply_load(state, load, policy, current)
+    bounded = min(max(wanted, policy.min_workers), policy.max_workers)
+    if not (load.is_used or is_silent) and bounded < 1 <= current:
+        bounded = min(1, policy.max_workers)
+        why_wanted += "; the last worker stays for a while"
+    idle_since_s = None if load.is_used else now_s if memory.idle_since_s is None else memory.idle_since_s
+    memory = replace(memory, idle_since_s=idle_since_s)
+    target, memory, why_delayed = _apply_delay(bounded, policy, memory, current, now_s)
+    target = min(max(target, policy.min_workers), policy.max_workers)
+    preloads = _preloads(state, target - current) if target > current else ()
+    leaving = _leaving(state, current - target) if target < current else ()
+    reason = load.reason + why_wanted + why_delayed
+    return ScalePlan(target, reason, memory, preloads, leaving, _hand_overs(state, leaving))
+
+
+def _load_of(state: ClusterState) -> _Load:
+    models = state.models.values()
+    waiting_s = sum([model.waiting * model.service_s for model in models if model.waiting])
+    return _Load(
+        sum([model.rate * model.service_s for model in models]),
+        waiting_s,
+        _switching_load(state),
+        waiting_s > 0
+        or any(any(worker.running.values()) for worker in state.workers.values())
+        or any(model.rate_short > JUST_ASKED_RATE for model in models),
+    )
+
+
+def _apply_load(state: ClusterState, load: _Load, policy: ScalingPolicy, current: int) -> tuple[int, str]:
+    """Return the workers that the load keeps busy at the utilization of the policy, and what else speaks for them."""
+    speeds = [worker.speed for worker in state.workers.values()]
+    speed = sum(speeds) / len(speeds) if speeds else 1.0
+    work = load.arriving / policy.target_utilization + load.waiting_s / policy.drain_s + load.switching
+    # What arrived long ago fades from the rates, and is never quite gone.
+    wanted = max(math.ceil(min(work / speed, 1e9) - 1e-9), 1 if load.is_used else 0)
+    if load.is_used and wanted < current and (least_models := _workers_by_bytes(state)) > wanted:
+        return min(current, least_models), f"; models in use fill {least_models}"  # what is used now stays resident
+    return wanted, ""
+
+
+def _apply_delay(
+    wanted: int, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+) -> tuple[int, ScalingMemory, str]:
+    """Return the target and what to remember: up at once, down by the most that was wanted during the delay."""
+    settled = ScalingMemory(None, 0, memory.idle_since_s)
+    if wanted >= current:
+        return wanted, settled, ""
+    since_s = now_s if memory.below_since_s is None else memory.below_since_s
+    highest = max(wanted, memory.highest_since if memory.below_since_s is not None else 0)
+    if now_s - since_s >= policy.downscale_delay_s:
+        return min(highest, current), settled, ""
+    why = f"; {wanted} would do, seen for {now_s - since_s:.0f} s of {policy.downscale_delay_s:.0f}"
+    return current, ScalingMemory(since_s, highest, memory.idle_since_s), why
+
+
+def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+    """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
+
+    Where no other worker stays, nobody could take a model over.
+    """
+    if any(worker.running.values()) or worker.leased:
+        return False
+    stays = any(not other.is_draining and other.id != worker.id for other in state.workers.values())
+    return not (stays and _hand_overs(state, (worker.id,)))
+
+
+def _switching_load(state: ClusterState) -> float:
+    """Return the workers that the wanted models without a worker keep busy with switches, one there and one back."""
+    held: set[str | None] = {worker.switching_to for worker in state.workers.values()}
+    held.update([id_ for worker in state.workers.values() for id_ in worker.models])
+    attach = max([worker.attach_bytes_per_s for worker in state.workers.values()], default=0.0)
+    if not attach:
+        return 0.0
+    absent = [model for id_, model in state.models.items() if id_ not in held and model.rate_long > 0]
+    return min(sum(2 * model.rate_long * model.components.total_bytes / attach for model in absent), len(held) + 1.0)
+
+
+def _workers_by_bytes(state: ClusterState) -> int:
+    """Return how many workers the models in use fill, shared components counted once."""
+    used = {id_ for worker in state.workers.values() for id_, count in worker.running.items() if count}
+    used.update(model.id for model in state.models.values() if model.waiting)
+    sizes: dict[str, int] = {}
+    for id_ in used:
+        sizes.update(state.models[id_].components.sizes)
+    budget = max((worker.budget_bytes for worker in state.workers.values()), default=0)
+    return math.ceil(sum(sizes.values()) / budget) if budget else 0
+
+
+def _preloads(state: ClusterState, num_new: int) -> tuple[str, ...]:
+    """Return the models with the most work for each worker that has them, each as often as it could use a worker."""
+    holders = _holders(state)
+    for worker in state.workers.values():
+        if worker.switching_to is not None and worker.switching_to not in worker.models:
+            holders[worker.switching_to] += 1
+    found = [
+        (-(model.waiting + 10.0 * model.rate) * model.service_s * model.slo.weight / (0.5 + holders.get(id_, 0)), id_)
+        for id_, model in state.models.items()
+        if (model.waiting or model.rate) and not model.retry_in_s
+    ]
+    num_chosen = min(num_new, MAX_PRELOADS)
+    wanted = heapq.nsmallest(num_chosen, found)  # ascending, so a heap
+    chosen: list[str] = []
+    while wanted and len(chosen) < num_chosen:
+        least, id_ = wanted[0]
+        chosen.append(id_)
+        holders[id_] += 1
+        heapq.heapreplace(wanted, (least * (holders[id_] - 0.5) / (0.5 + holders[id_]), id_))
+    return tuple(chosen)
+
+
+def _leaving(state: ClusterState, num_less: int) -> tuple[str, ...]:
+    """Return the workers that are missed least: those that drain, then the idle, then by what only they have."""
+    holders = _holders(state)
+
+    def missed(worker: WorkerState) -> tuple[bool, int, float, str]:
+        sole = (state.models[id_].rate_long for id_ in worker.models if holders[id_] <= 1)
+        return not worker.is_draining, sum(worker.running.values()), sum(sole), worker.id
+
+    free = [worker for worker in state.workers.values() if not worker.pinned and not worker.is_frozen]
+    order = [missed(worker) for worker in free] if num_less > 0 else []
+    heapq.heapify(order)
+    leaving: list[str] = []
+    while order and len(leaving) < num_less:
+        worker = state.workers[order[0][-1]]
+        if (now := missed(worker)) != order[0]:  # it became the last holder of a model meanwhile
+            heapq.heapreplace(order, now)
+            continue
+        heapq.heappop(order)
+        leaving.append(worker.id)
+        if not worker.is_draining:
+            holders.subtract(worker.models)
+    return tuple(leaving)
+
+
+def _hand_overs(state: ClusterState, leaving: Collection[str]) -> tuple[tuple[str, str], ...]:
+    """Return (worker, model) of the wanted models that only workers that go have ready."""
+    if not leaving:
+        return ()
+    staying = _holders(state, leaving)
+    return tuple(
+        (id_, model)
+        for id_ in leaving
+        for model in state.workers[id_].models
+        if not staying[model] and _is_wanted(state.models[model])
+    )
+
+
+def _holders(state: ClusterState, going: Collection[str] = ()) -> Counter[str]:
+    """Return the number of workers that have each model ready, without those that go or drain."""
+    holders: Counter[str] = Counter()
+    gone = set(going)
+    for worker in state.workers.values():
+        if not worker.is_draining and worker.id not in gone:
+            for id_ in worker.models:
+                holders[id_] += 1
+    return holders
+
+
+def _is_wanted(model: ModelState) -> bool:
+    return model.waiting > 0 or model.rate_long > NEEDED_RATE
+
+
+def _checked(memory: ScalingMemory, now_s: float) -> ScalingMemory:
+    if any(since is not None and not 0 <= now_s - since < 1e9 for since in (memory.below_since_s, memory.idle_since_s)):
+        return ScalingMemory()
+    return memory
+
+
+def _is_past(since_s: float | None, delay_s: float, now_s: float) -> bool:
+    return since_s is not None and now_s - since_s >= delay_s

@@ -1,0 +1,257 @@
+"""Decisions, one after the other: the state is planned with, and the plan becomes orders and a placement. Pure.
+
+The plan has no memory, so what must outlive a moment is here: orders until their workers have them, for whom a worker
+drains, and the last decisions with their reasons. All of it may be lost: it is found anew from the reports.
+
+An order that was not confirmed counts as under way for a moment, so that a plan is not ordered twice. Requests start
+where the reports say that the model is ready, or will be in a moment: orders follow plans, slots follow facts.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from cluster.admission.records import Placement, Refusal
+from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.placement.observing import Observations, Observed
+from cluster.placement.on_demand import chances_of, waits_there
+from cluster.placement.overrides import Overrides
+from cluster.placement.plans import Decision, SwitchPlan
+from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
+from cluster.placement.scaling import Scaling
+from cluster.placement.state import WorkerState
+from cluster.placement.switching import SwitchingPolicy, plan_switches
+
+UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
+PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
+PATIENCE_S: Final = 2.0  # requests for a model whose needs no worker reports start anywhere after it
+MAX_ASKED: Final = 16  # models that one worker is asked about at a time
+MAX_DECISIONS: Final = 500
+_ASKED_S: Final = 1.0  # then another worker is asked
+
+
+@dataclass(slots=True)
+class LoggedDecision:
+    """A decision, when it was made, and what became of it. `order` is "" for a drain, which is sent to no worker."""
+
+    at_s: float
+    decision: Decision
+    order: str = ""
+    is_taken: bool = False
+    outcome: OrderOutcome | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """One moment's outcome: where requests start, the orders by worker, and the plan with its notes.
+
+    `new` are the decisions that no moment before had.
+    """
+
+    placement: Placement
+    orders: Mapping[str, Orders]
+    plan: SwitchPlan
+    observed: Observed
+    new: tuple[Decision, ...] = ()
+
+
+@dataclass(slots=True)
+class _Given:
+    order: Order
+    at_s: float
+    is_taken: bool = False
+
+
+@dataclass(slots=True)
+class _OrderTable:
+    """The orders that workers have or are about to get, and for whom they drain."""
+
+    given: dict[str, list[_Given]] = field(default_factory=dict)
+    reserved: dict[str, str] = field(default_factory=dict)
+
+
+class Deciding:
+    """The sequence of decisions. `new_id` makes the ids of orders: none is made twice, in another life either."""
+
+    def __init__(self, policy: SwitchingPolicy, observations: Observations, new_id: Callable[[], str]) -> None:
+        self.log: deque[LoggedDecision] = deque(maxlen=MAX_DECISIONS)
+        self._policy = policy
+        self._observations = observations
+        self._new_id = new_id
+        self._table = _OrderTable()
+        self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
+        self._waits_since: dict[str, float] = {}
+        self._by_order: OrderedDict[str, LoggedDecision] = OrderedDict()
+
+    def decide(
+        self, overrides: Overrides, now_s: float, wall_s: float, scaling: Scaling | None = None
+    ) -> Decided | None:
+        """Return what holds from now on; None as long as too few have reported. `wall_s` is for the log.
+
+        Workers that leave or are spare by `scaling` get no work, and those that come get ready for what they are for.
+        """
+        self._observations.forget_silent(now_s)
+        if scaling is not None:
+            reports = self._observations.workers
+            scaling.assign(sorted(reports, key=lambda name: (not reports[name].leased, -reports[name].up_s, name)))
+            overrides = overrides.model_copy(update={"draining": overrides.draining | scaling.draining})
+        self._settle(now_s)
+        observed = self._observations.observe(now_s, overrides, self._unconfirmed())
+        if observed is None:
+            return None
+        workers = {
+            name: replace(worker, reserved_for=self._table.reserved.get(name))
+            if self._table.reserved.get(name) in observed.state.models
+            else worker
+            for name, worker in observed.state.workers.items()
+        }
+        observed = replace(observed, state=replace(observed.state, workers=workers))
+        plan = plan_switches(observed.state, self._policy)
+        if scaling is not None:
+            preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
+            plan = replace(plan, decisions=(*plan.decisions, *preloads))
+        new = self._give(plan.decisions, now_s, wall_s)
+        placement = self._placement(observed, plan, now_s)
+        return Decided(placement, self._orders(observed, placement, now_s), plan, observed, new)
+
+    def _unconfirmed(self) -> dict[str, tuple[str, float]]:
+        return {
+            worker: (given.order.model, given.order.switch_s)
+            for worker, all_given in self._table.given.items()
+            for given in all_given
+            if given.order.action == "switch" and not given.is_taken
+        }
+
+    def _settle(self, now_s: float) -> None:
+        """Take in what workers say of their orders, and forget those that are done with."""
+        reports = self._observations.workers
+        for worker, all_given in list(self._table.given.items()):
+            report = reports.get(worker)
+            for given in all_given:
+                given.is_taken |= report is not None and given.order.id in report.taken
+            left = [given for given in all_given if report is not None and now_s - given.at_s < _lifetime_s(given)]
+            if left:
+                self._table.given[worker] = left
+            else:
+                del self._table.given[worker]
+        for report in reports.values():
+            self._note_outcomes(report)
+
+    def _note_outcomes(self, report: WorkerReport) -> None:
+        for order in report.taken:
+            if order in self._by_order:
+                self._by_order[order].is_taken = True
+        for outcome in report.outcomes:
+            if outcome.order in self._by_order:
+                self._by_order[outcome.order].outcome = outcome
+
+    def _give(self, decisions: Sequence[Decision], now_s: float, wall_s: float) -> tuple[Decision, ...]:
+        """Write down what was decided, and give the orders that were not given yet. Returns what is new."""
+        new = []
+        self._table.reserved = {one.worker: one.model for one in decisions if one.action == "drain"}
+        going_on = {(one.action, one.worker, one.model) for one in decisions}
+        for decision in decisions:
+            logged = LoggedDecision(wall_s, decision)
+            if decision.action == "drain":
+                if (decision.action, decision.worker, decision.model) not in self._going_on:
+                    self.log.append(logged)
+                    new.append(decision)
+                continue
+            given = self._table.given.setdefault(decision.worker, [])
+            if any(one.order.action == decision.action and one.order.model == decision.model for one in given):
+                continue
+            logged.order = self._new_id()
+            order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
+            given.append(_Given(order, now_s))
+            self.log.append(logged)
+            new.append(decision)
+            self._by_order[order.id] = logged
+            if len(self._by_order) > MAX_DECISIONS:
+                self._by_order.popitem(last=False)
+        self._going_on = going_on
+        return tuple(new)
+
+    def _orders(self, observed: Observed, placement: Placement, now_s: float) -> dict[str, Orders]:
+        """Return the orders of every worker. When one does not report the needs of models, another one is asked."""
+        workers = sorted(name for name, worker in observed.state.workers.items() if not worker.is_stale)
+        asked = workers[int(now_s / _ASKED_S) % len(workers)] if workers else None
+        return {
+            name: Orders(
+                tuple(given.order for given in self._table.given.get(name, ())),
+                observed.unknown[:MAX_ASKED] if name == asked else (),
+                _movable(observed, placement, worker) if worker.is_draining else (),
+            )
+            for name, worker in observed.state.workers.items()
+        }
+
+    def _placement(self, observed: Observed, plan: SwitchPlan, now_s: float) -> Placement:
+        """Return where requests start: on planned workers that have the model ready, or will have it in a moment.
+
+        Every model is named, so that a new one waits for a decision. Those that fit into no worker, and those whose
+        needs no worker reports, are not: a worker shows what happens.
+        """
+        state, pool = observed.state, observed.pool
+        self._waits_since = {model: self._waits_since.get(model, now_s) for model in observed.waits}
+        replicas: dict[tuple[str, str], tuple[str, ...]] = {}
+        unservable: dict[tuple[str, str], Refusal] = {}
+        on_demand: dict[tuple[str, str], Mapping[str, OnDemandSwitch]] = {}
+        most_bytes = max((worker.budget_bytes for worker in state.workers.values()), default=0)
+        for model in observed.names if state.workers else ():
+            known = state.models.get(model)
+            if known is None:
+                is_awaited = now_s - self._waits_since.get(model, now_s) < PATIENCE_S
+            else:
+                is_awaited = known.components.total_bytes <= most_bytes
+            if not is_awaited:
+                continue
+            if plan.on_demand.get(model):
+                replicas[pool, model] = tuple(plan.on_demand[model])
+                on_demand[pool, model] = plan.on_demand[model]
+                continue
+            confirmed = [name for name in plan.planned.get(model, ()) if self._is_confirmed(model, observed, name)]
+            ready = replicas[pool, model] = tuple(waits_there(state, model, confirmed)) if confirmed else ()
+            is_coming = bool(plan.planned.get(model))
+            if not (ready or is_coming) and model in observed.backoffs:
+                backoff = observed.backoffs[model]
+                text = f"{backoff.error} (tried again in {backoff.retry_in_s:.1f} s)"
+                unservable[pool, model] = Refusal("unservable", backoff.retry_in_s, text=text)
+            elif not (ready or is_coming) and state.is_frozen:
+                text = "no worker has it ready, and nothing is switched while the cluster is frozen (`atelier thaw`)"
+                unservable[pool, model] = Refusal("unservable", text=text)
+        return Placement(
+            replicas,
+            unservable=unservable,
+            on_demand=on_demand,
+            chances=chances_of(state) if on_demand else {},
+            ready={name: worker.models for name, worker in state.workers.items()},
+        )
+
+    def _is_confirmed(self, model: str, observed: Observed, name: str) -> bool:
+        """Return whether a worker has the model or gets ready for it, and not only by an order that may be lost."""
+        worker, report = observed.state.workers[name], self._observations.workers.get(name)
+        is_coming = report is not None and report.switching_to == model
+        return is_coming or model in worker.models or model in worker.running
+
+
+def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> tuple[str, ...]:
+    """Return the models that run on a worker and that requests may start elsewhere."""
+    return tuple(
+        model
+        for model in sorted(worker.running)
+        if any(other != worker.id for other in placement.replicas.get((observed.pool, model), ()))
+    )
+
+
+def _lifetime_s(given: _Given) -> float:
+    """Return how long an order counts: until it is confirmed, and a prefetch longer, since plans repeat it."""
+    if given.order.action == "prefetch":
+        return PREFETCH_S
+    return 0.0 if given.is_taken else UNCONFIRMED_S
+
+
+def newest_first(log: Iterable[LoggedDecision], count: int) -> list[LoggedDecision]:
+    """Return the last decisions."""
+    return list(reversed(list(log)))[:count]

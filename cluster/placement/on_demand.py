@@ -1,0 +1,154 @@
+"""Models that need no order: a switch to them takes not much longer than a request. Pure.
+
+To wait for a worker that is planned would cost such a request more than the switch does, so the queue starts it by
+itself (`replica_slots.py`), on an idle worker at once, and the worker switches while the text is encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
+from typing import Final
+
+from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.placement.state import ClusterState, ModelState, WorkerState
+
+MAX_ON_DEMAND: Final = 128  # models, the most wanted
+MAX_STARTS: Final = 512  # pairs of model and worker that are looked at, beside those that are ready
+LEAST_WORKERS: Final = 4
+LEAST_RATE: Final = 1e-4  # requests per second; a model that is asked for less often is not prepared for
+LEAD_S: Final = 0.1  # requests start on a worker that will be ready so soon: their texts are encoded meanwhile
+ON_DEMAND_REQUESTS: Final = 2.0  # a switch that takes no longer than so many usual requests needs no order
+
+
+def longest_on_demand_s(state: ClusterState) -> float:
+    """Return how long a switch may take that needs no order: as some requests of the usual mix.
+
+    A request counts with all its time in a batch, for so long may those wait that a switch lets go ahead. Where more
+    waits than that, work is what is short, and it counts with its part of the batch.
+    """
+    rates = works = latencies = 0.0
+    for model in state.models.values():
+        rate = model.rate_long
+        rates += rate
+        works += rate * model.service_s
+        latencies += rate * max(model.service_s, model.latency_s)
+    if not rates:
+        return 0.0
+    calm_s = ON_DEMAND_REQUESTS * latencies / rates
+    return calm_s if state.queue_s() < calm_s else ON_DEMAND_REQUESTS * works / rates
+
+
+def on_demand_models(
+    state: ClusterState,
+    longest_s: float,
+    usual_fixed_s: float,
+    usual_attach_bytes_per_s: float,
+    serving: Mapping[str, Sequence[str]],
+    workers: Sequence[WorkerState],
+) -> frozenset[str]:
+    """Return the models that may start without an order: by what a switch usually takes, and somewhere too.
+
+    `longest_s` is that of `longest_on_demand_s`, `serving` are the workers that have each model or get ready for it,
+    `workers` those that may switch to one. A model whose bytes must come from storage first needs an order.
+    """
+    if state.is_frozen:
+        return frozenset()
+    found = [
+        model
+        for model in state.models.values()
+        if (model.waiting or model.rate_long > LEAST_RATE)
+        and not model.retry_in_s
+        and usual_fixed_s + model.components.total_bytes / usual_attach_bytes_per_s < max(model.service_s, longest_s)
+    ]
+    wanted = nlargest(MAX_ON_DEMAND, found, key=_how_wanted)
+    workers = _few(workers, len(wanted))
+    return frozenset(
+        [
+            model.id
+            for model in wanted
+            if any(_can_switch_to(state, model, each, longest_s) for each in workers)
+            or _starts_there(state, model.id, serving, longest_s)
+        ]
+    )
+
+
+def on_demand_switches(
+    state: ClusterState,
+    longest_s: float,
+    on_demand: Iterable[str],
+    serving: Mapping[str, Sequence[str]],
+    workers: Sequence[WorkerState],
+) -> dict[str, dict[str, OnDemandSwitch]]:
+    """Return the workers where each of these models may start. Arguments are those of `on_demand_models`."""
+    ids = list(on_demand)
+    workers = _few(workers, len(ids))
+    found = {}
+    for id_ in ids:
+        model = state.models[id_]
+        starts = {}
+        for worker in workers:
+            if _can_switch_to(state, model, worker, longest_s):
+                nbytes = state.bytes_together(worker, (*worker.models, id_))
+                starts[worker.id] = OnDemandSwitch(
+                    worker.fixed_switch_s + model.components.total_bytes / worker.attach_bytes_per_s
+                    if id_ in worker.models
+                    else state.switch_s(model, worker),
+                    id_ not in worker.models and nbytes <= worker.budget_bytes,
+                )
+        found[id_] = _starts_there(state, id_, serving, longest_s) | starts
+    return found
+
+
+def waits_there(state: ClusterState, id_: str, coming: Iterable[str], lead_s: float = LEAD_S) -> dict[str, float]:
+    """Return where requests for a model may start now, of the workers that have it or get ready: seconds until then.
+
+    Those are the workers that are ready within `lead_s`. Once there is one, others count that get ready before their
+    part of what waits would be done there: or else all of it would go to the first one.
+    """
+    workers = [state.workers[name] for name in coming]
+    waits_s = {worker.id: 0.0 if id_ in worker.models else worker.ready_in_s for worker in workers}
+    num_ready, model = sum([wait_s <= lead_s for wait_s in waits_s.values()]), state.models[id_]
+    part_s = model.waiting * model.service_s / (num_ready + 1) if num_ready else 0.0
+    return {name: wait_s for name, wait_s in waits_s.items() if wait_s <= max(lead_s, part_s)}
+
+
+def why_on_demand(starts: Mapping[str, OnDemandSwitch], longest_s: float) -> str:
+    """Return the reason why a model with these starts needs no order."""
+    longest_ms = max([start.switch_s for start in starts.values()]) * 1e3
+    bound = f"one of up to {longest_s * 1e3:,.0f} ms is begun by the request that needs it"
+    return f"a switch takes {longest_ms:,.0f} ms, and {bound}"
+
+
+def chances_of(state: ClusterState) -> dict[str, float]:
+    """Return how likely the next request is for each model that is asked for.
+
+    Rounded: all rates fade alike, and what is the same as before need not be sent again.
+    """
+    total = sum([model.rate_long for model in state.models.values()])
+    found = ((id_, model.rate_long) for id_, model in state.models.items() if model.rate_long > LEAST_RATE)
+    return {id_: round(rate / total, 3) for id_, rate in found}
+
+
+def _few(workers: Sequence[WorkerState], num_models: int) -> Sequence[WorkerState]:
+    return workers[: max(LEAST_WORKERS, MAX_STARTS // max(num_models, 1))]
+
+
+def _starts_there(
+    state: ClusterState, id_: str, serving: Mapping[str, Sequence[str]], longest_s: float
+) -> dict[str, OnDemandSwitch]:
+    """Return the starts on workers that have the model, or will in a moment: all of those share what waits for it."""
+    return {
+        name: OnDemandSwitch(wait_s)
+        for name, wait_s in waits_there(state, id_, serving.get(id_, ()), longest_s).items()
+    }
+
+
+def _can_switch_to(state: ClusterState, model: ModelState, worker: WorkerState, longest_s: float) -> bool:
+    pinned = [id_ for id_ in worker.pinned if id_ in state.models]
+    fits = state.bytes_together(worker, (*pinned, model.id)) <= worker.budget_bytes
+    return fits and state.switch_s(model, worker) <= max(model.service_s, longest_s)
+
+
+def _how_wanted(model: ModelState) -> tuple[int, float]:
+    return model.waiting, model.rate_long

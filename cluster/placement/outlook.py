@@ -1,0 +1,178 @@
+"""The outlook: what the cluster comes to by the orders of a plan, as a value that each of its steps hands on. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from cluster.placement.candidates import FEW
+from cluster.placement.on_demand import longest_on_demand_s, on_demand_models
+from cluster.placement.plans import Decision
+from cluster.placement.state import STALE_S, ClusterState, ModelState, WorkerState
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A worker for a model, and what goes for it.
+
+    `ready_s` is until ready, plus what a request takes longer than on the fastest worker. `harm` is in request-seconds.
+    """
+
+    worker: WorkerState
+    evict: tuple[str, ...]
+    must_drain: bool
+    switch_s: float
+    ready_s: float
+    harm: float
+
+
+@dataclass(frozen=True, slots=True)
+class UsualSwitch:
+    """The usual seconds of switches, and the speed of the fastest worker that can take an order."""
+
+    fixed_s: float
+    attach_bytes_per_s: float
+    top_speed: float
+
+    def seconds(self, model: ModelState) -> float:
+        """Return what a switch to the model takes, from a node's memory."""
+        return self.fixed_s + model.components.total_bytes / self.attach_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """The cluster as it will be once the decisions so far are carried out.
+
+    The workers in `open` can take an order unless they are `taken`; those that fewest requests count on come first.
+    Models in `on_demand` need none, because a switch to them takes `longest_on_demand_s` at most.
+    """
+
+    state: ClusterState
+    open: tuple[WorkerState, ...]
+    num_on_the_way: int
+    usual: UsualSwitch
+    on_demand: frozenset[str]
+    longest_on_demand_s: float
+    leaving: Mapping[str, Sequence[str]]  # workers that have a model and are about to go
+    serving_before: Mapping[str, Sequence[str]]  # without any order
+    busy_before_s: Mapping[str, float]
+    taken: Mapping[str, Option] = field(default_factory=dict)  # by worker
+    changed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # models that other workers serve than before
+    decisions: tuple[Decision, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def serving(self, model: str) -> Sequence[str]:
+        """Return the workers that have the model or get ready for it."""
+        found = self.changed.get(model)
+        return self.serving_before.get(model, ()) if found is None else found
+
+    def all_serving(self) -> Mapping[str, Sequence[str]]:
+        """Return the workers of every model."""
+        return {**self.serving_before, **self.changed}
+
+    def all_busy_s(self) -> Mapping[str, float]:
+        """Return the work that waits for every worker."""
+        return {**self.busy_before_s, **{worker: option.ready_s for worker, option in self.taken.items()}}
+
+    def busy_s(self, worker: str) -> float:
+        """Return the work that waits for the worker."""
+        option = self.taken.get(worker)
+        return self.busy_before_s[worker] if option is None else option.ready_s
+
+    def with_notes(self, *notes: str) -> Outlook:
+        """Return it with more notes."""
+        return replace(self, notes=self.notes + notes)
+
+    def after(self, model: ModelState, option: Option, reason: str) -> Outlook:
+        """Return what follows when the worker gets ready for the model; how, the option says (rule 6)."""
+        worker = option.worker
+        gone = {id_: tuple([each for each in self.serving(id_) if each != worker.id]) for id_ in option.evict}
+        return replace(
+            self,
+            num_on_the_way=self.num_on_the_way + 1,
+            taken={**self.taken, worker.id: option},
+            changed={**self.changed, **gone, model.id: (*self.serving(model.id), worker.id)},
+            decisions=(*self.decisions, *_orders(self.state, model, option, reason)),
+        )
+
+    def planned(self) -> dict[str, tuple[str, ...]]:
+        """Return the workers of each model; one that is about to leave serves on what no other has ready yet."""
+        planned = {id_: tuple(workers) for id_, workers in self.all_serving().items() if workers}
+        for id_, leaving in self.leaving.items():
+            workers = planned.get(id_, ())
+            if not any(id_ in self.state.workers[worker].models for worker in workers):
+                planned[id_] = (*workers, *leaving)
+        return planned
+
+
+def _orders(state: ClusterState, model: ModelState, option: Option, reason: str) -> list[Decision]:
+    """Return the orders to a worker: a switch, or to drain, and meanwhile to fetch what its node lacks (rule 6)."""
+    worker = option.worker
+    decided = worker.id, model.id, reason, option.evict, option.switch_s
+    if not option.must_drain:
+        return [Decision("switch", *decided)]
+    held = state.held.get(worker.node, ())
+    cold = [key for key in model.components.sizes if key not in held and key not in worker.resident.sizes]
+    reason = f"{len(cold)} components are read while {worker.id} drains"
+    return [Decision("drain", *decided), *([Decision("prefetch", worker.id, model.id, reason)] if cold else [])]
+
+
+def outlook_of(state: ClusterState) -> Outlook:
+    """Return what the cluster comes to without any order."""
+    serving: dict[str, list[str]] = {}
+    leaving: dict[str, list[str]] = {}
+    busy_s: dict[str, float] = {}
+    open_: list[WorkerState] = []
+    num_on_the_way = 0
+    for id_, worker in state.workers.items():
+        work_s = worker.ready_in_s
+        for each, count in worker.running.items():
+            work_s += 0.5 * count * state.models[each].service_s / worker.speed
+        busy_s[id_] = work_s
+        for each in worker.models:
+            (leaving if worker.is_draining else serving).setdefault(each, []).append(id_)
+        if (coming := worker.switching_to) is not None:
+            num_on_the_way += 1
+            if coming not in worker.models and not worker.is_draining:
+                serving.setdefault(coming, []).append(id_)
+        elif not (worker.is_draining or worker.is_frozen or worker.age_s > STALE_S):
+            open_.append(worker)
+    claims = _share_work(state, serving, busy_s)
+    open_.sort(key=lambda worker: claims[worker.id])
+    usual, longest_s = _usual_switch(open_), longest_on_demand_s(state)
+    return Outlook(
+        state,
+        tuple(open_),
+        num_on_the_way,
+        usual,
+        on_demand_models(state, longest_s, usual.fixed_s, usual.attach_bytes_per_s, serving, open_[:FEW]),
+        longest_s,
+        leaving,
+        serving,
+        busy_s,
+    )
+
+
+def _share_work(state: ClusterState, serving: Mapping[str, list[str]], busy_s: dict[str, float]) -> dict[str, float]:
+    """Add what waits for each model to the work of its workers; return the requests that count on each worker."""
+    claims = dict.fromkeys(busy_s, 0.0)
+    for id_, workers in serving.items():
+        model = state.models[id_]
+        waiting, rate, long = model.waiting, model.rate_short, model.rate_long
+        num_wanted = waiting + 10.0 * (rate if rate > long else long)
+        if num_wanted:
+            work_s = waiting * model.service_s / len(workers)
+            claim = num_wanted * model.slo.weight / len(workers)
+            for worker in workers:
+                busy_s[worker] += work_s
+                claims[worker] += claim
+    return claims
+
+
+def _usual_switch(workers: list[WorkerState]) -> UsualSwitch:
+    attach = sorted([worker.attach_bytes_per_s for worker in workers])
+    return UsualSwitch(
+        max([worker.fixed_switch_s for worker in workers], default=0.0),
+        attach[len(attach) // 2] if attach else 10e9,
+        max([worker.speed for worker in workers], default=1.0),
+    )

@@ -1,0 +1,154 @@
+"""Messages between the controller and those that report to it: workers and admission queues. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.records import Placement
+from cluster.admission.slot_records import PoolClaims, PoolPart
+from cluster.processes import ProcessMark
+from configs.admission import AdmissionConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNeed:
+    """The components of a model's version on a worker, by key: bytes of the budget, and extents that hold each."""
+
+    version: str
+    sizes: Mapping[str, int]
+    extents: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailure:
+    """A version of a model that a worker could not get ready: `num` times in a row, the last time `age_s` ago."""
+
+    version: str
+    num: int
+    age_s: float
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderOutcome:
+    """The end of an order: its id, seconds from start to end, and why it failed, "" where it did not."""
+
+    order: str
+    took_s: float
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """A worker at one moment. Component keys are those of `ModelNeed`.
+
+    `ready` and `coming` components occupy the budget, in bytes; `leased` ones are in use, `pinned` ones stay by hand.
+    `taken` are ids of the last orders that it has begun, `outcomes` the ends of some. `needs` answers the last
+    question. `budget_bytes` is what the bytes of its components, each counted whole, may add up to. `up_s` is how long
+    it has been there.
+    """
+
+    pool: str
+    node: str
+    kinds: frozenset[str]
+    budget_bytes: int
+    ready: Mapping[str, int] = field(default_factory=dict)
+    coming: Mapping[str, int] = field(default_factory=dict)
+    leased: frozenset[str] = frozenset()
+    pinned: frozenset[str] = frozenset()
+    slots: int = 1
+    switching_to: str | None = None
+    ready_in_s: float = 0.0
+    fixed_switch_s: float = 0.0
+    attach_bytes_per_s: float = 10e9
+    load_bytes_per_s: float = 2e9
+    taken: tuple[str, ...] = ()
+    outcomes: tuple[OrderOutcome, ...] = ()
+    failures: Mapping[str, LoadFailure] = field(default_factory=dict)
+    needs: Mapping[str, ModelNeed] = field(default_factory=dict)
+    up_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An order to a worker, as `Decision` has it; one with an id that the worker knows changes nothing."""
+
+    id: str
+    action: Literal["switch", "prefetch", "evict"]
+    model: str
+    evict: tuple[str, ...] = ()
+    switch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The orders to one worker, and the models (id, version) whose needs it should report.
+
+    Running images of the models to `migrate` can go on in another worker at once.
+    """
+
+    orders: tuple[Order, ...] = ()
+    describe: tuple[tuple[str, str], ...] = ()
+    migrate: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The latest for one reporter: a worker's orders, a queue's placement, None before anything was decided."""
+
+    revision: str
+    content: Orders | Placement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """An ingress at one moment, its `number`th report. `revision` is the last split that it has applied of `session`.
+
+    `requests_per_s` came of late. `settings` is the revision of the settings that it has. `ended` are requests that
+    have ended, from the number that the last answer asked for.
+    """
+
+    number: int
+    session: str
+    revision: int
+    process: ProcessMark
+    pools: Mapping[str, PoolClaims]
+    requests_per_s: float = 0.0
+    max_overtakes: int = 0
+    settings: str = ""
+    ended: EndedRequests | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAnswer:
+    """The answer to a report: the ingress's session. In another one than before it has no slots, unless it `keeps`
+    them: then its controller is new, and learns of them by the next report.
+
+    `next_ended` is the number of the request that ends next, as far as it is known.
+    """
+
+    session: str
+    keeps: bool = False
+    next_ended: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSplit:
+    """The slots of one ingress, by pool; what is not named it has none of. `bound_part` is its part of the bounds."""
+
+    session: str
+    revision: int
+    pools: Mapping[str, PoolPart]
+    bound_part: float
+
+
+@dataclass(frozen=True, slots=True)
+class SlotUpdate:
+    """The latest for one ingress. `config` has the settings where the ingress does not know the revision `settings`."""
+
+    split: SlotSplit | None
+    settings: str
+    config: AdmissionConfig | None = None

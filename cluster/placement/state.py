@@ -1,0 +1,170 @@
+"""The state of the cluster as the controller's decisions see it: plain records. Pure.
+
+Whoever observes the cluster fills one `ModelState` per model and one `WorkerState` per worker and calls
+`usable_state` (checking.py). Times are ages and remaining times in seconds, never points in time, so a clock that
+jumps cannot reverse anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
+LONGEST_RETRY_S: Final = 60.0
+MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits
+STALE_S: Final = 1.0  # a worker that said nothing for so long gets no orders
+_INF: Final = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class SloClass:
+    """A class of service: the latency that its requests should keep, and how much one second of theirs weighs."""
+
+    name: str = "standard"
+    target_s: float = 60.0
+    weight: float = 1.0
+
+
+INTERACTIVE: Final = SloClass("interactive", 15.0, 4.0)
+STANDARD: Final = SloClass()
+BATCH: Final = SloClass("batch", 600.0, 0.25)
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """Bytes by component key (`Component.module_key`): two models that share a component name it alike.
+
+    Checked once, when it is made, because the same few are used in every tick. Raises ValueError for sizes that are
+    no whole numbers of bytes.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    total_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        for key, nbytes in self.sizes.items():
+            if type(nbytes) is not int or nbytes < 0 or not isinstance(key, str):
+                raise ValueError(f"component {key!r} has {nbytes!r} bytes; expected a whole number from 0 on")
+        object.__setattr__(self, "total_bytes", sum(self.sizes.values()))
+
+
+NOTHING: Final = Components()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """A model: what it needs, who waits for it, and how often it is asked for.
+
+    `service_s` is the seconds of a worker that a request costs, at the batch size that the model runs at, `latency_s`
+    the time that it spends there, 0 where nobody knows. `slack_s` is the time until the earliest deadline among the
+    waiting requests. `unstarted_s` is how long requests have waited without one of them being started.
+    `retry_in_s` is above 0 while a failed load is backed off. Rates are requests per second over
+    seconds (`short`) and over minutes (`long`).
+    """
+
+    id: str
+    components: Components
+    waiting: int = 0
+    oldest_age_s: float = 0.0
+    slack_s: float = _INF
+    rate_short: float = 0.0
+    rate_long: float = 0.0
+    service_s: float = 1.0
+    latency_s: float = 0.0
+    retry_in_s: float = 0.0
+    slo: SloClass = STANDARD
+    unstarted_s: float = 0.0
+
+    @property
+    def is_starving(self) -> bool:
+        """Return whether requests have waited so long without a start that nothing else counts."""
+        return self.waiting > 0 and self.unstarted_s >= MAX_WAIT_TARGETS * self.slo.target_s
+
+    @property
+    def rate(self) -> float:
+        """The greater of both rates: a burst counts at once, and is forgotten slowly."""
+        return self.rate_short if self.rate_short > self.rate_long else self.rate_long
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A worker as of its last heartbeat, `age_s` ago.
+
+    `models` are attached and ready. `resident` has all components that occupy the budget, those of no ready model
+    too. `running` is requests by model; what runs is leased, as are `leased` components. `reserved_for` is the model
+    that it drains for. `pinned` models were put here by hand. Costs are measured: `fixed_switch_s` of any
+    switch, and bytes per second from the node's memory to the worker, and from storage or peers to the node.
+    """
+
+    id: str
+    node: str
+    budget_bytes: int
+    resident: Components = NOTHING
+    models: tuple[str, ...] = ()
+    running: Mapping[str, int] = field(default_factory=dict)
+    slots: int = 1
+    leased: frozenset[str] = frozenset()
+    switching_to: str | None = None
+    ready_in_s: float = 0.0
+    reserved_for: str | None = None
+    pinned: frozenset[str] = frozenset()
+    is_draining: bool = False
+    is_frozen: bool = False
+    idle_s: float = 0.0
+    age_s: float = 0.0
+    speed: float = 1.0
+    fixed_switch_s: float = 0.0
+    attach_bytes_per_s: float = 10e9
+    load_bytes_per_s: float = 2e9
+
+    @property
+    def is_stale(self) -> bool:
+        """Return whether its figures are too old to give it orders."""
+        return self.age_s > STALE_S
+
+
+def retry_after_s(num_failures: int) -> float:
+    """Return the seconds until a model is loaded again that has failed so many times in a row."""
+    return min(2.0 ** (min(max(num_failures, 1), 32) - 1), LONGEST_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterState:
+    """Everything that the decisions may look at. `held` has the component keys in the memory of each node."""
+
+    models: Mapping[str, ModelState] = field(default_factory=dict)
+    workers: Mapping[str, WorkerState] = field(default_factory=dict)
+    held: Mapping[str, Collection[str]] = field(default_factory=dict)
+    is_frozen: bool = False
+    ignored: tuple[str, ...] = ()
+
+    def switch_s(self, model: ModelState, worker: WorkerState) -> float:
+        """Return how long the worker would take to get ready for the model: the bytes that it lacks, at each tier."""
+        resident, held = worker.resident.sizes, self.held.get(worker.node, ())
+        missing = cold = 0
+        for key, nbytes in model.components.sizes.items():
+            if key not in resident:
+                missing += nbytes
+                if key not in held:
+                    cold += nbytes
+        return worker.fixed_switch_s + missing / worker.attach_bytes_per_s + cold / worker.load_bytes_per_s
+
+    def bytes_together(self, worker: WorkerState, models: Iterable[str]) -> int:
+        """Return what the models and what is leased occupy on the worker. Shared components count once."""
+        sizes = {key: worker.resident.sizes.get(key, 0) for key in worker.leased}
+        for id_ in models:
+            sizes.update(self.models[id_].components.sizes)
+        return sum(sizes.values())
+
+    def num_free_slots(self, model: str, workers: Iterable[str]) -> int:
+        """Return how many requests for the model could start at once on those of the workers that have it ready."""
+        ready = [worker for id_ in workers if model in (worker := self.workers[id_]).models]
+        return sum([max(0, worker.slots - sum(worker.running.values())) for worker in ready])
+
+    def queue_s(self, models: Iterable[ModelState] | None = None) -> float:
+        """Return the seconds that all workers together would take for what waits, for all models or for these."""
+        speed = sum([worker.speed for worker in self.workers.values()])
+        asked = self.models.values() if models is None else models
+        return sum([model.waiting * model.service_s for model in asked]) / max(speed, 1e-9)

@@ -1,0 +1,148 @@
+"""HAProxy on one node: Serve's manager of it, made to listen only where it should and to restart HAProxy at once.
+
+Imported by actors of Serve alone, which `door_plan.DoorPlan.environment` leads here: it needs Serve's private modules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import resource
+import shlex
+import sys
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, Final
+
+import ray
+from ray.serve._private import controller, haproxy
+from ray.serve._private.haproxy import HAProxyApi, HAProxyManager
+
+from cluster.door import haproxy_launcher
+from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT
+from cluster.door.haproxy_rules import METRICS, STATISTICS, rewrite_config, share_of_connections
+from cluster.errors import RayIncompatible
+from cluster.ray_seam import shims
+
+_RESTART_PAUSE_S: Final = 0.5
+_STOP_PAUSE_S: Final = 0.02  # within which `stop` has forgotten the process that it has ended
+_SPARE_FILES: Final = 512  # beside the two and a half (splicing) of each connection: listeners, checks, logs
+_MAX_CONNECTIONS: Final = re.compile(r"^( +maxconn )(\d+)$", re.MULTILINE)
+_ADMIN_SOCKET: Final = re.compile(r"^ +stats socket (\S+) ", re.MULTILINE)
+
+_PAGES: Final = {STATISTICS: STATS_PORT, METRICS: METRICS_PORT}
+
+_logger = logging.getLogger("ray.serve")
+_find_haproxy: Final = haproxy.get_haproxy_binary
+_starting: ContextVar[Path] = ContextVar("_starting")  # the configuration file of the HAProxy that is being started
+
+
+def install() -> None:
+    """Let the controller, in whose process this is called, start `_DoorManager` on every node, not Serve's."""
+    shims.require(shims.HAPROXY)
+    controller.HAProxyManager = ray.remote(num_cpus=0)(_DoorManager)
+
+
+class _DoorManager(HAProxyManager.__ray_actor_class__):
+    """Serve's actor that keeps HAProxy running on a node and tells it of the ingress replicas."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        haproxy.HAProxyApi = _DoorProcess  # by that name, the constructor finds what runs HAProxy
+        super().__init__(*arguments, **options)
+
+
+class _DoorProcess(HAProxyApi):
+    """HAProxy's processes on this node: the one that listens, and older ones that finish what they have."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        haproxy.get_haproxy_binary = _prepare_start
+        self._reloading = asyncio.Lock()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        async with self._reloading:
+            await self._start()
+        self._watch = asyncio.create_task(self._keep_running())
+
+    async def _start(self) -> None:
+        _starting.set(Path(self.config_file_path))
+        await super().start()
+        self._check_admin_socket()
+
+    async def _graceful_reload(self) -> None:
+        async with self._reloading:
+            if self._proc is None or self._proc.returncode is not None:
+                await self._start()
+                return
+            _starting.set(Path(self.config_file_path))
+            await super()._graceful_reload()
+            self._check_admin_socket()
+
+    def _check_admin_socket(self) -> None:
+        """Raise RayIncompatible when others could command the HAProxy that was started, and end it."""
+        try:
+            _check_admin_socket(Path(self.config_file_path))
+        except RayIncompatible:
+            if self._proc is not None:
+                self._proc.kill()
+            raise
+
+    async def _keep_running(self) -> None:
+        """Start HAProxy again whenever it has died. Serve would notice after 30 s."""
+        while (watched := self._proc) is not None:  # until `stop`
+            await watched.wait()
+            await asyncio.sleep(_STOP_PAUSE_S)
+            async with self._reloading:
+                if self._proc is not watched:  # stopped, or a reload has put another process in its place
+                    continue
+                _logger.warning(f"HAProxy ended with {watched.returncode}; starting it again.")
+                try:
+                    await self._start()
+                except Exception:
+                    _logger.exception("HAProxy did not start again.")
+                    await asyncio.sleep(_RESTART_PAUSE_S)
+
+
+def _prepare_start() -> str:
+    """Change the configuration that Serve has just written, and return the program that starts HAProxy with it.
+
+    Serve asks for the program right before it starts it.
+    """
+    file = _starting.get()
+    host, _, port = os.environ[HTTP_ADDRESS].rpartition(":")
+    text, max_connections = _fit_connections(file.read_text())
+    per_address = int(os.environ.get(MAX_PER_ADDRESS, 0)) or share_of_connections(max_connections)
+    pages = [page for page, variable in _PAGES.items() if variable in os.environ]
+    file.write_text(rewrite_config(text, host, int(port), int(os.environ[MAX_REQUESTS]), per_address, pages))
+    launcher = file.with_name("haproxy")
+    command = shlex.join([sys.executable, "-IS", haproxy_launcher.__file__, str(os.getpid()), _find_haproxy()])
+    launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
+    launcher.chmod(0o700)
+    return str(launcher)
+
+
+def _fit_connections(text: str) -> tuple[str, int]:
+    """Return the configuration with no more connections than there may be files, and their number.
+
+    HAProxy does not start with more. Raises ValueError when the configuration has no such number.
+    """
+    found = _MAX_CONNECTIONS.search(text)
+    if found is None:
+        raise ValueError("HAProxy's configuration of this Ray has no maxconn")
+    number, files = int(found[2]), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if files != resource.RLIM_INFINITY:
+        number = max(1, min(number, (files - _SPARE_FILES) * 2 // 5))
+    return f"{text[: found.start()]}{found[1]}{number}{text[found.end() :]}", number
+
+
+def _check_admin_socket(config_file: Path) -> None:
+    """Raise RayIncompatible when other users could command HAProxy by the socket that the configuration names."""
+    found = _ADMIN_SOCKET.search(config_file.read_text())
+    if found is None:
+        raise RayIncompatible(f"HAProxy's configuration {config_file} has no admin socket")
+    mode = Path(found[1]).stat().st_mode
+    if mode & 0o077:
+        raise RayIncompatible(f"HAProxy's admin socket {found[1]} is open to other users (mode {mode & 0o777:o})")

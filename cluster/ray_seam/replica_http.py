@@ -1,0 +1,26 @@
+"""The HTTP server that Serve starts in an ingress replica for HAProxy: what stands before Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import uvicorn
+from ray.serve._private import replica
+from starlette.types import ASGIApp
+
+from cluster.ray_seam import shims
+
+
+def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvicorn.Server], None]) -> None:
+    """Let `wrap` of Serve's application answer, in a server that `prepare` is given before it starts."""
+    shims.require(shims.REPLICA_HTTP)
+    start_server: Callable[..., Awaitable[Any]] = replica.start_asgi_http_server
+
+    async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
+        running, server = await start_server(wrap(app), *arguments, **options)
+        shims.require_unstarted(server)
+        prepare(server)
+        return running, server
+
+    replica.start_asgi_http_server = start

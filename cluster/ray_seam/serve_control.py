@@ -1,0 +1,113 @@
+"""Serve's controller: the number of a deployment's replicas, the address of its proxies, and the paths they serve.
+
+Serve lets somebody else decide the number in an application that was run with `external_scaler_enabled` (Ray 2.60).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import ray
+
+from cluster.ray_seam import shims
+
+CALL_S: Final = 10.0
+
+
+class ServeReplicas:
+    """One deployment. Raises Ray's errors while Serve's controller is away, ValueError for what it does not know."""
+
+    def __init__(self, app: str, deployment: str) -> None:
+        self._app = app
+        self._deployment = deployment
+
+    async def target(self) -> int:
+        """Return how many replicas Serve has been asked for."""
+        controller = await asyncio.to_thread(_serve_controller)
+        async with asyncio.timeout(CALL_S):
+            details = await controller.get_serve_instance_details.remote()
+        found = details.get("applications", {}).get(self._app, {}).get("deployments", {}).get(self._deployment)
+        if found is None:
+            raise ValueError(f"Serve runs no deployment {self._deployment!r} of an application {self._app!r}")
+        return int(found["target_num_replicas"])
+
+    async def set_target(self, num_replicas: int) -> None:
+        """Ask for so many replicas."""
+        from ray.serve._private.common import DeploymentID  # Serve takes a second to import
+
+        controller = await asyncio.to_thread(_serve_controller)
+        async with asyncio.timeout(CALL_S):
+            await controller.update_deployment_replicas.remote(DeploymentID(self._deployment, self._app), num_replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaCount:
+    """The replicas of a deployment: those that run, those whose process has not begun, and how many are wanted."""
+
+    num_running: int
+    num_unplaced: int
+    num_wanted: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeployedApp:
+    """An application on Serve: its replicas by deployment, and why it could not be deployed, "" while it can."""
+
+    replicas: Mapping[str, ReplicaCount]
+    failure: str = ""
+
+
+def deployed_app(app: str) -> DeployedApp:
+    """Return an application as Serve's controller knows it; without replicas before it does. Blocks.
+
+    Raises ValueError without a Serve, and Ray's errors while its controller is away.
+    """
+    shims.require(shims.SERVE_CONTROL)
+    details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+    found = details.get("applications", {}).get(app, {})
+    replicas = {name: _counted(deployment) for name, deployment in found.get("deployments", {}).items()}
+    return DeployedApp(replicas, str(found["message"]) if found.get("status") == "DEPLOY_FAILED" else "")
+
+
+def _counted(deployment: Mapping[str, Any]) -> ReplicaCount:
+    states = [(one["state"], one.get("node_id")) for one in deployment.get("replicas", ())]
+    num_running = sum(state == "RUNNING" for state, _ in states)
+    num_unplaced = sum(state == "STARTING" and node is None for state, node in states)
+    return ReplicaCount(num_running, num_unplaced, int(deployment["target_num_replicas"]))
+
+
+def proxy_host() -> str | None:
+    """Return the address that Serve's proxies listen on, None when Serve was told none. For a process of Serve's."""
+    shims.require(shims.SERVE_CONTROL)
+    details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+    host = details.get("http_options", {}).get("host")
+    return str(host) if host else None
+
+
+@dataclass(frozen=True, slots=True)
+class RunningServe:
+    """Serve on a Ray: the port of all its applications, and the path of each one by name."""
+
+    http_port: int
+    routes: dict[str, str]
+
+
+def running_serve() -> RunningServe | None:
+    """Return the Serve of the Ray that this process has joined, None where there is none. Blocks."""
+    shims.require(shims.SERVE_CONTROL)
+    try:
+        controller = _serve_controller()
+    except ValueError:  # Ray's own, for no actor of that name
+        return None
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=CALL_S)
+    routes = {name: found["route_prefix"] for name, found in details["applications"].items()}
+    return RunningServe(int(details["http_options"]["port"]), routes)
+
+
+def _serve_controller() -> Any:
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+
+    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)

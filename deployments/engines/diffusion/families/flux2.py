@@ -1,0 +1,134 @@
+"""FLUX.2 [dev]: three layers of a language model condition two streams, beside which an image may stand.
+
+Source: diffusers 0.42, `pipelines/flux2/pipeline_flux2.py`, `models/transformers/transformer_flux2.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from deployments.engines.diffusion.families.base import EditDefaults, ImageDefaults, ImageSize, NoNegative, Rows, Task
+from deployments.engines.diffusion.families.flow_matching import PATCH, ShiftedFlow
+from deployments.engines.diffusion.families.prompt_reader import PromptReader
+from deployments.engines.protocol import DiffusionRequest, PromptForm
+
+if TYPE_CHECKING:  # the ingress has no torch
+    import torch
+
+IMAGE_TIME: Final = 10  # the first coordinate of an image that is read; that of the latents is 0
+# What the model was trained behind; the line breaks are stock's.
+SYSTEM: Final = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+
+
+class Flux2(PromptReader, ShiftedFlow):
+    """Flux2Pipeline. Latents are patches, normalized by the VAE's statistics: (num_images, h/2 * w/2, 4 * C).
+
+    An image of the request is read by the transformer beside the latents, not put under noise: `strength` is none of
+    its options. Guidance is a number that the transformer reads, so nothing is guided away from.
+    """
+
+    class_name: ClassVar[str] = "Flux2Pipeline"
+    denoiser_name: ClassVar[str] = "transformer"
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=4.0, side=1024)
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {
+        "image-to-image": EditDefaults(strength=1.0, guidance_scale=4.0, num_inference_steps=50)
+    }
+    keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "*modulation*", "proj_out.weight")
+    embedding_parts: ClassVar[Sequence[str]] = ()
+    guidance_rule: ClassVar[str] = "never: the model reads its guidance_scale"
+    # Shorter texts are padded to the limit, and the model has seen that.
+    reading: ClassVar[PromptForm] = PromptForm(
+        layers=(10, 20, 30),
+        variables=(("add_generation_prompt", False),),
+        keeps_padding=True,
+        system=SYSTEM,
+        removed="[IMG]",
+    )
+    attends_to_image: ClassVar[bool] = True
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        **PromptReader.refused_text_rules,
+        "trimmed": "text_padding 'trimmed': FLUX.2 was trained on padded texts; use stock",
+    }
+
+    def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
+        return "unguided"
+
+    def uses_negative(self, request: DiffusionRequest, has_negative: bool) -> bool:
+        return False
+
+    def noise_shape(self, denoiser_config: Mapping[str, Any], size: ImageSize) -> tuple[int, int, int]:
+        return int(denoiser_config["in_channels"]), size.latent_height // PATCH, size.latent_width // PATCH
+
+    def shift(self, num_patches: int, num_steps: int, solver_config: Mapping[str, Any]) -> float:
+        """Return mu, fitted for 10 and for 200 steps: a line between them, and for large images that of 200."""
+        of_200 = 0.00016927 * num_patches + 0.45666666
+        if num_patches > 4300:
+            return of_200
+        slope = (of_200 - (8.73809524e-05 * num_patches + 1.89833333)) / 190.0
+        return slope * num_steps + (of_200 - 200.0 * slope)
+
+    def pack_latents(self, images_BCHW: torch.Tensor) -> torch.Tensor:
+        """Pack (B, 4 * C, h/2, w/2), whose channels are patches already, -> (B, h/2 * w/2, 4 * C)."""
+        return images_BCHW.flatten(2).transpose(1, 2)
+
+    def unpack_latents(self, latents: torch.Tensor, size: ImageSize) -> torch.Tensor:
+        rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
+        return latents.transpose(1, 2).reshape(len(latents), -1, rows, columns)
+
+    def scale_latents(self, vae_latents: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return patches (B, 4 * C, h/2, w/2) of latents (B, C, h, w)."""
+        batch, channels, height, width = vae_latents.shape
+        patches = vae_latents.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
+        patches = patches.permute(0, 1, 3, 5, 2, 4).reshape(batch, -1, height // PATCH, width // PATCH)
+        mean, deviation = _statistics(vae, patches)
+        return (patches - mean) / deviation
+
+    def unscale_latents(self, latents_BCHW: torch.Tensor, vae: Any) -> torch.Tensor:
+        """Return latents (B, C, h, w) of patches (B, 4 * C, h/2, w/2)."""
+        mean, deviation = _statistics(vae, latents_BCHW)
+        patches = latents_BCHW * deviation + mean
+        batch, _, rows, columns = patches.shape
+        patches = patches.reshape(batch, -1, PATCH, PATCH, rows, columns).permute(0, 1, 4, 2, 5, 3)
+        return patches.reshape(batch, -1, rows * PATCH, columns * PATCH)
+
+    def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
+        return denoiser.config.joint_attention_dim, None
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        import torch
+
+        latents = rows.latents.to(denoiser.dtype)
+        patches = _ids(0, size.latent_height // PATCH, size.latent_width // PATCH, 1)
+        images = (
+            [patches] if latents.shape[1] == len(patches) else [patches, patches + torch.tensor([IMAGE_TIME, 0, 0, 0])]
+        )
+        noise: torch.Tensor = denoiser(
+            hidden_states=latents,
+            timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
+            guidance=rows.guidance if denoiser.config.guidance_embeds else None,
+            encoder_hidden_states=rows.prompts,
+            txt_ids=_ids(0, 1, 1, rows.prompts.shape[1]).to(latents.device),
+            img_ids=torch.cat(images).to(latents.device),
+            return_dict=False,
+        )[0]
+        return noise[:, : len(patches)]
+
+
+def _statistics(vae: Any, like_BCHW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean and the deviation of each channel of a patch, which the VAE has as those of a batch norm."""
+    import torch
+
+    mean, variance = vae.bn.running_mean.view(1, -1, 1, 1), vae.bn.running_var.view(1, -1, 1, 1)
+    deviation = torch.sqrt(variance + vae.config.batch_norm_eps)
+    return mean.to(like_BCHW), deviation.to(like_BCHW)
+
+
+def _ids(time: int, rows: int, columns: int, length: int) -> torch.Tensor:
+    """Return the coordinates (rows * columns * length, 4) of tokens: time, row, column, place in a text."""
+    import torch
+
+    return torch.cartesian_prod(torch.tensor([time]), torch.arange(rows), torch.arange(columns), torch.arange(length))

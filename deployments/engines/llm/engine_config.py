@@ -1,0 +1,71 @@
+"""The settings of an LLM engine, and the figures that it counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from deployments.engines.protocol import EngineError
+
+if TYPE_CHECKING:
+    import torch
+
+    from deployments.engines.llm.kv_cache import KvDtype
+    from deployments.engines.nn.packed_linear import Arithmetic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LLMEngineConfig:
+    """The settings of an LLM engine: its batches, what it may allocate, and its arithmetic.
+
+    `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights
+    (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they take without
+    prompts, and have at most `max_prefill_beside_decode` prompt tokens. Steps of completions alone run on
+    `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is.
+
+    Raises:
+        EngineError: no sequence or no token fits into a step.
+    """
+
+    device: str | torch.device = "cpu"
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_prefill_beside_decode: int = 512
+    max_decode_delay: float = 2.0
+    is_deterministic: bool = False
+    kv_cache_bytes: int = 64 * 2**20
+    kv_dtype: KvDtype = "auto"
+    max_model_len: int | None = None
+    arithmetic: Arithmetic = "fast"
+    decode_threads: int | None = None
+    prefill_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:
+            raise EngineError(
+                f"max_num_seqs is {self.max_num_seqs} and max_num_batched_tokens is {self.max_num_batched_tokens}; "
+                "expected at least 1"
+            )
+
+    def check_padded_threads(self) -> None:
+        """Raise EngineError where results must be the same bit for bit and the numbers of threads make them differ."""
+        if self.is_deterministic and self.decode_threads != self.prefill_threads:
+            raise EngineError(
+                f"{self.decode_threads} threads decode and {self.prefill_threads} compute prompts; expected as many "
+                "where results are the same bit for bit: torch rounds products by the number of threads"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class LLMEngineStats:
+    """Sequences and blocks of the KV cache as they are now.
+
+    `num_waiting` have not begun to decode, or were preempted; `num_preemptions` counts since the start how often a
+    sequence gave up its blocks for an older one. `num_blocks` are used and free ones.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_blocks: int
+    num_free_blocks: int

@@ -1,0 +1,152 @@
+"""Images of chats, read by a model's own processor, which says what stands for them in a text. Suffix: P tokens."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from PIL import Image
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from deployments.engines.llm.tokenizer import checked_characters, render_chat
+from deployments.engines.prompt_images import PromptImage
+from deployments.engines.protocol import EngineError
+
+# Its own processor wants a package that spells numbers, for videos alone. Images are told in the same words.
+_STAND_INS: Final = {"SmolVLMProcessor": "Idefics3Processor"}
+_PROBE: Final = "one two"
+
+
+class ImageReader:
+    """The image processor of a model's folder, and what stands for an image in its prompts."""
+
+    def __init__(self, processor: Any, image_token_id: int) -> None:
+        """`processor` is transformers' for the model's class; its videos and sounds are not asked for."""
+        self._processor = processor
+        self._image_token_id = image_token_id
+        self._options = dict(getattr(processor, "images_kwargs", None) or {})
+        self._shows_texts = _shows_texts(processor.tokenizer)
+        # Those that requests under way have: an image that comes again is neither read nor seen again.
+        self._known: weakref.WeakValueDictionary[bytes, PromptImage] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig) -> ImageReader:
+        """Read the processor of a folder. Raises EngineError when none can be read.
+
+        Templates of chats that are the processor's become the tokenizer's.
+        """
+        # Only then: most models have none.
+        from transformers.models.auto.image_processing_auto import AutoImageProcessor
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+        try:
+            found = PROCESSOR_MAPPING[type(config)]
+            class_ = _images_only(getattr(transformers, _STAND_INS.get(found.__name__, found.__name__)))
+            given, _ = class_.get_processor_dict(folder, local_files_only=True)
+            images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            parts = {"image_processor": images, "tokenizer": tokenizer}
+            processor = class_.from_args_and_dict([parts.get(name) for name in class_.get_attributes()], given)
+        except Exception as error:  # transformers raises many kinds; all mean that the files are not a processor
+            raise EngineError(f"no image processor could be read from {folder}: {error}") from error
+        if processor.chat_template:
+            tokenizer.chat_template = processor.chat_template
+        return cls(processor, config.image_token_id)
+
+    def read(self, pixels: npt.NDArray[np.uint8]) -> PromptImage:
+        """Return an image, of uint8 (height, width, 3), as the model takes it. Raises EngineError where it does not.
+
+        It takes a while, and uses no tokenizer: how many tokens stand for it, `expand` finds out.
+        """
+        digest = hashlib.blake2b(f"{pixels.shape}".encode(), digest_size=32)
+        digest.update(np.ascontiguousarray(pixels).data)
+        key = digest.digest()
+        if (known := self._known.get(key)) is not None:
+            return known
+        try:
+            inputs = self._processor.image_processor([[Image.fromarray(pixels)]], return_tensors="pt", **self._options)
+            text = self._processor.replace_image_token(inputs, 0)
+        except Exception as error:  # of sizes that it does not take, say
+            height, width = pixels.shape[:2]
+            raise EngineError(f"the model takes no image of {width}x{height} pixels: {error}") from error
+        tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        image = PromptImage(key, text, tensors, grid=tensors.get("image_grid_thw"))
+        self._known[key] = image
+        return image
+
+    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+        """Return a chat as text, as `render_chat` does. Raises EngineError as it does.
+
+        Some templates of these models take nothing but contents in parts.
+        """
+        if not self._shows_texts:
+            messages = [message | {"content": _in_parts(message["content"])} for message in messages]
+        return render_chat(self._processor.tokenizer, messages, tools)
+
+    def expand(self, text: str, images: Sequence[PromptImage]) -> str:
+        """Return a chat with what stands for each image in the place of its one placeholder.
+
+        Raises EngineError where there are not as many places as images: the template has none, or the text some more.
+        """
+        token = self._processor.image_token
+        if (count := text.count(token)) != len(images):
+            raise EngineError(
+                f"the chat has {len(images)} images and {count} places for them: its template passes over images, or "
+                f"a text has {token!r}, which stands for one"
+            )
+        for image in images:
+            image.num_rows = image.num_rows or self._num_rows(image.text)
+        expanded, _ = self._processor.get_text_with_replacements([text], [image.text for image in images])
+        return str(expanded[0])
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a chat: with the special tokens that the tokenizer adds, unless it has the first one.
+
+        That is how processors do it, and not tokenizers, whose templates have all of them.
+        """
+        tokenizer = self._processor.tokenizer
+        begins = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tuple(tokenizer(checked_characters(text), add_special_tokens=not begins)["input_ids"])
+
+    def place(self, token_ids: Sequence[int], images: Sequence[PromptImage]) -> torch.Tensor:
+        """Return the row of all images' features that each token stands for, (P,), -1 where it is text.
+
+        Raises EngineError for tokens that stand for no image.
+        """
+        is_image = torch.tensor(token_ids) == self._image_token_id
+        num_rows = sum(image.num_rows for image in images)
+        if (count := int(is_image.sum())) != num_rows:
+            raise EngineError(
+                f"the prompt has {count} tokens that stand for images, expected {num_rows}: no text may have them"
+            )
+        return (is_image.cumsum(0) - 1).masked_fill(~is_image, -1)
+
+    def _num_rows(self, text: str) -> int:
+        token_ids = self._processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        count = token_ids.count(self._image_token_id)
+        if not count:
+            raise EngineError("nothing stands for an image in the model's prompts: its tokenizer lacks the token")
+        return int(count)
+
+
+def _shows_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template of chats shows a content that is a text and no list of parts."""
+    try:
+        return _PROBE in render_chat(tokenizer, [{"role": "user", "content": _PROBE}])
+    except EngineError:
+        return False
+
+
+def _in_parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _images_only(class_: Any) -> Any:
+    """Return a class of processors that does without those of videos and sound, which need libraries of their own."""
+    return type(class_.__name__, (class_,), {"check_argument_for_proper_class": lambda *_: None})

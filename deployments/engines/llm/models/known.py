@@ -1,0 +1,99 @@
+"""The language models that are known by their config.json, without torch; `registry.py` builds them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from deployments.engines.library_classes import has_model_type, version
+from deployments.engines.llm.models.gguf_config import CLASS_NAMES
+from deployments.engines.llm.models.stock_classes import ATTENTION_LAYERS, MASKED, OWN_CACHE, PAGED, SEEING
+from deployments.engines.protocol import EngineError
+from weights.dtypes import GROUP_INT8_METHOD
+from weights.formats.published_quantization import METHODS
+from weights.formats.untrusted import shown
+
+# The kinds whose frequencies do not depend on the length of the sequence.
+ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
+
+
+def check_config(content: Mapping[str, Any], path: Path) -> str:
+    """Return the class of the decoder that a config.json, read from `path`, describes.
+
+    Raises EngineError for an architecture (with the nearest), a quantization or a RoPE scaling that is not supported.
+    """
+    names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
+    class_name = names[0] if isinstance(names, list) else None
+    if class_name in PAGED or class_name in OWN_CACHE or class_name in SEEING:
+        _check_stock(str(class_name), content, path)
+        return str(class_name)
+    if class_name not in CLASS_NAMES.values():
+        raise EngineError(_unknown(class_name or content.get("model_type"), "auto_map" in content, path))
+    _check_ours(content, path)
+    if (quantization := content.get("quantization_config")) is not None:
+        check_quantization(quantization, f" in {path}")
+    rope = content.get("rope_parameters") or content.get("rope_scaling")
+    check_rope_type(rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None, f" in {path}")
+    return str(class_name)
+
+
+def _check_ours(content: Mapping[str, Any], path: Path) -> None:
+    """Raise EngineError for a config of a class that we have a decoder of, but not with these layers."""
+    if not has_model_type(content.get("model_type")):
+        raise EngineError(
+            f"{path}: model_type {shown(content.get('model_type'))} is none of transformers "
+            f"{version('transformers')}; code that comes with a model (auto_map) is never run"
+        )
+    if (activation := content.get("hidden_act", "silu")) != "silu":
+        raise EngineError(f"{path}: activation {shown(activation)} is not supported; supported is silu")
+    kinds = content.get("layer_types")
+    if isinstance(kinds, list) and (unknown := set(map(str, kinds)) - {"full_attention", "sliding_attention"}):
+        raise EngineError(f"{path}: layers of type {min(unknown)!r} are not supported")
+
+
+def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> None:
+    """Raise EngineError for a config whose class is known, but not with these layers or weights."""
+    if (quantization := content.get("quantization_config")) is not None:
+        raise EngineError(f"{path}: quantized weights of a {class_name} are not supported ({shown(quantization)})")
+    if class_name in MASKED and content.get("is_decoder") is not True:
+        raise EngineError(
+            f"{path}: a {class_name} without `is_decoder` sees what is behind a token, and writes nothing"
+        )
+    kinds = content.get("layer_types")
+    unknown = set(map(str, kinds)) - ATTENTION_LAYERS if isinstance(kinds, list) else set()
+    if unknown and class_name in PAGED:
+        raise EngineError(f"{path}: layers of type {min(unknown)!r} of a {class_name} are not supported")
+
+
+def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
+    """Return what to say of a class that is not served."""
+    near = difflib.get_close_matches(str(asked), [*CLASS_NAMES.values(), *PAGED, *OWN_CACHE, *SEEING], n=1, cutoff=0.5)
+    return (
+        f"architecture {shown(asked)} in {path} is not supported: it is no language model of "
+        f"transformers {version('transformers')} that is served"
+        + (f"; the nearest is {near[0]}" if near else "")
+        + ("; code that comes with a model (auto_map) is never run" if brings_code else "")
+    )
+
+
+def check_quantization(given: Any, where: str = "") -> None:
+    """Raise EngineError unless a `quantization_config` is that of `atelier quantize --to int8-group`.
+
+    What others publish has become that, or plain, before.
+    """
+    is_ours = isinstance(given, dict) and given.get("quant_method") == GROUP_INT8_METHOD
+    if not is_ours or type(given.get("group_size")) is not int:
+        raise EngineError(
+            f"quantization_config {shown(given)}{where} is not supported; "
+            f"supported are {', '.join((GROUP_INT8_METHOD, *METHODS))}"
+        )
+
+
+def check_rope_type(rope_type: Any, where: str = "") -> None:
+    """Raise EngineError for a scaling of rotary positions that is not supported. None is the default."""
+    if rope_type is not None and rope_type not in ROPE_TYPES:
+        raise EngineError(
+            f"rope type {shown(rope_type)}{where} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )

@@ -1,0 +1,129 @@
+"""Language models of transformers that keep their states themselves: recurrent ones, and what has masks of its own.
+
+The class runs for one sequence after the other, as its own `generate` would run it, and what it keeps of a sequence
+stays with the sequence. No two sequences share it, so that nothing of a prompt is found again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from deployments.engines.build import build_language_model
+from deployments.engines.library_seam import generate_step
+from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.llm.kv_cache import CachePlan, plan_blocks
+from deployments.engines.llm.models.stock import max_positions
+from deployments.engines.llm.models.stock_classes import WHOLE_PROMPTS
+from deployments.engines.protocol import EngineError
+
+_MEASURED_TOKENS = 32
+
+
+@dataclass(slots=True, eq=False)
+class SequenceState:
+    """The state that a class keeps of the first `num_tokens` of a sequence: arguments of its next forward."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCacheSpec:
+    """The sizes that the engine has to know of the model: `fixed_bytes` of any sequence, `block_bytes` of 16 tokens."""
+
+    vocab_size: int
+    max_positions: int
+    fixed_bytes: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCacheModel:
+    """A class of transformers with its weights, ready to run. `reads_whole`: a prompt is computed in one piece."""
+
+    module: Any
+    spec: OwnCacheSpec
+    dtype: torch.dtype
+    device: torch.device
+    reads_whole: bool
+    pads_rows: bool = False  # one sequence at a time, whatever is beside it
+
+    def advance(self, state: SequenceState, token_ids: Sequence[int], *, all_rows: bool = False) -> torch.Tensor:
+        """Compute what `state` lacks of these tokens; return logits of the last one, or (`all_rows`) of all of them.
+
+        HAZARD: a state whose forward failed is half written, and of no use.
+        """
+        return _advance(self.module, self.device, state, token_ids, all_rows=all_rows)
+
+
+def create_own_cache_model(
+    config: PretrainedConfig, tensors: Mapping[str, torch.Tensor], device: torch.device
+) -> OwnCacheModel:
+    """Build the class that a config names first around `tensors`.
+
+    Raises:
+        EngineError: the tensors do not fit the config, or the class does not compute with it.
+    """
+    module: Any = build_language_model(config, {name: tensor.to(device) for name, tensor in tensors.items()})
+    try:
+        one, more = (_measured_bytes(module, device, count) for count in (1, 1 + _MEASURED_TOKENS))
+    except Exception as error:  # configs are believed here and there, each with errors of its own
+        raise EngineError(f"{type(module).__name__} does not compute with this config: {error}") from error
+    token_bytes = -(-max(0, more - one) // _MEASURED_TOKENS)
+    vocab_size = config.get_text_config().vocab_size
+    spec = OwnCacheSpec(vocab_size, max_positions(config), max(0, one - token_bytes), token_bytes * BLOCK_SIZE)
+    dtype = module.get_input_embeddings().weight.dtype
+    return OwnCacheModel(module, spec, dtype, device, type(module).__name__ in WHOLE_PROMPTS)
+
+
+def plan_states(spec: OwnCacheSpec, *, kv_cache_bytes: int, max_num_seqs: int, max_model_len: int | None) -> CachePlan:
+    """Share `kv_cache_bytes` between what every sequence has and what its tokens add: at most half is for the former.
+
+    Raises EngineError as `plan_blocks` does, or where not even one sequence fits.
+    """
+    if spec.fixed_bytes:
+        max_num_seqs = min(max_num_seqs, max(1, kv_cache_bytes // 2 // spec.fixed_bytes))
+    left = kv_cache_bytes - max_num_seqs * spec.fixed_bytes
+    if left < 0:
+        raise EngineError(f"kv_cache_bytes is {kv_cache_bytes}, but the states of a sequence need {spec.fixed_bytes}")
+    return plan_blocks(
+        max(1, spec.block_bytes),
+        spec.max_positions,
+        kv_cache_bytes=left,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+    )
+
+
+@torch.inference_mode()
+def _advance(
+    module: Any, device: torch.device, state: SequenceState, token_ids: Sequence[int], *, all_rows: bool = False
+) -> torch.Tensor:
+    ids = torch.tensor([token_ids], device=device)
+    logits, state.arguments = generate_step(module, ids, state.arguments, state.num_tokens, all_rows)
+    state.num_tokens = len(token_ids)
+    return logits[0] if all_rows else logits[0, -1:]
+
+
+def _measured_bytes(module: Any, device: torch.device, num_tokens: int) -> int:
+    state = SequenceState()
+    _advance(module, device, state, [0] * num_tokens)
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in _tensors(state.arguments, set())}.values())
+
+
+def _tensors(thing: Any, seen: set[int]) -> list[torch.Tensor]:
+    """Return the tensors that a state holds, in whatever a class keeps them."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if id(thing) in seen or isinstance(thing, type | torch.nn.Module | PretrainedConfig):
+        return []
+    seen.add(id(thing))
+    parts = thing.values() if isinstance(thing, Mapping) else thing if isinstance(thing, list | tuple) else ()
+    if hasattr(thing, "__dict__"):
+        parts = [*parts, *vars(thing).values()]
+    return [tensor for part in parts for tensor in _tensors(part, seen)]

@@ -1,0 +1,81 @@
+"""The causal language models of the pinned transformers, by how they are served: names alone, free of torch.
+
+`infra/supported/language_models.py` finds them out, by a tiny model of each class beside its own `generate`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Their attention runs over the paged cache.
+PAGED: Final = _names(
+    """
+    AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
+    BertLMHeadModel BitNetForCausalLM CTRLLMHeadModel CamembertForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM
+    CohereForCausalLM CwmForCausalLM Data2VecTextForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
+    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
+    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
+    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
+    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+    Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM
+    LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
+    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM
+    MoshiForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
+    OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
+    Qwen2MoeForCausalLM RoCBertForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM SeedOssForCausalLM
+    SmolLM3ForCausalLM SolarOpenForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM XLMRobertaForCausalLM
+    XLMRobertaXLForCausalLM XmodForCausalLM YoutuForCausalLM
+    """
+)
+# They see images, and their decoder's attention runs over the paged cache.
+SEEING: Final = _names(
+    """
+    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Idefics3ForConditionalGeneration
+    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
+    Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration
+    """
+)
+# Of these, the tokens of an image see each other: in all layers, or in those with a window where the config says so.
+SEES_ITSELF: Final = {"Gemma3ForConditionalGeneration": "everywhere", "Gemma4ForConditionalGeneration": "windows"}
+# They keep their states in a cache of their own for each sequence.
+OWN_CACHE: Final = _names(
+    """
+    AXK2ForCausalLM BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BigBirdForCausalLM
+    BigBirdPegasusForCausalLM BioGptForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM
+    CodeGenForCausalLM CohereCompassForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM
+    DogeForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GPTJForCausalLM GPTNeoForCausalLM
+    GPTNeoXJapaneseForCausalLM GlmMoeDsaForCausalLM GraniteMoeHybridForCausalLM HYV4ForCausalLM Inkling2ForCausalLM
+    InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
+    MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM MiniMaxForCausalLM
+    MptForCausalLM MvpForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel PLBartForCausalLM
+    PegasusForCausalLM ProphetNetForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM StableLmForCausalLM XGLMForCausalLM XLMWithLMHeadModel
+    XLNetLMHeadModel Zamba2ForCausalLM ZayaForCausalLM
+    """
+)
+# Of these, they begin anew with each forward of several tokens.
+WHOLE_PROMPTS: Final = _names(
+    """
+    AXK2ForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM FalconMambaForCausalLM GlmMoeDsaForCausalLM
+    HYV4ForCausalLM JambaForCausalLM MambaForCausalLM ProphetNetForCausalLM XLNetLMHeadModel
+    """
+)
+# Encoders, unless their config says `is_decoder`.
+MASKED: Final = _names(
+    """
+    BertLMHeadModel BigBirdForCausalLM CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM
+    ErnieForCausalLM MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM RoFormerForCausalLM
+    RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM XmodForCausalLM
+    """
+)
+# Layers that keep nothing but keys and values.
+ATTENTION_LAYERS: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})

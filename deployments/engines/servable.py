@@ -1,0 +1,191 @@
+"""Reasons why a checkpoint cannot be served, found in its headers and configs, before its weights are read.
+
+The rules are the engines' own, asked without torch: the import process of the registry asks here (by name, for the
+engines stand above it), and so does `atelier check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Final
+
+from deployments.engines.config_files import read_config
+from deployments.engines.diffusion.families import FAMILIES, family_of
+from deployments.engines.diffusion.known_solvers import check_solver
+from deployments.engines.embedding_rules import read_pooling_rule, read_prompts, stages_of
+from deployments.engines.library_classes import check_model_class, named_class
+from deployments.engines.llm.models.gguf_config import describe_gguf, gguf_headers
+from deployments.engines.llm.models.gguf_tokenizer import check_tokenizer_kind
+from deployments.engines.llm.models.known import check_config
+from deployments.engines.llm.models.stock_classes import SEEING
+from deployments.engines.protocol import EngineError
+from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
+from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head, encoder_class, read_scoring_rule
+from deployments.engines.tokenizer_files import check_tokenizer
+from weights.errors import FormatError
+from weights.formats import dense_head
+from weights.formats.checkpoint import Checkpoint, SourceComponent
+from weights.formats.classifier import SUFFIX
+from weights.formats.encoder_files import tokenizer_folder
+from weights.formats.gguf_model import DENOISERS
+from weights.formats.pipeline_parts import why_incomplete
+from weights.formats.sentence_stages import STAGES_FILE
+from weights.manifest import ModelKind
+
+_ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
+_CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
+
+
+def why_unservable(checkpoint: Checkpoint) -> str | None:
+    """Return why no engine could run the checkpoint, in the words that its first request would get; None if one can.
+
+    It is about the checkpoint alone: whether it fits the memory, and an adapter its base, is for others to say.
+    """
+    try:
+        if check := _CHECKS.get(checkpoint.kind):
+            check(checkpoint)
+    except (EngineError, FormatError) as error:
+        return str(error)
+    return None
+
+
+def _check_pipeline(checkpoint: Checkpoint) -> None:
+    if is_stock_class(checkpoint.class_name or ""):
+        _check_stock_pipeline(checkpoint)
+        return
+    family, folder = family_of(checkpoint.class_name or ""), checkpoint.root
+    if lack := why_incomplete(checkpoint):
+        raise EngineError(lack)
+    components = {component.name: component for component in checkpoint.components}
+    for name in (family.denoiser_name, "vae"):
+        if components[name].library != "diffusers":
+            raise EngineError(f"{folder / name}: of library {components[name].library!r}, expected one of diffusers")
+        config = read_config(folder / name / "config.json")
+        class_name = components[name].class_name or named_class(config, folder / name)
+        check_model_class("diffusers", class_name, folder / name, config)
+    if reason := family.refusal(read_config(folder / family.denoiser_name / "config.json")):
+        raise EngineError(f"{folder}: {reason}")
+    index = read_config(folder / "model_index.json")
+    check_solver(folder, index)
+    read_config(folder / "scheduler" / "scheduler_config.json")
+    for use in family.text_encoders(None, "truncate"):
+        if use.component in components:  # stock does without some
+            _check_encoder(folder, components[use.component])
+
+
+def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
+    folder, class_name = checkpoint.root, checkpoint.class_name or ""
+    index = read_config(folder / "model_index.json")
+    if isinstance(index.get("_class_name"), list):
+        raise EngineError(f"{folder}: a pipeline by code that comes with the model, which is never run")
+    try:
+        source = check_class(class_name)
+    except EngineError as error:
+        raise EngineError(f"{folder}: {error}") from None
+    check_parts(class_name, folder, index)
+    components = {component.name: component for component in checkpoint.components}
+    for name, (library, part_class) in parts_of(index).items():
+        if name in source.accepted and name not in components:
+            check_part(library, part_class, folder / name)
+    for name, component in components.items():
+        config = read_config(folder / name / "config.json")
+        check_model_class(component.library, component.class_name or "", folder / name, config)
+        if component.library == "transformers" and (method := config.get("quantization_config")):
+            raise EngineError(f"{folder / name}: quantized text encoders are not supported ({_method(method)})")
+
+
+def _check_embedding(checkpoint: Checkpoint) -> None:
+    for component in checkpoint.components:
+        if component.library == dense_head.LIBRARY:
+            path = checkpoint.root / component.folder / "config.json"
+            check_head(dense_head.read_dense_config(path), path)
+        else:
+            _check_encoder(checkpoint.root, component)
+
+
+def _check_classifier(checkpoint: Checkpoint) -> None:
+    if (stages := stages_of(checkpoint.path)) and stages[1:]:
+        where = checkpoint.path / STAGES_FILE
+        raise EngineError(f"{where}: a classifier with a stage {stages[1].name!r} behind it is not supported")
+    _check_embedding(checkpoint)
+    read_scoring_rule(checkpoint.path)
+
+
+def _check_encoder(root: Path, component: SourceComponent) -> None:
+    folder = root / component.folder
+    if component.library != "transformers":
+        raise EngineError(f"{folder}: of library {component.library!r}, expected an encoder of transformers")
+    class_name = encoder_class(folder, component.class_name)
+    config = read_config(folder / "config.json")
+    if class_name not in ENCODER_CLASSES:
+        check_model_class("transformers", class_name, folder, config)
+    if method := config.get("quantization_config"):
+        raise EngineError(f"{folder}: quantized text encoders are not supported ({_method(method)})")
+    check_tokenizer(root / tokenizer_folder(component.folder))
+    if not class_name.startswith("CLIP") and not class_name.endswith(SUFFIX):
+        read_pooling_rule(folder, POOLINGS, takes_dense=True)
+        read_prompts(folder)
+
+
+def _method(quantization: object) -> str:
+    return str(quantization.get("quant_method")) if isinstance(quantization, Mapping) else "of an unknown method"
+
+
+def _check_language_model(checkpoint: Checkpoint) -> None:
+    path = checkpoint.path
+    if headers := gguf_headers(path):
+        describe_gguf(headers)
+        check_tokenizer_kind(headers[0].metadata)
+        return
+    if path.is_file():
+        raise EngineError(
+            f"{path}: says nothing of the tokenizer: put it into a folder, beside its config.json and tokenizer.json"
+        )
+    sees = check_config(checkpoint.config, path / "config.json") in SEEING
+    check_tokenizer(path)
+    if sees and not any((path / name).is_file() for name in _PROCESSOR_FILES):
+        raise EngineError(f"{path}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
+
+
+def _check_head(checkpoint: Checkpoint) -> None:
+    path = checkpoint.path / "config.json"
+    check_head(dense_head.read_dense_config(path), path)
+
+
+def _check_controlnet(checkpoint: Checkpoint) -> None:
+    if checkpoint.class_name not in _CONTROL_CLASSES:
+        raise EngineError(
+            f"{checkpoint.path}: unknown ControlNet class {checkpoint.class_name!r} "
+            f"(known: {', '.join(_CONTROL_CLASSES)})"
+        )
+
+
+def _refuse_tensors(checkpoint: Checkpoint) -> None:
+    path, (component,) = checkpoint.path, checkpoint.components
+    if component.format == "gguf" and checkpoint.class_name in DENOISERS:
+        raise EngineError(
+            f"{path}: a denoiser alone (GGUF architecture {checkpoint.class_name!r}): say which pipeline it is `like`, "
+            "by the id of a model or as a folder that has its configs and its other parts (`like: flux`)"
+        )
+    if component.format == "gguf":
+        raise EngineError(f"{path}: GGUF architecture {checkpoint.class_name!r} is no language model that is served")
+    if any(name.startswith(_ALL_IN_ONE) for name in component.tensors):
+        raise EngineError(
+            f"{path}: a whole model in one file, without configs and tokenizer: say which pipeline it is `like`, "
+            "by the id of a model or as a folder that has them (`like: sdxl-base`)"
+        )
+    raise EngineError(f"{path}: bare tensors, of which nothing says what computes with them; name a model's folder")
+
+
+_CHECKS: Final[Mapping[ModelKind, Callable[[Checkpoint], None]]] = {
+    "diffusion": _check_pipeline,
+    "embedding": _check_embedding,
+    "reranker": _check_classifier,
+    "classifier": _check_classifier,
+    "head": _check_head,
+    "llm": _check_language_model,
+    "controlnet": _check_controlnet,
+    "tensors": _refuse_tensors,
+}

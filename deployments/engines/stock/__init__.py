@@ -1,0 +1,1 @@
+"""Pipelines of diffusers that have no family here, run by diffusers' own code."""

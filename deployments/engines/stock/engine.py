@@ -1,0 +1,283 @@
+"""The stock engine: the `__call__` of a pipeline of diffusers, cut into turns where it calls its next module.
+
+A turn is a denoise step, or a text's forward: what happens between two calls of the pipeline's modules. While others
+wait it is shorter, where it is longer than a step of theirs: it ends before the next block of the module.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from deployments.engines.diffusion.previews import preview_steps
+from deployments.engines.memory_limits import forget_frames, is_out_of_memory
+from deployments.engines.protocol import ComputationFailed, DenoiseTimes, DiffusionOutput, EngineError, StockRequest
+from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
+from deployments.engines.stock.inputs import CallInputs
+from deployments.engines.stock.known import OUTPUTS, read_class
+from deployments.engines.stock.latent_previews import decoding_arguments, only_decodes, shows_previews
+from deployments.engines.stock.loading import StockModel
+from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, sample_rate
+from deployments.engines.stock.paused_call import Cancelled, PausedCall
+from deployments.engines.stock.texts import tell_texts
+from weights.memory.devices import host_generator
+
+
+class StockEngine:
+    """An `Engine` that makes images, video or audio by a model's stock pipeline, for one request after the other.
+
+    Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
+    do with the steps of other engines. `is_wanted` tells, within a turn, whether somebody waits for its end.
+    """
+
+    def __init__(
+        self,
+        model: StockModel,
+        is_wanted: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.model = model
+        self.inputs = CallInputs(model.cls)
+        self.failures: dict[str, Exception] = {}
+        self._runs: dict[str, _Run] = {}  # in the order in which they came
+        self._is_wanted = is_wanted
+        self._clock = clock
+        self._turn_begun_s = self._others_step_s = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._runs)
+
+    def add_request(self, request: StockRequest) -> None:
+        """Take a request in. Raises EngineError for what the class cannot be called with."""
+        if request.request_id in self._runs:
+            raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
+        arguments = self.inputs.arguments_of(request)
+        self._runs[request.request_id] = _Run(self.model, request, arguments, self._ends_turn, self._clock)
+
+    def make_way(self, others_step_s: float | None) -> None:
+        """Take in what a step of another engine takes: a turn that others wait for is no longer, but for a block."""
+        self._others_step_s = others_step_s or 0.0
+
+    def _ends_turn(self, is_block: bool) -> bool:
+        """Return whether the turn ends before the call of a module that is next, or of a block within one."""
+        if not self._is_wanted():
+            return False
+        return not is_block or self._clock() - self._turn_begun_s >= self._others_step_s
+
+    def request_cancel(self, request_id: str) -> None:
+        """Let the request end where its pipeline calls its next module."""
+        run = self._runs.get(request_id)
+        if run is not None:
+            run.call.cancel()
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request. Unknown ids are ignored."""
+        run = self._runs.pop(request_id, None)
+        if run is not None:
+            run.call.close()
+
+    def step(self) -> list[DiffusionOutput]:
+        """Let the oldest request run to the next call of a module."""
+        self.failures = {}
+        self._turn_begun_s = self._clock()
+        request_id, run = next(iter(self._runs.items()))
+        if not run.resume():
+            return run.take_news()
+        del self._runs[request_id]
+        try:
+            made = run.made()
+        except Exception as error:
+            forget_frames(error)
+            self.failures[request_id] = error
+            return []
+        return [replace(made, step_index=run.num_done, num_steps=run.num_steps, times=run.times())]
+
+
+class _Run:
+    """The call of one request, the steps that its progress bars have counted, and when they began and ended."""
+
+    def __init__(
+        self,
+        model: StockModel,
+        request: StockRequest,
+        arguments: dict[str, Any],
+        ends_turn: Callable[[bool], bool],
+        clock: Callable[[], float],
+    ) -> None:
+        """`ends_turn` is asked before each call of a module (False), and of a block within one (True)."""
+        self.request = request
+        self.call = PausedCall(self._make, f"pipeline {request.request_id}")
+        self.num_done = self.num_steps = 0
+        self._model, self._arguments, self._clock = model, arguments, clock
+        self._ends_turn = ends_turn
+        self._num_told = 0
+        self._preview: np.ndarray | None = None
+        self._num_previews = 0
+        self._added = clock()
+        self._started = self._stepped = self._ended = self._added
+
+    def resume(self) -> bool:
+        """Let it run to the next call of a module; return whether it has ended."""
+        if self._started == self._added:
+            self._started = self._clock()
+        has_ended = self.call.resume()
+        self._ended = self._clock()
+        return has_ended
+
+    def made(self) -> DiffusionOutput:
+        """Return what the call made that has ended, without its steps and times.
+
+        Raises EngineError for what the class refuses before its first step, ComputationFailed, and errors of memory.
+        """
+        name = self._model.cls.__name__
+        try:
+            return self.call.outcome()
+        except (EngineError, MemoryError):
+            raise
+        except Cancelled:
+            raise ComputationFailed(f"{name} was ended") from None
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            if self.num_done == 0 and isinstance(error, ValueError | TypeError):  # of its check_inputs
+                raise EngineError(f"{name}: {error}") from error
+            raise ComputationFailed(f"{name}: {error}") from error
+
+    def times(self) -> DenoiseTimes:
+        """Return the seconds before its first turn, to its last step, and after that."""
+        stepped = max(self._stepped, self._started)
+        return DenoiseTimes(self._started - self._added, stepped - self._started, self._ended - stepped)
+
+    @property
+    def has_news(self) -> bool:
+        """Return whether there is something to tell of the steps before."""
+        return self._preview is not None or (self.request.reports_steps and self.num_done > self._num_told)
+
+    def take_news(self) -> list[DiffusionOutput]:
+        """Return what there is to tell, once."""
+        if not self.has_news:
+            return []
+        self._num_told = self.num_done
+        preview, self._preview = self._preview, None
+        index = None if preview is None else self._num_previews - 1
+        told = DiffusionOutput(self.request.request_id, self.num_done, self.num_steps, preview=preview)
+        return [replace(told, preview_index=index)]
+
+    def note_steps(self, count: int) -> None:
+        """Count steps that were made."""
+        self.num_done += count
+        self.num_steps = max(self.num_steps, self.num_done)
+        self._stepped = self._clock()
+
+    def _make(self) -> DiffusionOutput:
+        """Call the pipeline, in a thread of its own."""
+        pipeline = self._open_pipeline()
+        for one in (pipeline, *(part for part in vars(pipeline).values() if hasattr(part, "progress_bar"))):
+            one.progress_bar = self._progress_bar
+        modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
+        shown = {}
+        if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
+            shown = {"callback_on_step_end": self._show_step}
+        with _on_device(modules), self._turns(modules):
+            output = pipeline(**self._arguments, **shown)
+        makes = read_class(self._model.cls.__name__).makes or "images"
+        made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
+        if makes == "audio":
+            rate = sample_rate(pipeline)
+            return DiffusionOutput(self.request.request_id, 0, 0, samples=as_samples(made), sample_rate=rate)
+        pixels = as_frames(made) if makes == "video" else as_pixels(made)
+        return DiffusionOutput(self.request.request_id, 0, 0, pixels)
+
+    def _open_pipeline(self) -> Any:
+        """Return a pipeline of the request's scheduler that has its texts."""
+        pipeline = self._model.create_pipeline(self.request.scheduler, self.request.scheduler_options)
+        if self.request.texts is not None:
+            modules = (one for one in self._model.modules.values() if isinstance(one, nn.Module))
+            device = next((one.device for module in modules for one in module.parameters()), torch.device("cpu"))
+            tell_texts(pipeline, self.request.texts, device)
+        return pipeline
+
+    def _show_step(self, pipeline: Any, step: int, timestep: Any, told: dict[str, Any]) -> dict[str, Any]:
+        """Decode the latents after a step that has a preview. One that cannot be made is left out."""
+        if step + 1 in preview_steps(self.num_steps, self.request.num_previews):
+            decoder = self._open_pipeline()
+            only_decodes(decoder)
+            generator = host_generator(self.request.seed)
+            try:
+                output = decoder(**decoding_arguments(self._arguments, told["latents"], generator))
+                self._preview = as_pixels(next(output[name] for name in OUTPUTS["images"] if name in output))
+                self._num_previews += 1
+            except Exception as error:
+                forget_frames(error)
+        return {}
+
+    def _progress_bar(self, iterable: Iterable[Any] | None = None, total: int | None = None) -> _Steps:
+        steps = _Steps(self, iterable, total)
+        self.num_steps += steps.total or 0
+        return steps
+
+    @contextlib.contextmanager
+    def _turns(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Pause at calls of modules and of their blocks, where the turn ends.
+
+        HAZARD: other pipelines may run the same modules meanwhile. Their calls come here as well, in their threads.
+        """
+        borrowed = BorrowedModules(modules)
+        begin = functools.partial(self._begin_call, borrowed, False)
+        begin_block = functools.partial(self._begin_call, borrowed, True)
+        blocks = dict.fromkeys(block for module in modules for block in blocks_of(module))
+        hooks = [module.register_forward_pre_hook(begin) for module in modules]
+        hooks += [block.register_forward_pre_hook(begin_block) for block in blocks if block not in modules]
+        borrowed.take()
+        try:
+            yield
+        finally:
+            borrowed.end()
+            for hook in hooks:
+                hook.remove()
+
+    def _begin_call(self, borrowed: BorrowedModules, is_block: bool, *_: Any) -> None:
+        """Let others have their turn before a module's call, if this one ends here. Raises Cancelled."""
+        if not self.call.is_here:
+            return
+        if not (self.call.is_cancelled or self.has_news or self._ends_turn(is_block)):
+            return
+        borrowed.give_back()
+        try:
+            self.call.pause()
+        finally:
+            borrowed.take()
+
+
+class _Steps(tqdm):
+    """A progress bar that shows nothing and counts for a run."""
+
+    def __init__(self, run: _Run, iterable: Iterable[Any] | None, total: int | None) -> None:
+        super().__init__(iterable, total=total, disable=True)
+        self._run = run
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.iterable:
+            yield item
+            self.update()
+
+    def update(self, n: float | None = 1) -> None:
+        self._run.note_steps(int(n or 0))
+
+
+@contextlib.contextmanager
+def _on_device(modules: list[nn.Module]) -> Iterator[None]:
+    """Make the modules' device the current one of this thread, which begins with the first."""
+    device = next((parameter.device for module in modules for parameter in module.parameters()), None)
+    with torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext():
+        yield

@@ -1,0 +1,198 @@
+"""The arguments that a request gives to the `__call__` of a pipeline class, by its parameters' names and annotations.
+
+Fields of a request go to the parameter of their name, `extra` to the others. What a request leaves open is not given:
+defaults are those of the class.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import operator
+import types
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Final, Union
+
+import PIL.Image
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from deployments.engines.protocol import EngineError, StockRequest
+from weights.memory.devices import host_generator
+
+_ATOMS: Final = (bool, int, float, str, type(None))
+_CONTAINERS: Final = (list, tuple, dict)
+_NUM_IMAGES: Final = ("num_images_per_prompt", "num_images", "batch_size")
+# The engine's own: how images come back, who is told of steps, whose random stream it is.
+_OWN: Final = frozenset({"self", "generator", "output_type", "return_dict", "callback", "callback_steps"})
+_OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can be seen
+_MAX_SHOWN: Final = 60
+_MAX_TOKENS: Final = 4096
+
+
+class CallInputs:
+    """The parameters of a pipeline class's `__call__`, as requests can give them. Holds no request."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        self._name = cls.__name__
+        call: Callable[..., Any] = cls.__call__
+        self._parameters = {
+            name: parameter
+            for name, parameter in inspect.signature(call).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        }
+        self._types = _type_hints(call) | {"self": Any}
+        self._num_images = next((name for name in _NUM_IMAGES if name in self._parameters), None)
+        self._images = [name for name, found in self._types.items() if name in self._parameters and _takes_image(found)]
+
+    def arguments_of(self, request: StockRequest) -> dict[str, Any]:
+        """Return the keyword arguments of a request.
+
+        Raises EngineError naming what the class does not take, or needs and the request lacks, and all that it takes.
+        """
+        given: dict[str, Any] = {"prompt": request.prompt} if "prompt" in self._parameters else {}
+        given |= self._of_fields(request) | self._of_images(request) | self._of_extra(request.extra)
+        if lacking := [name for name in self._required() if name not in given]:
+            raise EngineError(f"{self._name} needs {', '.join(lacking)}; {self.describe()}")
+        if "generator" in self._parameters:
+            given["generator"] = host_generator(request.seed)
+        if "output_type" in self._parameters:
+            given["output_type"] = _OUTPUT_TYPE
+        return given
+
+    def ignored(self, request: StockRequest) -> tuple[str, ...]:
+        """Return warnings about what a request always brings and this class has no use for."""
+        vain = [("prompt", request.prompt.strip()), ("seed", "generator" not in self._parameters)]
+        return tuple(
+            f"{name} had no effect: {self._name} takes none"
+            for name, is_told in vain
+            if is_told and not {name, "generator" if name == "seed" else name} & self._parameters.keys()
+        )
+
+    def describe(self) -> str:
+        """Return all that a request can give, in words."""
+        fields = [name for name in self._parameters if name in FIELDS or name in self._images]
+        fields += ["n"] if self._num_images else []
+        fields += ["seed"] if "generator" in self._parameters else []
+        extras = [f"{name}{self._shown_default(name)}" for name in self._extras()][:_MAX_SHOWN]
+        return f"it takes {', '.join(fields) or 'nothing'}" + (f"; in extra: {', '.join(extras)}" if extras else "")
+
+    def _of_fields(self, request: StockRequest) -> dict[str, Any]:
+        found = {}
+        for name, value in request.fields.items():
+            if name not in FIELDS or name not in self._parameters:
+                raise EngineError(f"{name}: {self._name} takes none; {self.describe()}")
+            if name == "max_sequence_length" and value > _MAX_TOKENS:  # classes pad texts to it
+                raise EngineError(f"max_sequence_length: {value} tokens, at most {_MAX_TOKENS} are allowed")
+            found[name] = list(value) if isinstance(value, tuple) else value
+        if self._num_images:
+            found[self._num_images] = request.num_images
+        elif request.num_images != 1:
+            raise EngineError(f"n: {request.num_images} images; {self._name} makes one at a time; {self.describe()}")
+        return found
+
+    def _of_images(self, request: StockRequest) -> dict[str, Any]:
+        for name in request.images:
+            if name not in self._images:
+                known = ", ".join(self._images) or "none"
+                raise EngineError(f"{name}: {self._name} takes no such image (images that it takes: {known})")
+        return {name: PIL.Image.fromarray(pixels) for name, pixels in request.images.items()}
+
+    def _of_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
+        accepted, found = self._extras(), {}
+        for name, value in extra.items():
+            if name in FIELDS or name == self._num_images:
+                raise EngineError(f"extra: {name!r} is a field of the request itself, not of extra")
+            if name not in accepted:
+                raise EngineError(f"extra: {self._name} takes no {name!r}; {self.describe()}")
+            found[name] = _checked(name, value, accepted[name])
+        return found
+
+    def _extras(self) -> dict[str, Any]:
+        """Return the types of the parameters that `extra` may give."""
+        own = {*_OWN, *FIELDS, *([self._num_images] if self._num_images else [])}
+        found = {}
+        for name in self._parameters.keys() - own:
+            if (plain := _plain_part(self._types.get(name, Any))) is not None and not name.startswith("callback"):
+                found[name] = plain
+        return {name: found[name] for name in self._parameters if name in found}
+
+    def _required(self) -> Collection[str]:
+        return [
+            name
+            for name, parameter in self._parameters.items()
+            if parameter.default is parameter.empty and name not in _OWN
+        ]
+
+    def _shown_default(self, name: str) -> str:
+        default = self._parameters[name].default
+        return "" if default is inspect.Parameter.empty or default is None else f" = {default!r:.40}"
+
+
+# Fields of a request that have the name of the parameter that they are given to.
+FIELDS: Final = (
+    "prompt",
+    "negative_prompt",
+    "height",
+    "width",
+    "num_inference_steps",
+    "guidance_scale",
+    "true_cfg_scale",
+    "max_sequence_length",
+    "strength",
+    "sigmas",
+    "timesteps",
+)
+
+
+def _type_hints(call: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(inspect.unwrap(call))
+    except Exception:  # a name that is only there for type checkers
+        return dict(inspect.get_annotations(inspect.unwrap(call)))
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union; of anything else itself."""
+    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    return typing.get_args(annotation) if is_union else (annotation,)
+
+
+def _takes_image(annotation: Any) -> bool:
+    return PIL.Image.Image in _members(annotation)
+
+
+def _plain_part(annotation: Any) -> Any:
+    """Return the part of an annotation whose values JSON has; None where that is nothing but null.
+
+    What is not annotated may be anything; a tensor, a function or an image is nothing that `extra` has.
+    """
+    if annotation is Any or annotation is inspect.Parameter.empty:
+        return Any
+    plain = [one for one in _members(annotation) if _is_plain(one)]
+    return None if all(one is type(None) for one in plain) else functools.reduce(operator.or_, plain)
+
+
+def _is_plain(annotation: Any) -> bool:
+    if annotation in _ATOMS or annotation in _CONTAINERS or annotation is Any:
+        return True
+    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return True
+    if origin in _CONTAINERS or origin in (Union, types.UnionType):
+        return all(one is Ellipsis or _is_plain(one) for one in inner)
+    return False
+
+
+def _checked(name: str, value: Any, type_: Any) -> Any:
+    """Return a value of `extra` as its parameter takes it. Raises EngineError."""
+    try:
+        text = json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:  # a handle may bring any object
+        raise EngineError(f"extra: {name}: {error}") from None
+    try:
+        return TypeAdapter(type_, config=ConfigDict(strict=True)).validate_json(text)
+    except ValidationError:
+        shown = type_.__name__ if isinstance(type_, type) else str(type_).replace("typing.", "")
+        raise EngineError(f"extra: {name} is {text[:80]}, expected {shown}") from None

@@ -1,0 +1,107 @@
+"""A pipeline class of diffusers, and the parts of it that have no weights: schedulers, tokenizers, image processors."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.config_files import read_config
+from deployments.engines.diffusion.solvers import SolverFactory
+from deployments.engines.library_classes import LIBRARIES, is_pipeline_folder
+from deployments.engines.library_seam import pipeline_arguments
+from deployments.engines.protocol import EngineError
+from deployments.engines.stock.known import check_class, check_part, check_parts
+
+
+def pipeline_class(class_name: str) -> type[Any]:
+    """Return a pipeline class that makes images. Raises EngineError."""
+    check_class(class_name)
+    with IMPORT_LOCK:
+        cls: type[Any] = getattr(importlib.import_module("diffusers"), class_name)
+    return cls
+
+
+class StockModel:
+    """A pipeline class over modules that are there, and the other parts of its folder. Makes a pipeline per request.
+
+    HAZARD: a pipeline counts steps and keeps its guidance in itself, and its schedulers have a history: two requests
+    may not share one. What they share are modules, tokenizers and processors.
+    """
+
+    def __init__(self, class_name: str, folder: Path, modules: Mapping[str, nn.Module]) -> None:
+        """Load the parts. Raises EngineError for one that is missing or cannot be loaded."""
+        self.cls = pipeline_class(class_name)
+        self.modules = dict(modules)
+        self._folder = folder
+        self._index = read_config(folder / "model_index.json")
+        check_parts(class_name, folder, self._index)
+        names, options = pipeline_arguments(self.cls)
+        self._options = {name: self._index[name] for name in options if name in self._index}
+        self._parts = {name: self._part(name) for name in names}
+
+    def create_pipeline(self, scheduler: str | None = None, scheduler_options: Mapping[str, Any] | None = None) -> Any:
+        """Return a pipeline of one request, with schedulers of its own.
+
+        `scheduler` and `scheduler_options` are those of a DiffusionRequest. Raises EngineError.
+        """
+        parts = {name: copy.deepcopy(one) if _is_scheduler(one) else one for name, one in self._parts.items()}
+        if scheduler or scheduler_options:
+            solvers = SolverFactory(self._folder, self._index)
+            parts["scheduler"] = solvers.configured(scheduler, scheduler_options or {})
+        return self.cls(**parts, **self._options)
+
+    def over(self, modules: Mapping[str, nn.Module], blank: Mapping[str, nn.Module]) -> StockModel:
+        """Return the same model over these modules, and `blank` ones, which never run. What else it has is shared."""
+        other = copy.copy(self)
+        other.modules = dict(modules)
+        other._parts = {**self._parts, **blank, **modules}
+        return other
+
+    def _part(self, name: str) -> Any:
+        """Return a component. None for one that the class does without."""
+        if name in self.modules:
+            return self.modules[name]
+        entry = self._index.get(name)
+        if not isinstance(entry, list) or len(entry) != 2 or entry[0] is None:
+            return None  # `check_parts` has looked for those that must be there
+        cls = component_class(str(entry[0]), str(entry[1]), self._folder / name)
+        if issubclass(cls, nn.Module):
+            if name in self.cls._optional_components:
+                return None  # a safety checker, say, which nobody builds
+            raise EngineError(f"{self._folder}: its {name}, a {cls.__name__}, has no weights")
+        check_part(str(entry[0]), str(entry[1]), self._folder / name)
+        # The others take no such option, and run no code of models.
+        untrusting = {"trust_remote_code": False} if cls.__name__.startswith("Auto") else {}
+        try:
+            with IMPORT_LOCK:
+                return cls.from_pretrained(self._folder / name, local_files_only=True, **untrusting)
+        except Exception as error:  # of many libraries
+            raise EngineError(f"{self._folder / name}: no {cls.__name__} can be loaded: {error}") from error
+
+
+def component_class(library: str, class_name: str, folder: Path) -> type[Any]:
+    """Return the class of a component by its names in model_index.json.
+
+    Raises EngineError, also for code that comes with a model.
+    """
+    if library not in LIBRARIES and not is_pipeline_folder(library):
+        raise EngineError(f"{folder}: of {library!r}, code that comes with a model, which is never run")
+    with IMPORT_LOCK:
+        loading = importlib.import_module("diffusers.pipelines.pipeline_loading_utils")
+        try:
+            found = loading.simple_get_class_obj(library, class_name)
+        except AttributeError:
+            found = None
+    if not (isinstance(found, type) and hasattr(found, "from_pretrained")):
+        raise EngineError(f"{folder}: {library} has no component {class_name!r}")
+    return found
+
+
+def _is_scheduler(part: Any) -> bool:
+    return hasattr(part, "set_timesteps") or type(part).__name__.endswith("Scheduler")

@@ -1,0 +1,78 @@
+"""Outputs of pipelines, in any form in which they return them: images, the frames of a video, samples of audio."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import PIL.Image
+
+_RATES: Final = ("sampling_rate", "sample_rate")
+_RATE_FIRST: Final = ("vocoder", "vae")  # of several parts that have one
+
+
+def as_pixels(images: Any) -> np.ndarray:
+    """Return the images that a pipeline made: uint8 (n, height, width, 3), rounded as diffusers does for PIL.
+
+    Raises ArithmeticError where one is not finite, ValueError for what are no images.
+    """
+    found = [pixels for one in _flat(images) for pixels in _rows(one)]
+    if not found:
+        raise ValueError("no images")
+    return np.stack(found)
+
+
+def _flat(images: Any) -> list[Any]:
+    if isinstance(images, list | tuple):
+        return [one for image in images for one in _flat(image)]
+    return [images]
+
+
+def _rows(image: Any) -> list[np.ndarray]:
+    """Return the images in a PIL image, or in an array of one or more."""
+    if isinstance(image, PIL.Image.Image):
+        return [np.asarray(image.convert("RGB"))]
+    array = np.asarray(image)
+    if array.ndim not in (3, 4) or array.shape[-1] not in (1, 3, 4):
+        raise ValueError(f"no image: {type(image).__name__} of shape {array.shape}")
+    if array.dtype != np.uint8:
+        if not np.isfinite(array).all():
+            raise ArithmeticError("the image that it made is not finite")
+        array = (array * 255).round().astype(np.uint8)
+    array = np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array[..., :3]
+    return list(array if array.ndim == 4 else array[None])
+
+
+def as_frames(videos: Any) -> np.ndarray:
+    """Return the first video that a pipeline made: uint8 (frames, height, width, 3). Raises as `as_pixels` does."""
+    is_batch = isinstance(videos, np.ndarray) and videos.ndim == 5
+    if isinstance(videos, list | tuple) and videos:
+        is_batch = isinstance(videos[0], list | tuple) or np.ndim(videos[0]) == 4
+    return as_pixels(videos[0] if is_batch else videos)
+
+
+def as_samples(audios: Any) -> np.ndarray:
+    """Return the first audio that a pipeline made: float32 (channels, samples).
+
+    Raises ArithmeticError where a sample is not finite, ValueError for what is no audio.
+    """
+    first = audios[0] if isinstance(audios, list | tuple | np.ndarray) and len(audios) else None
+    samples = np.asarray(getattr(first, "float", lambda: first)(), np.float32)
+    samples = samples[None] if samples.ndim == 1 else samples
+    if samples.ndim != 2 or not samples.size:
+        raise ValueError(f"no audio: {type(audios).__name__} of shape {np.shape(audios)}")
+    if not np.isfinite(samples).all():
+        raise ArithmeticError("the audio that it made is not finite")
+    return samples
+
+
+def sample_rate(pipeline: Any) -> int:
+    """Return the samples per second of what a pipeline makes, as its parts' configs tell. Raises ValueError."""
+    parts = pipeline.components
+    for name in dict.fromkeys((*_RATE_FIRST, *parts)):
+        config = getattr(parts.get(name), "config", None)
+        for key in _RATES:
+            rate = getattr(config, key, None)
+            if isinstance(rate, int) and rate > 0:
+                return rate
+    raise ValueError("no part of the pipeline says its sample rate")

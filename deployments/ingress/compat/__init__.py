@@ -1,0 +1,1 @@
+"""Edges for clients of other servers over the same service. Each is a file that the config can switch off."""

@@ -1,0 +1,343 @@
+"""The API of AUTOMATIC1111's Stable Diffusion WebUI under /sdapi/v1, over the same service.
+
+Its server has one user, and keeps that user's model and progress. Here they are those of each API key (without keys,
+everybody's), in the memory of one ingress replica: with several, requests name their model in `override_settings`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from configs.cluster import ClusterConfig, LimitsConfig
+from deployments.errors import InvalidRequest, UnknownModel
+from deployments.ingress.access.callers import current_tenant
+from deployments.ingress.catalog import ModelCard
+from deployments.ingress.compat.a1111_answers import (
+    WebuiError,
+    WebuiImages,
+    WebuiLora,
+    WebuiModel,
+    WebuiOptions,
+    WebuiProgress,
+    WebuiSampler,
+    WebuiScheduler,
+    WebuiState,
+)
+from deployments.ingress.compat.a1111_bodies import (
+    AUTOMATIC,
+    SAMPLERS,
+    SCHEDULERS,
+    ImageToImageBody,
+    OptionsBody,
+    TextToImageBody,
+)
+from deployments.ingress.errors import INFERENCE_ERRORS, documented_as
+from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.openai.image_decoders import ImageReaders
+from deployments.ingress.openai.image_files import describe_image, encode_image
+from deployments.ingress.responses import json_response, server_timing
+from deployments.ingress.service import Service
+from deployments.pipelines.runner import run_together
+from deployments.records import ImageProgress, ImageRequest, ImageResult
+
+# Lists that clients fetch with the others.
+_EMPTY: Final = ("sd-vae", "upscalers", "latent-upscale-modes", "hypernetworks", "face-restorers", "prompt-styles")
+_MAX_KEPT: Final = 1024  # keys whose choice of a model is kept
+_ERRORS: Final = documented_as(WebuiError, *INFERENCE_ERRORS)
+_LIST_ERRORS: Final = documented_as(WebuiError, 503)
+
+
+@dataclass(slots=True)
+class _Job:
+    """The images of one request on their way: the steps that each has done, of `num_steps`."""
+
+    begun_s: float
+    steps: list[int]
+    num_steps: int = 0
+    num_done: int = 0
+    is_interrupted: bool = False
+
+    @property
+    def progress(self) -> float:
+        """The part that is done."""
+        return sum(self.steps) / (self.num_steps * len(self.steps)) if self.num_steps else 0.0
+
+
+@dataclass
+class _KeySessions:
+    """The choice of model and the running jobs of each key."""
+
+    clock: Callable[[], float] = time.monotonic
+    models: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    jobs: dict[str, list[_Job]] = field(default_factory=dict)
+
+    def choose_model(self, model: str) -> None:
+        """Keep the model of the current key's requests."""
+        tenant = current_tenant.get()
+        self.models[tenant] = model
+        self.models.move_to_end(tenant)
+        if len(self.models) > _MAX_KEPT:
+            self.models.popitem(last=False)
+
+    def begin_job(self, num_images: int) -> _Job:
+        """Begin a job of the current key."""
+        job = _Job(self.clock(), [0] * num_images)
+        self.jobs.setdefault(current_tenant.get(), []).append(job)
+        return job
+
+    def end_job(self, job: _Job) -> None:
+        """End a job."""
+        tenant = current_tenant.get()
+        self.jobs[tenant].remove(job)
+        if not self.jobs[tenant]:
+            del self.jobs[tenant]
+
+    def own_jobs(self) -> list[_Job]:
+        """Return the running jobs of the current key, the oldest first."""
+        return self.jobs.get(current_tenant.get(), [])
+
+
+def create_a1111_router(service: Service, config: ClusterConfig, readers: ImageReaders) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(prefix="/sdapi/v1", tags=["a1111"], route_class=JsonRoute)
+    sessions = _KeySessions()
+    _add_image_routes(router, service, sessions, readers, config.ingress.limits)
+    _add_option_routes(router, service, sessions, is_alone=config.ingress.num_replicas == 1)
+    _add_progress_routes(router, sessions)
+    _add_list_routes(router, service)
+    return router
+
+
+def _add_image_routes(
+    router: APIRouter, service: Service, sessions: _KeySessions, readers: ImageReaders, limits: LimitsConfig
+) -> None:
+    async def respond(body: TextToImageBody) -> Response:
+        model = await _model_of(service, sessions, body.model_id)
+        if body.num_images > limits.max_images:
+            raise InvalidRequest(f"batch_size: {body.num_images} images, at most {limits.max_images} are allowed")
+        record = await readers.read(body.to_record, model, limits)
+        job = sessions.begin_job(body.num_images)
+        try:
+            found = await run_together(
+                [_make_image(service, one, job, number) for number, one in enumerate(_single_images(record))]
+            )
+        finally:
+            sessions.end_job(job)
+        done = [(one, result) for one, result in found if result is not None]
+        parameters = body.model_dump(exclude_none=True, exclude={"init_images", "mask"})
+        files = []
+        if body.send_images is not False:
+            files = await asyncio.gather(*(asyncio.to_thread(_written, one, result) for one, result in done))
+        answer = WebuiImages(images=files, parameters=parameters, info=json.dumps(_info(record, body, done)))
+        return json_response(answer, headers=server_timing(done[0][1].timings_ms if done else {}))
+
+    @router.post("/txt2img", response_model=WebuiImages, responses=_ERRORS)
+    async def text_to_image(body: TextToImageBody) -> Response:
+        """Images from a prompt."""
+        return await respond(body)
+
+    @router.post("/img2img", response_model=WebuiImages, responses=_ERRORS)
+    async def image_to_image(body: ImageToImageBody) -> Response:
+        """Images from a prompt and an image, or what is masked in it."""
+        return await respond(body)
+
+
+async def _model_of(service: Service, sessions: _KeySessions, named: str | None) -> str:
+    """Return the model of a request: the one that it names, the key's choice, or the first one that is ready."""
+    if model := named or sessions.models.get(current_tenant.get()):
+        return model
+    for card in await service.models():
+        if card.kind == "diffusion" and card.state in ("ready", "updating"):
+            return card.id
+    raise UnknownModel("there is no diffusion model", "sd_model_checkpoint")
+
+
+def _single_images(record: ImageRequest) -> list[ImageRequest]:
+    """Return a request for each image: their seeds follow each other, where the first one's is given."""
+    seeds = [None if record.seed is None else record.seed + number for number in range(record.n)]
+    fields = {"n": 1, "reports_steps": True}
+    return [record.model_copy(update=fields | {"seed": seed}) for seed in seeds]
+
+
+async def _make_image(
+    service: Service, record: ImageRequest, job: _Job, number: int
+) -> tuple[ImageRequest, ImageResult | None]:
+    """Return an image with its request; none when the job was interrupted before."""
+    result: ImageResult | None = None
+    async with service.generate_stream(record) as pieces:
+        async for piece in pieces:
+            if isinstance(piece, ImageProgress):
+                job.steps[number], job.num_steps = piece.step, piece.num_steps
+                if job.is_interrupted:
+                    return record, None
+            else:
+                result = piece
+    job.steps[number] = job.num_steps
+    job.num_done += 1
+    return record, result
+
+
+def _written(record: ImageRequest, result: ImageResult) -> str:
+    """Return the image of a result as a PNG file in base64."""
+    file = encode_image(result.images[0], "png", description=describe_image(record, result, 0))
+    return base64.b64encode(file).decode()
+
+
+def _info(
+    record: ImageRequest, body: TextToImageBody, done: Sequence[tuple[ImageRequest, ImageResult]]
+) -> dict[str, Any]:
+    """Return what the WebUI says of images."""
+    seeds = [result.seed for _, result in done]
+    infotexts = [describe_image(one, result, 0).parameters for one, result in done]
+    height, width = done[0][1].images[0].shape[:2] if done else (record.height, record.width)
+    return {
+        "prompt": body.prompt or "",
+        "all_prompts": [body.prompt or ""] * len(done),
+        "negative_prompt": body.negative_prompt or "",
+        "seed": seeds[0] if seeds else None,
+        "all_seeds": seeds,
+        "width": width,
+        "height": height,
+        "sampler_name": body.sampler_name or body.sampler_index or AUTOMATIC,
+        "cfg_scale": body.cfg_scale,
+        "steps": done[0][1].num_inference_steps if done else body.steps,
+        "batch_size": body.batch_size or 1,
+        "sd_model_name": record.model,
+        "denoising_strength": record.strength,
+        "infotexts": infotexts,
+        "warnings": [warning for _, result in done for warning in result.warnings],
+    }
+
+
+def _add_option_routes(router: APIRouter, service: Service, sessions: _KeySessions, *, is_alone: bool) -> None:
+    @router.get("/options", response_model=WebuiOptions, responses=documented_as(WebuiError, 404, 503))
+    async def options() -> Response:
+        """The options of the caller's key."""
+        model = await _model_of(service, sessions, None)
+        return json_response(WebuiOptions(sd_model_checkpoint=model, samples_format="png"))
+
+    @router.post("/options", response_model=None, responses=documented_as(WebuiError, 400, 404, 503))
+    async def set_options(body: OptionsBody) -> Response:
+        """Choose the model of the caller's requests that name none."""
+        if model := body.sd_model_checkpoint:
+            card = await service.model(model)
+            if card.kind != "diffusion":
+                raise InvalidRequest(f"sd_model_checkpoint: {model!r} ({card.kind}) makes no images")
+            if not is_alone:
+                text = "there are several ingress replicas; name the model in override_settings of each request"
+                raise InvalidRequest(f"sd_model_checkpoint: {text}", "sd_model_checkpoint")
+            sessions.choose_model(model)
+        return json_response(b"null")
+
+
+def _add_progress_routes(router: APIRouter, sessions: _KeySessions) -> None:
+    @router.get("/progress", response_model=WebuiProgress)
+    async def progress() -> Response:
+        """The progress of the caller's oldest running request."""
+        jobs = sessions.own_jobs()
+        job = jobs[0] if jobs else _Job(sessions.clock(), [])
+        done = job.progress
+        eta_s = (sessions.clock() - job.begun_s) * (1 - done) / done if done else 0.0
+        state = WebuiState(
+            skipped=False,
+            interrupted=job.is_interrupted,
+            stopping_generation=job.is_interrupted,
+            job="images" if jobs else "",
+            job_count=len(job.steps),
+            job_timestamp="",
+            job_no=min(job.num_done, max(0, len(job.steps) - 1)),
+            sampling_step=max(job.steps, default=0),
+            sampling_steps=job.num_steps,
+        )
+        return json_response(
+            WebuiProgress(progress=done, eta_relative=eta_s, state=state, current_image=None, textinfo=None)
+        )
+
+    @router.post("/interrupt", response_model=None)
+    async def interrupt() -> Response:
+        """End the caller's running requests after the step that they are at; they answer with the images they have."""
+        for job in sessions.own_jobs():
+            job.is_interrupted = True
+        return json_response({})
+
+
+def _add_list_routes(router: APIRouter, service: Service) -> None:
+    @router.get("/sd-models", response_model=list[WebuiModel], responses=_LIST_ERRORS)
+    async def models() -> Response:
+        """The diffusion models."""
+        found = [_model(card) for card in await service.models() if card.kind == "diffusion"]
+        return json_response([one.model_dump() for one in found])
+
+    @router.get("/loras", response_model=list[WebuiLora], responses=_LIST_ERRORS)
+    async def loras() -> Response:
+        """The LoRAs of diffusion models; `<lora:name:0.8>` in a prompt uses one."""
+        cards = await service.models()
+        diffusion = {card.id for card in cards if card.kind == "diffusion"}
+        found = [_lora(card) for card in cards if card.kind == "adapter" and not diffusion.isdisjoint(card.base)]
+        return json_response([one.model_dump() for one in found])
+
+    @router.get("/samplers", response_model=list[WebuiSampler])
+    async def samplers() -> Response:
+        """The samplers; a model takes those that fit its own."""
+        names = (AUTOMATIC, *SAMPLERS)
+        found = [WebuiSampler(name=one, aliases=[one.lower().replace(" ", "_")], options={}) for one in names]
+        return json_response([one.model_dump() for one in found])
+
+    @router.get("/schedulers", response_model=list[WebuiScheduler])
+    async def schedulers() -> Response:
+        """The ways to space steps."""
+        found = [
+            WebuiScheduler(name=one, label=one.title(), aliases=None, default_rho=-1.0, need_inner_model=False)
+            for one in SCHEDULERS
+        ]
+        return json_response([one.model_dump() for one in found])
+
+    _add_empty_routes(router)
+
+
+def _add_empty_routes(router: APIRouter) -> None:
+    """Add what clients ask for beside the lists, and has nothing here."""
+
+    @router.get("/scripts", response_model=dict[str, list[str]])
+    async def scripts() -> Response:
+        """The scripts of each task: none."""
+        return json_response({"txt2img": [], "img2img": []})
+
+    @router.post("/refresh-checkpoints", response_model=None)
+    @router.post("/refresh-loras", response_model=None)
+    async def refresh() -> Response:
+        """Do nothing: lists are always of now."""
+        return json_response(b"null")
+
+    for name in _EMPTY:
+        router.add_api_route(f"/{name}", _no_entries, methods=["GET"], response_model=list[str], name=name)
+
+
+def _model(card: ModelCard) -> WebuiModel:
+    return WebuiModel(
+        title=card.id,
+        model_name=card.id,
+        hash=card.fingerprint[:10],
+        sha256=card.fingerprint,
+        filename=card.id,
+        config=None,
+    )
+
+
+def _lora(card: ModelCard) -> WebuiLora:
+    return WebuiLora(name=card.id, alias=card.id, path=card.id, metadata={"base": list(card.base)})
+
+
+async def _no_entries() -> Response:
+    """Nothing of this kind is here."""
+    return json_response([])

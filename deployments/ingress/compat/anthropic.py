@@ -1,0 +1,291 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the chats of the service.
+
+Source: Anthropic's API reference, "Messages". Thinking, citations and cached prompts are not here: what a body says of
+them is ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Final, Literal
+
+from fastapi import APIRouter
+from pydantic import ConfigDict, Field
+from starlette.responses import Response
+
+from configs.cluster import MAX_MESSAGES
+from deployments.engines.llm.chat import FunctionName
+from deployments.errors import InvalidRequest
+from deployments.ingress.compat.anthropic_answers import (
+    MessageAnswer,
+    MessageError,
+    MessageEvents,
+    TokenCount,
+    request_id,
+    whole_message,
+)
+from deployments.ingress.errors import INFERENCE_ERRORS, documented_as, failure_of
+from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
+from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
+from deployments.ingress.responses import EventStream, json_response, server_timing
+from deployments.ingress.service import Service
+from deployments.records import MAX_INT32, Count, Loras, Name, RequestModel, TextChunk
+
+
+class _Part(RequestModel):
+    """A part of a request. Unknown members, `cache_control` say, mean nothing here."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextBlock(_Part):
+    type: Literal["text"]
+    text: str
+
+
+class Base64Image(_Part):
+    """An image in base64."""
+
+    type: Literal["base64"]
+    data: str
+    media_type: Literal["image/jpeg", "image/png", "image/webp"]
+
+
+class UrlImage(_Part):
+    """An image at an http(s) address, on a host that the server's config names."""
+
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(_Part):
+    """An image, for models that see."""
+
+    type: Literal["image"]
+    source: Annotated[Base64Image | UrlImage, Field(discriminator="type")]
+
+
+class DocumentBlock(_Part):
+    """A document, which is refused: no language model here reads them."""
+
+    type: Literal["document"]
+
+
+class ThinkingBlock(_Part):
+    """A thought of an earlier answer, which is left out."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUseBlock(_Part):
+    """A tool call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: Name
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Part):
+    """The result of a tool call."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]] | None = None
+
+
+Shown = TextBlock | ImageBlock | DocumentBlock
+Block = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class MessageTurn(_Part):
+    """One turn of a chat."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+class MessageTool(_Part):
+    """A tool that the model may call. Anthropic's own ones, which its servers run, are refused."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class MessageToolChoice(_Part):
+    """The choice of tools; `name` is for `tool`."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+
+
+class PromptBody(RequestModel):
+    """The part of a request that becomes its prompt."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: Name
+    messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
+    system: str | list[TextBlock] | None = None
+    tools: list[MessageTool] | None = Field(None, max_length=128)
+    tool_choice: MessageToolChoice | None = None
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what was asked for and has no effect."""
+        return warnings_of_ignored(ignored_fields(self))
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
+        if self.messages[-1].role == "assistant":
+            text = "the last turn is the assistant's, and no answer here goes on with one that is begun (prefill)"
+            raise InvalidRequest(f"messages.{len(self.messages) - 1}.role: {text}", "messages")
+        messages: list[dict[str, Any]] = []
+        if self.system:
+            messages.append({"role": "system", "content": content_of(_shown(self.system, "system"))})
+        for number, turn in enumerate(self.messages):
+            messages += _messages_of(turn, f"messages.{number}.content")
+        tools = [
+            {
+                "type": "function",
+                "function": {"name": one.name, "description": one.description, "parameters": one.input_schema},
+            }
+            for one in self.tools or ()
+        ]
+        given: dict[str, Any] = {"model": self.model, "messages": messages, "tools": tools}
+        if (choice := self.tool_choice) is not None:
+            named = {"type": "function", "function": {"name": choice.name}}
+            choices: dict[str, Any] = {"any": "required", "tool": named}
+            given["tool_choice"] = choices.get(choice.type, choice.type)
+        return given
+
+
+class OutputFormat(_Part):
+    """The JSON schema that the text of the answer keeps to."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(_Part):
+    """The form of the answer. `effort` has no effect."""
+
+    format: OutputFormat | None = None
+
+
+class CountBody(PromptBody):
+    """Anthropic's request for the number of tokens of a prompt."""
+
+
+class MessagesBody(PromptBody):
+    """Anthropic's request for a message, with `seed` and `lora` beside its own fields."""
+
+    max_tokens: Count
+    output_config: OutputConfig | None = None
+    stop_sequences: list[str] | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_INT32)
+    seed: int | None = Field(None, ge=0)
+    lora: Loras | None = None
+    stream: bool | None = False
+    metadata: dict[str, Any] | None = Field(None, description="nobody looks at it")
+
+    def to_fields(self) -> dict[str, Any]:
+        names = ("max_tokens", "temperature", "top_p", "top_k", "seed")
+        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.output_config is not None and (form := self.output_config.format) is not None:
+            given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        return super().to_fields() | given | {"stop": self.stop_sequences or (), "lora": self.lora or ()}
+
+
+def _messages_of(turn: MessageTurn, where: str) -> list[dict[str, Any]]:
+    """Return a turn as messages of the record: each tool result is one of its own. Raises InvalidRequest."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    messages: list[dict[str, Any]] = []
+    for number, block in enumerate(turn.content):
+        place = f"{where}.{number}"
+        if isinstance(block, ToolResultBlock):
+            parts = _shown(block.content or "", f"{place}.content")
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
+            continue
+        if isinstance(block, ThinkingBlock):
+            continue
+        if not messages or messages[-1]["role"] != turn.role:
+            messages.append({"role": turn.role, "content": []})
+        if isinstance(block, ToolUseBlock):
+            call = {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        else:
+            messages[-1]["content"] += _shown([block], where, number)
+    for message in messages:
+        message["content"] = content_of(message["content"])
+    return messages or [{"role": turn.role, "content": ""}]
+
+
+def _shown(content: str | Sequence[Shown], where: str, first: int = 0) -> list[str | ImageSource]:
+    """Return the texts and images of blocks. Raises InvalidRequest for a document, which no model here reads."""
+    if isinstance(content, str):
+        return [content]
+    parts: list[str | ImageSource] = []
+    for number, block in enumerate(content, start=first):
+        name = f"{where}.{number}"
+        if isinstance(block, DocumentBlock):
+            raise InvalidRequest(f"{name}: language models here read no block of type {block.type!r}", name)
+        if isinstance(block, TextBlock):
+            parts.append(block.text)
+        else:
+            source = block.source
+            parts.append(ImageSource(f"{name}.source", source.url if isinstance(source, UrlImage) else source.data))
+    return parts
+
+
+# With `stream`, events of Anthropic's names.
+_RESPONSES: Final = documented_as(MessageError, *INFERENCE_ERRORS) | {200: {"content": {"text/event-stream": {}}}}
+
+
+def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
+    """Return the routes."""
+    router = APIRouter(tags=["anthropic"], route_class=JsonRoute)
+
+    @router.post("/v1/messages", response_model=MessageAnswer, responses=_RESPONSES)
+    async def message(body: MessagesBody) -> Response:
+        """The next message of a chat, in Anthropic's protocol."""
+        record = await images.record_of(body.to_fields())
+        headers = request_id() | warning_header(body.warnings())
+        if not body.stream:
+            result = await service.chat(record)
+            return json_response(whole_message(result), headers=server_timing(result.timings_ms) | headers)
+        chunks = service.stream_text(record)
+        # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
+        first = await anext(chunks)
+        events = _events(MessageEvents(body.model), first, chunks)
+        return EventStream(events, chunks, headers={"Cache-Control": "no-cache"} | headers)
+
+    @router.post(
+        "/v1/messages/count_tokens",
+        response_model=TokenCount,
+        responses=documented_as(MessageError, *INFERENCE_ERRORS),
+    )
+    async def count_tokens(body: CountBody) -> Response:
+        """The number of tokens that a message's prompt has."""
+        result = await service.tokenize(await images.record_of(body.to_fields()))
+        count = TokenCount(input_tokens=len(result.token_ids))
+        return json_response(count, headers=request_id() | warning_header(body.warnings()))
+
+    return router
+
+
+async def _events(form: MessageEvents, first: TextChunk, rest: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
+    for event in (*form.opening(first), *form.events(first)):
+        yield event
+    try:
+        async for chunk in rest:
+            for event in form.events(chunk):
+                yield event
+    except Exception as error:
+        yield form.failure(failure_of(error))

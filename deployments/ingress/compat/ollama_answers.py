@@ -1,0 +1,267 @@
+"""Answers of /api: Ollama's records, whole and as lines of a stream. Times are in nanoseconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Final, Literal
+
+from starlette.responses import Response
+
+from deployments.engines.llm.chat import CalledTool, whole_calls
+from deployments.ingress.catalog import ModelCard
+from deployments.ingress.errors import Failure
+from deployments.ingress.responses import Answer, json_response
+from deployments.records import TextChunk, TextResult, TokenText
+
+# Clients compare it with what they need: that of the Ollama whose API this is.
+SPOKEN_VERSION: Final = "0.12.6"
+_NEVER: Final = "1970-01-01T00:00:00Z"  # nobody notes when a model came
+_LEAST_LOGPROB: Final = -9999.0
+
+
+class OllamaError(Answer):
+    """The form of every error under /api, and of the line that ends a broken stream."""
+
+    error: str
+
+
+def ollama_failure_response(failure: Failure) -> Response:
+    """Return `failure` in Ollama's form."""
+    return json_response(OllamaError(error=failure.message), failure.status, failure.headers)
+
+
+class OllamaVersion(Answer):
+    version: str
+
+
+class OllamaFunction(Answer):
+    """The function of a call, and its number among the calls of the answer."""
+
+    index: int
+    name: str
+    arguments: dict[str, Any]
+
+
+class OllamaToolCall(Answer):
+    id: str
+    function: OllamaFunction
+
+
+class OllamaMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    tool_calls: list[OllamaToolCall] | None = None
+
+
+class _OllamaToken(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OllamaLogprob(_OllamaToken):
+    """A token of the answer, and the best ones in its place."""
+
+    top_logprobs: list[_OllamaToken]
+
+
+class _TextLine(Answer):
+    """A piece of an answer. The last one, or the only one, says why it ended, its token counts and its times."""
+
+    model: str
+    created_at: str
+    logprobs: list[OllamaLogprob] | None = None
+    done: bool
+    done_reason: str | None = None
+    total_duration: int | None = None
+    load_duration: int | None = None
+    prompt_eval_count: int | None = None
+    prompt_eval_duration: int | None = None
+    eval_count: int | None = None
+    eval_duration: int | None = None
+
+
+class ChatLine(_TextLine):
+    message: OllamaMessage
+
+
+class GenerateLine(_TextLine):
+    response: str
+
+
+class TextLines:
+    """The lines of one answer, of a chat or of a prompt. Tool calls come whole, with the last one."""
+
+    def __init__(self, model: str, *, is_chat: bool) -> None:
+        self._model = model
+        self._is_chat = is_chat
+        self._calls: list[CalledTool] = []
+
+    def whole(self, result: TextResult) -> ChatLine | GenerateLine:
+        """Return the whole answer."""
+        end = _end_of(result.finish_reason, result) | _logprobs_of(result.logprobs)
+        return self._line(result.text, result.tool_calls, end)
+
+    def loaded(self) -> ChatLine | GenerateLine:
+        """Return the answer to a request without a prompt, with which clients load a model."""
+        return self._line("", (), {"done": True, "done_reason": "load"})
+
+    def piece(self, chunk: TextChunk) -> ChatLine | GenerateLine:
+        """Return the line of a piece of a stream."""
+        self._calls += chunk.tool_calls
+        if chunk.finish_reason is None:
+            return self._line(chunk.text, (), {"done": False} | _logprobs_of(chunk.logprobs))
+        end = _end_of(chunk.finish_reason, chunk) | _logprobs_of(chunk.logprobs)
+        return self._line(chunk.text, whole_calls(self._calls), end)
+
+    def _line(self, text: str, calls: Sequence[CalledTool], fields: Mapping[str, Any]) -> ChatLine | GenerateLine:
+        head = {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+        if not self._is_chat:
+            return GenerateLine(**head, response=text, **fields)
+        message = OllamaMessage(role="assistant", content=text)
+        if calls:
+            message.tool_calls = [_call(call) for call in calls]
+        return ChatLine(**head, message=message, **fields)
+
+
+def _call(call: CalledTool) -> OllamaToolCall:
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except ValueError:  # cut off, as the reason of the end says
+        arguments = {}
+    function = OllamaFunction(
+        index=call.index, name=call.name, arguments=arguments if isinstance(arguments, dict) else {}
+    )
+    return OllamaToolCall(id=call.id, function=function)
+
+
+def _end_of(finish_reason: str, counts: TextResult | TextChunk) -> dict[str, Any]:
+    """Return the members of the last line."""
+    times_ns = {phase: int(ms * 1e6) for phase, ms in counts.timings_ms.items()}
+    return {
+        "done": True,
+        "done_reason": "length" if finish_reason == "length" else "stop",
+        "total_duration": times_ns.get("total", 0),
+        "load_duration": times_ns.get("switch", 0),
+        "prompt_eval_count": counts.num_prompt_tokens,
+        "prompt_eval_duration": times_ns.get("prefill", 0),
+        "eval_count": counts.num_completion_tokens,
+        "eval_duration": times_ns.get("generate", 0),
+    }
+
+
+def _logprobs_of(tokens: Sequence[TokenText]) -> dict[str, Any]:
+    if not tokens:
+        return {}
+    found = [OllamaLogprob(**_token(one), top_logprobs=[_OllamaToken(**_token(best)) for best in one.best]) for one in tokens]  # fmt: skip  # noqa: E501
+    return {"logprobs": found}
+
+
+def _token(token: TokenText) -> dict[str, Any]:
+    logprob = _LEAST_LOGPROB if token.logprob is None else max(token.logprob, _LEAST_LOGPROB)
+    return {"token": token.text, "logprob": logprob, "bytes": list(token.data)}
+
+
+class OllamaDetails(Answer):
+    """The details of a model. Its format and its quantization are not said here; `family` is its kind."""
+
+    parent_model: str
+    format: str
+    family: str
+    families: list[str]
+    parameter_size: str
+    quantization_level: str
+
+
+class OllamaModel(Answer):
+    """A model that can be asked, or one that is in memory."""
+
+    name: str
+    model: str
+    modified_at: str | None = None
+    size: int
+    size_vram: int | None = None
+    expires_at: str | None = None
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(Answer):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Answer):
+    """A model as Ollama shows it. There is no Modelfile; `parameters` are its defaults."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    modified_at: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+
+
+class OllamaEmbeddings(Answer):
+    """The vectors of texts."""
+
+    model: str
+    embeddings: list[list[float]]
+    total_duration: int
+    load_duration: int
+    prompt_eval_count: int
+
+
+class OllamaEmbedding(Answer):
+    """The vector of a text, in the older form."""
+
+    embedding: list[float]
+
+
+def listed_model(card: ModelCard) -> OllamaModel:
+    """Return a model as /api/tags lists it."""
+    return OllamaModel(
+        name=card.id,
+        model=card.id,
+        modified_at=_NEVER,
+        size=card.nbytes,
+        digest=card.fingerprint,
+        details=_details(card.kind),
+    )
+
+
+def running_model(id_: str, kind: str | None, nbytes: int, fingerprint: str) -> OllamaModel:
+    """Return a model that takes `nbytes` of replicas' memory. It stays until others need the room."""
+    return OllamaModel(
+        name=id_,
+        model=id_,
+        size=nbytes,
+        size_vram=nbytes,
+        expires_at="9999-12-31T23:59:59Z",
+        digest=fingerprint,
+        details=_details(kind),
+    )
+
+
+_CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion", "tools"], "embeddings": ["embedding"]}
+
+
+def shown_model(card: ModelCard) -> OllamaShown:
+    """Return a model as /api/show shows it."""
+    return OllamaShown(
+        modelfile="",
+        parameters="\n".join(f"{name} {value}" for name, value in card.defaults.items()),
+        template="",
+        modified_at=_NEVER,
+        details=_details(card.kind),
+        model_info={"general.architecture": card.kind, "general.description": card.description},
+        capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(["vision"] if card.sees else [])],
+    )
+
+
+def _details(kind: str | None) -> OllamaDetails:
+    return OllamaDetails(
+        parent_model="", format="", family=kind or "", families=[], parameter_size="", quantization_level=""
+    )

@@ -1,0 +1,203 @@
+"""Videos that outlive their requests: a row of each in a file that all ingress replicas share, and the finished files.
+
+The replica that makes a video says every moment that it still does. What nobody has said so of for a while has failed:
+its replica has ended, and nobody else makes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from configs.cluster import VideosConfig
+from deployments.errors import QueueFull
+from deployments.ingress.openai.shared_file import SharedFile
+
+Status = Literal["queued", "in_progress", "completed", "failed"]
+LOST_S: Final = 20.0  # without a word of its replica
+_FILE: Final = "videos.sqlite"
+_NAME: Final = re.compile(r"(video_[0-9a-f]{32})\.(mp4|webm)(\.part)?")  # 128 random bits
+_OLD_FILE_S: Final = 3600.0  # of one that no row is of
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS videos (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created_s REAL NOT NULL, beat_s REAL NOT NULL, status TEXT NOT NULL,
+    progress INTEGER NOT NULL, ended_s REAL, nbytes INTEGER NOT NULL, facts TEXT NOT NULL, error TEXT
+);
+CREATE INDEX IF NOT EXISTS by_creation ON videos (tenant, created_s);
+"""
+_INSERT: Final = """
+INSERT INTO videos SELECT ?, ?, ?, ?, 'queued', 0, NULL, 0, ?, NULL WHERE
+    (SELECT COUNT(*) FROM videos WHERE tenant = ? AND ended_s IS NULL AND beat_s >= ?) < ?
+RETURNING *
+"""
+_PAGES: Final = {
+    "asc": """
+SELECT * FROM videos WHERE tenant = ? AND COALESCE(ended_s, beat_s) >= ? AND (created_s, id) > (?, ?)
+ORDER BY created_s, id LIMIT ?
+""",
+    "desc": """
+SELECT * FROM videos WHERE tenant = ? AND COALESCE(ended_s, beat_s) >= ? AND (created_s, id) < (?, ?)
+ORDER BY created_s DESC, id DESC LIMIT ?
+""",
+}
+_ENDS: Final = {"asc": (-math.inf, ""), "desc": (math.inf, "")}
+_COMPLETE: Final = """
+UPDATE videos SET status = 'completed', progress = 100, ended_s = ?, nbytes = ?, facts = ?
+WHERE id = ? AND ended_s IS NULL RETURNING id
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptVideo:
+    """A video. `facts` are what its answer says of it, `error` why it failed, `ended_s` when it came to its end."""
+
+    id: str
+    created_s: float
+    status: Status
+    progress: int
+    ended_s: float | None
+    facts: Mapping[str, Any]
+    error: Mapping[str, str] | None
+
+
+class KeptVideos:
+    """The videos of a cluster, bounded by age, number and bytes; the oldest of the tenants with the most go first.
+
+    Only its own tenant finds a video. Thread-safe; calls block for a moment. They raise OSError where the folder cannot
+    be used.
+    """
+
+    def __init__(self, config: VideosConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._file = SharedFile(config.folder, f"videos-{cluster}", _FILE, _SCHEMA)
+        self._clock = clock
+
+    def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
+        """Add a video that is queued. Raises QueueFull when the tenant has as many unfinished ones as it may."""
+        now, id_ = self._clock(), f"video_{secrets.token_hex(16)}"
+        values = (id_, tenant, now, now, json.dumps(facts), tenant, now - LOST_S, most_unfinished)
+        rows = self._file.run(_INSERT, values)
+        if not rows:
+            raise QueueFull(f"{most_unfinished} videos of this key are not finished, the maximum; wait for one of them")
+        self._sweep()
+        return self._video_of(rows[0])
+
+    def note_progress(self, id_: str, progress: int, *, has_begun: bool) -> bool:
+        """Note that a video is still being made, and return whether anybody wants it."""
+        status = "in_progress" if has_begun else "queued"
+        statement = (
+            "UPDATE videos SET beat_s = ?, progress = ?, status = ? WHERE id = ? AND ended_s IS NULL RETURNING id"
+        )
+        return bool(self._file.run(statement, (self._clock(), progress, status, id_)))
+
+    def complete(self, id_: str, file: bytes, suffix: str, facts: Mapping[str, Any]) -> None:
+        """Keep the file of a video, if anybody still wants it."""
+        path = self._file.folder / f"{id_}.{suffix}"
+        staged = path.with_name(f"{path.name}.part")
+        try:
+            staged.write_bytes(file)
+            staged.rename(path)
+        except OSError:
+            staged.unlink(missing_ok=True)
+            raise
+        if not self._file.run(_COMPLETE, (self._clock(), len(file), json.dumps(facts), id_)):
+            path.unlink(missing_ok=True)
+        self._sweep()
+
+    def fail(self, id_: str, code: str, message: str) -> None:
+        """Note why a video could not be made."""
+        statement = "UPDATE videos SET status = 'failed', ended_s = ?, error = ? WHERE id = ? AND ended_s IS NULL"
+        self._file.run(statement, (self._clock(), json.dumps({"code": code, "message": message}), id_))
+
+    def find(self, tenant: str, id_: str) -> KeptVideo | None:
+        """Return a video; None when it has ended or never was."""
+        rows = self._file.run("SELECT * FROM videos WHERE id = ? AND tenant = ?", (id_, tenant))
+        video = self._video_of(rows[0]) if rows else None
+        return None if video is None or self._is_old(video) else video
+
+    def page(self, tenant: str, after: str | None, limit: int, order: Literal["asc", "desc"]) -> list[KeptVideo] | None:
+        """Return up to `limit` videos by their age, those that come after one of them; None where that is not there."""
+        place = [_ENDS[order]]
+        if after is not None:
+            place = self._file.run("SELECT created_s, id FROM videos WHERE id = ? AND tenant = ?", (after, tenant))
+            if not place:
+                return None
+        values = tenant, self._clock() - self._config.ttl_s, *place[0], limit
+        return [self._video_of(row) for row in self._file.run(_PAGES[order], values)]
+
+    def file_of(self, video: KeptVideo) -> Path | None:
+        """Return the file of a video; None where there is none."""
+        paths = (self._file.folder / f"{video.id}.{suffix}" for suffix in ("mp4", "webm"))
+        return next((path for path in paths if path.is_file()), None)
+
+    def forget(self, tenant: str, id_: str) -> bool:
+        """Forget a video, which is made no further, and return whether there was one."""
+        if not self._file.run("DELETE FROM videos WHERE id = ? AND tenant = ? RETURNING id", (id_, tenant)):
+            return False
+        self._remove_files([id_])
+        return True
+
+    def _video_of(self, row: tuple[Any, ...]) -> KeptVideo:
+        id_, _, created_s, beat_s, status, progress, ended_s, _, facts, error = row
+        found = None if error is None else json.loads(error)
+        if ended_s is None and beat_s < self._clock() - LOST_S:
+            status, ended_s = "failed", beat_s
+            found = {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"}
+        return KeptVideo(id_, created_s, status, progress, ended_s, json.loads(facts), found)
+
+    def _is_old(self, video: KeptVideo) -> bool:
+        return video.ended_s is not None and video.ended_s < self._clock() - self._config.ttl_s
+
+    def _sweep(self) -> None:
+        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same folder."""
+        now = self._clock()
+        self._file.run("UPDATE videos SET ended_s = beat_s WHERE ended_s IS NULL AND beat_s < ?", (now - LOST_S * 2,))
+        old = self._file.run("DELETE FROM videos WHERE ended_s < ? RETURNING id", (now - self._config.ttl_s,))
+        rows = self._file.run("SELECT id, tenant, nbytes, ended_s FROM videos ORDER BY created_s, id")
+        surplus = _surplus(rows, self._config.max_bytes, self._config.max_videos)
+        for id_ in surplus:
+            self._file.run("DELETE FROM videos WHERE id = ?", (id_,))
+        self._remove_files([*(id_ for (id_,) in old), *surplus])
+        kept = {id_ for id_, *_ in rows}
+        for path in self._file.folder.iterdir():
+            match = _NAME.fullmatch(path.name)
+            if match and match[1] not in kept:
+                with contextlib.suppress(FileNotFoundError):
+                    if path.stat().st_mtime < now - _OLD_FILE_S:
+                        path.unlink()
+
+    def _remove_files(self, ids: list[str]) -> None:
+        for id_ in ids:
+            for suffix in ("mp4", "webm"):
+                (self._file.folder / f"{id_}.{suffix}").unlink(missing_ok=True)
+
+
+def _surplus(rows: list[tuple[Any, ...]], max_bytes: int, max_videos: int) -> list[str]:
+    """Return the ids of ended videos that are too many or too large: the oldest of who has the most bytes, or videos.
+
+    `rows` have id, tenant, bytes and end, the oldest first.
+    """
+    by_tenant: dict[str, list[tuple[str, int]]] = defaultdict(list)
+    for id_, tenant, nbytes, ended_s in rows:
+        if ended_s is not None:
+            by_tenant[tenant].append((id_, nbytes))
+    num_videos, total_bytes = len(rows), sum(row[2] for row in rows)
+    found = []
+    while by_tenant and (num_videos > max_videos or total_bytes > max_bytes):
+        size = (lambda videos: sum(nbytes for _, nbytes in videos)) if total_bytes > max_bytes else len
+        tenant = max(by_tenant, key=lambda name: size(by_tenant[name]))
+        id_, nbytes = by_tenant[tenant].pop(0)
+        if not by_tenant[tenant]:
+            del by_tenant[tenant]
+        found.append(id_)
+        num_videos, total_bytes = num_videos - 1, total_bytes - nbytes
+    return found

@@ -1,0 +1,100 @@
+"""Responses that are kept for a while: for `previous_response_id`, for references to their items, and to be read again.
+
+What their file loses costs a client its short way to say what was said before, no more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from configs.cluster import StoredResponsesConfig
+from deployments.ingress.openai.shared_file import SharedFile
+
+_FILE: Final = "responses.sqlite"
+_SWEEPS: Final = 16  # while `max_bytes` are written
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, used_s REAL NOT NULL, nbytes INTEGER NOT NULL,
+    previous_id TEXT, input BLOB NOT NULL, answer BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_s, nbytes);
+"""
+_USED: Final = """
+UPDATE responses SET used_s = ? WHERE id = ? AND tenant = ? AND used_s >= ? RETURNING id, previous_id, input, answer
+"""
+_EXPIRED: Final = "DELETE FROM responses WHERE used_s < ?"
+_SIZES: Final = "SELECT tenant, SUM(nbytes) FROM responses GROUP BY tenant ORDER BY 2 DESC"
+_OLDEST: Final = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, SUM(nbytes) OVER (ORDER BY used_s, id) - nbytes AS before FROM responses WHERE tenant = ?
+    ) WHERE before < ?
+)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response: the items of its own request, and the answer, as JSON; the response that they follow on."""
+
+    id: str
+    previous_id: str | None
+    input: bytes
+    answer: bytes
+
+
+class StoredResponses:
+    """The kept responses, bounded by age and by bytes; the oldest of the tenants with the most go first.
+
+    Only its own tenant finds a response. Thread-safe; calls block for a moment. Where the file cannot be used, nothing
+    is found, and `keep` raises OSError.
+    """
+
+    def __init__(self, config: StoredResponsesConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._file = SharedFile(config.folder, f"responses-{cluster}", _FILE, _SCHEMA)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unswept_bytes = config.max_bytes  # what others have left there
+
+    def keep(self, tenant: str, response: StoredResponse) -> None:
+        """Keep a response. Raises OSError where that cannot be done."""
+        nbytes = len(response.input) + len(response.answer)
+        row = (response.id, tenant, self._clock(), nbytes, response.previous_id, response.input, response.answer)
+        with self._lock:
+            self._file.run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            self._unswept_bytes += nbytes
+            if self._unswept_bytes * _SWEEPS >= self._config.max_bytes:
+                self._unswept_bytes = 0
+                self._sweep()
+
+    def find(self, tenant: str, id_: str) -> StoredResponse | None:
+        """Return a response, which is as good as new from now on; None when it has ended or never was."""
+        now = self._clock()
+        with self._lock, contextlib.suppress(OSError):
+            rows = self._file.run(_USED, (now, id_, tenant, now - self._config.ttl_s))
+            return StoredResponse(*rows[0]) if rows else None
+        return None
+
+    def forget(self, tenant: str, id_: str) -> bool:
+        """Forget a response, and return whether there was one."""
+        with self._lock, contextlib.suppress(OSError):
+            return bool(self._file.run("DELETE FROM responses WHERE id = ? AND tenant = ? RETURNING id", (id_, tenant)))
+        return False
+
+    def _sweep(self) -> None:
+        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
+        sizes = self._file.run(_SIZES, ())
+        surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes
+        for tenant, nbytes in sizes:
+            if surplus <= 0:
+                return
+            above = min(surplus, nbytes - self._config.max_bytes // len(sizes))  # of an equal share
+            self._file.run(_OLDEST, (tenant, above))
+            surplus -= above

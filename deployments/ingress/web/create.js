@@ -1,0 +1,420 @@
+// The page Create: a form, the images that are being made, and the gallery of those that were.
+
+import {
+  Area,
+  Choices,
+  Field,
+  Slider,
+  clamp,
+  html,
+  icon,
+  open,
+  seconds,
+  sharp,
+  tell,
+  useEffect,
+  useKept,
+  useRef,
+  useState,
+  useUrl,
+} from "./parts.js";
+import { EMPTY, MAX_SEED, SCHEDULERS, checkedForm, drawSeed, formWith, parametersOf, sizesOf } from "./form.js";
+import { Gallery } from "./gallery.js";
+import { GalleryStore } from "./gallery_store.js";
+import { GridFields, cellsOf, sheetOf } from "./grid.js";
+import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
+import { Jobs } from "./jobs.js";
+import { MaskDialog } from "./mask.js";
+import { ModelPicker, makes, useModels } from "./models.js";
+import { texts } from "./texts.js";
+
+const words = texts.create;
+const store = new GalleryStore();
+const MAX_CELLS = 64;
+const NO_IMAGES = { start: null, mask: null, control: null };
+
+function Create() {
+  const all = useModels();
+  const [form, setForm] = useKept("create", EMPTY, checkedForm);
+  const [images, setImages] = useState(NO_IMAGES);
+  const [grid, setGrid] = useKept("grid", null);
+  const [entries, setEntries] = useState([]);
+  const [, redraw] = useState(0);
+  const jobs = useJobs(() => redraw((count) => count + 1), setEntries, setForm);
+  const models = all?.filter((model) => makes("/v1/images/generations")(model) || isAway(model));
+  const model = models?.find((one) => one.id === form.model);
+  useEffect(() => {
+    if (models?.length && !model) setForm((old) => ({ ...old, model: models[0].id }));
+  }, [models?.length, Boolean(model)]);
+  useEffect(() => void store.all().then(setEntries), []);
+  const set = (change) => setForm((old) => ({ ...old, ...change }));
+  const takeFile = (file, place) => useFile(file, place, { models, setForm, setImages });
+  const generate = () => {
+    const requests = requestsOf({ form, model, images, grid, all });
+    if (requests.length) jobs.start(requests);
+    document.querySelector(".work").scrollIntoView({ block: "nearest" });
+    if (form.seedMode === "drawn" || form.seed === null) set({ seed: requests.at(-1)?.parameters.seed ?? form.seed });
+  };
+  const reuse = (entry) => {
+    setForm((old) => formWith(old, entry.parameters));
+    document.getElementById("main").scrollIntoView({ block: "start" });
+  };
+  const start = (blob) => setImages((old) => ({ ...old, start: blob, mask: null }));
+  useDrops((file) => takeFile(file, null));
+  const props = { form, set, model, models, all, images, setImages, takeFile, grid, setGrid, generate, jobs };
+  return html`<h1 class="unseen">Create</h1>
+    <div class="create">
+      <${Form} ...${props} />
+      <div class="work">
+        <${Stage} jobs=${jobs} />
+        <${Gallery} entries=${entries} setEntries=${setEntries} store=${store} onReuse=${reuse} onStart=${start} />
+      </div>
+    </div>`;
+}
+
+const isAway = (model) => model.state === "unavailable" && (model.kind === null || model.kind === "diffusion") && !model.base.length;
+
+function useJobs(redraw, setEntries, setForm) {
+  const jobs = useRef();
+  if (!jobs.current) {
+    const onDone = async (job, blob, answer) => {
+      const entry = await entryOf(job, blob, answer);
+      job.entry = entry;
+      setEntries((old) => [entry, ...old.filter((one) => one.key !== entry.key)]);
+      if (!(await store.put(entry))) tell(texts.errors.noStorage, { isError: true });
+      setForm((old) => (old.seedMode === "next" ? { ...old, seed: ((old.seed ?? entry.parameters.seed) + 1) % MAX_SEED } : old));
+    };
+    jobs.current = new Jobs({ onDone, onChange: redraw });
+  }
+  useEffect(() => {
+    if (jobs.current.restore()) tell(words.restored);
+  }, []);
+  return jobs.current;
+}
+
+async function entryOf(job, blob, answer) {
+  const bitmap = await createImageBitmap(blob);
+  const { width, height } = bitmap;
+  bitmap.close();
+  const parameters = { ...job.parameters, width, height };
+  if (Number.isFinite(answer.seed)) parameters.seed = answer.seed;
+  if (answer.num_inference_steps) parameters.steps = answer.num_inference_steps;
+  const { timings_ms, switch: switched, warnings } = answer;
+  const tookS = (timings_ms?.total ?? 0) / 1000;
+  const key = job.stream || crypto.getRandomValues(new Uint32Array(4)).join("-");
+  return { key, at: Date.now(), file: blob, width, height, parameters, timings_ms, switched, warnings, tookS };
+}
+
+// Return what one press of the button asks for: the cells of a grid, or so many images.
+function requestsOf({ form, model, images, grid, all }) {
+  if (!model || !form.prompt.trim()) return [];
+  const isPipeline = model.kind === "pipeline";
+  const used = {};
+  if (!isPipeline && images.start) Object.assign(used, { start: images.start, mask: images.mask ?? undefined });
+  if (!isPipeline && images.control && form.control) used.control = images.control;
+  const first = form.seedMode === "drawn" || form.seed === null ? drawSeed() : form.seed;
+  const made = (change = {}, seed = first, cell = null) => {
+    const own = fitting({ ...form, ...change, loras: change.loras ?? form.loras }, model, all);
+    const parameters = parametersOf(own, model, seed);
+    if (used.start) parameters.strength = form.strength;
+    if (used.control) {
+      const { control: name, controlScale: scale, controlStart: start, controlEnd: end } = form;
+      parameters.control = { name, scale, start, end };
+    }
+    return { parameters, images: used, isPipeline, cell, shape: shapeOf(parameters, model) };
+  };
+  if (grid) return cellsOf(grid, form).map(({ change, cell }) => made(change, change.seed ?? first, cell));
+  return Array.from({ length: form.count }, (_, number) => made({}, (first + number) % MAX_SEED));
+}
+
+// The room that an image gets before it is there, so that nothing moves when it comes.
+function shapeOf({ width, height }, { defaults }) {
+  return { width: width ?? defaults.width ?? 1, height: height ?? defaults.height ?? 1 };
+}
+
+// The form, without adapters that the model does not take: they stay in the form for the next one that does.
+function fitting(form, model, all) {
+  const taken = new Set(all.filter((one) => one.base.includes(model.id)).map((one) => one.id));
+  return { ...form, loras: Object.fromEntries(Object.entries(form.loras).filter(([name]) => taken.has(name))) };
+}
+
+// Take a file: its parameters where it carries some, else an image to start from. `place` says where it was dropped.
+async function useFile(file, place, { models, setForm, setImages }) {
+  if (file.size > MAX_FILE_BYTES) return tell(texts.errors.tooLarge(file.name), { isError: true });
+  if (!(await isImage(file))) return tell(texts.errors.notAnImage(file.name), { isError: true });
+  if (place) return setImages((old) => ({ ...old, [place]: file, ...(place === "start" ? { mask: null } : {}) }));
+  const parameters = await parametersOfFile(file);
+  if (!parameters) {
+    setImages((old) => ({ ...old, start: file, mask: null }));
+    return tell(words.usedAsStart(file.name));
+  }
+  const isKnown = models?.some((model) => model.id === parameters.model);
+  if (parameters.model && !isKnown) tell(words.unknownModel(parameters.model), { isError: true });
+  setForm((old) => formWith(old, isKnown ? parameters : { ...parameters, model: old.model }));
+  return tell(words.readParameters(file.name));
+}
+
+async function isImage(file) {
+  try {
+    (await createImageBitmap(file)).close();
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+// Files that are dropped anywhere on the page.
+function useDrops(onFile) {
+  const latest = useRef();
+  latest.current = onFile;
+  useEffect(() => {
+    const over = (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault();
+    const drop = (event) => {
+      const file = event.dataTransfer?.files[0];
+      if (!file || event.defaultPrevented) return;
+      event.preventDefault();
+      latest.current(file);
+    };
+    addEventListener("dragover", over);
+    addEventListener("drop", drop);
+    return () => (removeEventListener("dragover", over), removeEventListener("drop", drop));
+  }, []);
+}
+
+function Form({ form, set, model, models, all, images, setImages, takeFile, grid, setGrid, generate, jobs }) {
+  const isPipeline = model?.kind === "pipeline";
+  const numCells = grid ? cellsOf(grid, form).length : form.count;
+  const canGenerate = model && form.prompt.trim() && numCells >= 1 && numCells <= MAX_CELLS;
+  const onSubmit = (event) => (event.preventDefault(), canGenerate && generate());
+  const onKeyDown = (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && onSubmit(event);
+  return html`<form class="panel options" onSubmit=${onSubmit} onKeyDown=${onKeyDown}>
+    <div class="fields">
+      <${ModelPicker} models=${models} value=${form.model} onChange=${(id) => set({ model: id })} />
+      <${Field} label=${words.prompt}>
+        ${(id) => html`<${Area} id=${id} rows="3" placeholder=${words.promptHint} value=${form.prompt} onInput=${(prompt) => set({ prompt })} />`}
+      <//>
+      ${!isPipeline && html`<${ImageFields} ...${{ form, set, model, all, images, setImages, takeFile }} />`}
+      ${grid && !isPipeline && html`<${GridFields} grid=${grid} setGrid=${setGrid} form=${form} loras=${adaptersOf(all, model, "adapter")} most=${MAX_CELLS} />`}
+    </div>
+    <div class="submit">
+      <button class="primary wide" disabled=${!canGenerate}>${numCells > 1 ? texts.grid.make(numCells) : words.generate}</button>
+      ${jobs.inProgress.length > 0 && html`<button type="button" onClick=${() => jobs.inProgress.forEach((job) => jobs.cancel(job))}>
+        ${icon("stop")}<span>${jobs.inProgress.length > 1 ? words.cancelAll : words.cancel}</span>
+      </button>`}
+      ${!isPipeline && html`<button type="button" class="toggle-grid" aria-label=${words.grid} aria-pressed=${Boolean(grid)} onClick=${() => setGrid(grid ? null : { across: "seed", acrossValues: "", down: "", downValues: "" })}>
+        ${icon("grid")}<span>${words.grid}</span>
+      </button>`}
+    </div>
+  </form>`;
+}
+
+const adaptersOf = (all, model, kind) => (all ?? []).filter((one) => one.kind === kind && model && one.base.includes(model.id));
+
+function ImageFields({ form, set, model, all, images, setImages, takeFile }) {
+  const defaults = model?.defaults ?? {};
+  const loras = adaptersOf(all, model, "adapter");
+  const controls = adaptersOf(all, model, "controlnet");
+  const isNegative = defaults.guidance_scale !== undefined || form.negative;
+  return html`<${SizeField} form=${form} set=${set} model=${model} />
+    <div class="pair">
+      <${Slider} label=${words.steps} value=${form.steps} own=${defaults.num_inference_steps ?? words.auto} min="1" max="60" step="1" onInput=${(steps) => set({ steps: steps && Math.round(clamp(steps, 1, 10000)) })} />
+      <${Slider} label=${words.guidance} value=${form.guidance} own=${defaults.guidance_scale ?? words.auto} min="0" max="15" step="0.5" onInput=${(guidance) => set({ guidance })} />
+    </div>
+    <${SeedField} form=${form} set=${set} />
+    ${loras.length > 0 && html`<${LoraFields} loras=${loras} form=${form} set=${set} />`}
+    <${StartField} ...${{ form, set, images, setImages, takeFile }} />
+    ${controls.length > 0 && html`<${ControlFields} ...${{ controls, form, set, images, setImages, takeFile }} />`}
+    <details open=${Boolean(isNegative || form.scheduler)}>
+      <summary>${words.more}</summary>
+      <div class="fields">
+        <${Field} label=${words.negative}>
+          ${(id) => html`<${Area} id=${id} rows="2" placeholder=${words.negativeHint} value=${form.negative} onInput=${(negative) => set({ negative })} />`}
+        <//>
+        <${Field} label=${words.scheduler}>
+          ${(id) => html`<input id=${id} list="schedulers" placeholder=${words.schedulerHint} spellcheck=${false} value=${form.scheduler} onInput=${(e) => set({ scheduler: e.target.value })} />
+            <datalist id="schedulers">${SCHEDULERS.map((name) => html`<option value=${name} />`)}</datalist>`}
+        <//>
+      </div>
+    </details>`;
+}
+
+function SizeField({ form, set, model }) {
+  const sizes = sizesOf(model);
+  const isOwn = form.width === null || form.height === null;
+  const place = isOwn ? 0 : sizes.findIndex((one) => one.width === form.width && one.height === form.height);
+  const [isCustom, setCustom] = useState(false);
+  const choose = (key) => {
+    setCustom(key === "custom");
+    const size = sizes[isOwn ? 0 : Math.max(0, place)];
+    if (key === "custom") set({ width: form.width ?? size.width, height: form.height ?? size.height });
+    else set(key === 0 ? { width: null, height: null } : { width: sizes[key].width, height: sizes[key].height });
+  };
+  const side = (name) => html`<${Field} label=${words[name]}>
+    ${(id) => html`<input id=${id} type="number" min="1" max="16384" value=${form[name]} onInput=${(e) => set({ [name]: Math.round(Number(e.target.value)) || null })} />`}
+  <//>`;
+  const shows = isCustom || place < 0;
+  const choices = sizes.map((size, number) => [number, html`${drawn(size)}${size.width} × ${size.height}`]);
+  return html`<${Choices} className="sizes" label=${words.size} value=${shows ? "custom" : place} onChange=${choose} choices=${[...choices, ["custom", words.custom]]} />
+    ${shows && html`<div class="pair">${side("width")}${side("height")}</div>`}`;
+}
+
+function drawn({ width, height }) {
+  const scale = 14 / Math.max(width, height);
+  const [x, y] = [width * scale, height * scale];
+  return html`<svg class="shape" viewBox="0 0 16 16" aria-hidden="true"><rect x=${8 - x / 2} y=${8 - y / 2} width=${x} height=${y} rx="1.5" /></svg>`;
+}
+
+function SeedField({ form, set }) {
+  const modes = [
+    ["drawn", words.seedDrawn],
+    ["kept", words.seedKept],
+    ["next", words.seedNext],
+  ];
+  const onSeed = (event) => {
+    const seed = event.target.value === "" ? null : Math.round(clamp(Number(event.target.value), 0, Number.MAX_SAFE_INTEGER));
+    set({ seed, seedMode: seed !== null && form.seedMode === "drawn" ? "kept" : form.seedMode });
+  };
+  return html`<div class="seeds">
+    <${Field} label=${words.seed}>
+      ${(id) => html`<input id=${id} type="number" min="0" placeholder=${words.seedDrawn} value=${form.seed ?? ""} onInput=${onSeed} />`}
+    <//>
+    <${Choices} className="segments" label=${words.seedLabel} value=${form.seedMode} choices=${modes} onChange=${(seedMode) => set({ seedMode })} />
+    <${Field} label=${words.count}>
+      ${(id) => html`<input id=${id} type="number" min="1" max="16" value=${form.count} onInput=${(e) => set({ count: clamp(Math.round(Number(e.target.value)) || 1, 1, 16) })} />`}
+    <//>
+  </div>`;
+}
+
+function LoraFields({ loras, form, set }) {
+  const setScale = (name, scale) => set({ loras: { ...form.loras, [name]: scale ?? 0 } });
+  return html`<fieldset class="group">
+    <legend>${words.loras}</legend>
+    ${loras.map(
+      ({ id, description }) => html`<div class="lora" key=${id}>
+        <${Slider} label=${id} value=${form.loras[id] ?? 0} min="0" max="2" step="0.05" onInput=${(scale) => setScale(id, scale)} />
+        ${description && html`<small>${description}</small>`}
+      </div>`,
+    )}
+  </fieldset>`;
+}
+
+function StartField({ form, set, images, setImages, takeFile }) {
+  const [isPainting, setPainting] = useState(false);
+  const { start, mask } = images;
+  const keepMask = (blob) => (setImages((old) => ({ ...old, mask: blob })), setPainting(false));
+  return html`<fieldset class="group">
+    <legend>${words.start}</legend>
+    <${ImageBox} image=${start} mask=${mask} label=${words.start} onFile=${(file) => takeFile(file, start ? "start" : null)} onRemove=${() => setImages((old) => ({ ...old, start: null, mask: null }))} />
+    ${start
+      ? html`<${Slider} label=${words.strength} value=${form.strength} min="0.05" max="1" step="0.05" onInput=${(strength) => set({ strength: clamp(strength ?? 0.7, 0.01, 1) })} />
+          <div class="row">
+            <button type="button" onClick=${() => setPainting(true)}>${icon("brush")}<span>${mask ? words.editMask : words.paintMask}</span></button>
+            ${mask && html`<button type="button" class="quiet" onClick=${() => keepMask(null)}>${words.removeMask}</button>`}
+          </div>`
+      : html`<small>${words.dropParameters}</small>`}
+    ${isPainting && html`<${MaskDialog} image=${start} mask=${mask} onUse=${keepMask} onClose=${() => setPainting(false)} />`}
+  </fieldset>`;
+}
+
+function ControlFields({ controls, form, set, images, setImages, takeFile }) {
+  const chosen = controls.some((one) => one.id === form.control) ? form.control : "";
+  return html`<fieldset class="group">
+    <legend>${words.control}</legend>
+    <${Choices} className="segments" label=${words.control} value=${chosen} onChange=${(control) => set({ control })} choices=${[["", words.controlNone], ...controls.map((one) => [one.id, one.id])]} />
+    ${chosen &&
+    html`<${ImageBox} image=${images.control} label=${words.controlImage} onFile=${(file) => takeFile(file, "control")} onRemove=${() => setImages((old) => ({ ...old, control: null }))} />
+      <${Slider} label=${words.scale} value=${form.controlScale} min="0" max="2" step="0.05" onInput=${(controlScale) => set({ controlScale: controlScale ?? 1 })} />
+      <div class="pair">
+        <${Slider} label=${words.controlStart} value=${form.controlStart} min="0" max="1" step="0.05" onInput=${(v) => set({ controlStart: clamp(v ?? 0, 0, 1) })} />
+        <${Slider} label=${words.controlEnd} value=${form.controlEnd} min="0" max="1" step="0.05" onInput=${(v) => set({ controlEnd: clamp(v ?? 1, 0, 1) })} />
+      </div>`}
+  </fieldset>`;
+}
+
+// A place for an image: dropped, or chosen by a click or the keyboard.
+function ImageBox({ image, mask, label, onFile, onRemove }) {
+  const [isOver, setOver] = useState(false);
+  const url = useUrl(image);
+  const maskUrl = useUrl(mask);
+  const take = (files) => files[0] && onFile(files[0]);
+  const drop = (event) => {
+    event.preventDefault();
+    setOver(false);
+    take(event.dataTransfer.files);
+  };
+  const over = (event) => (event.preventDefault(), setOver(true));
+  return html`<div class=${isOver ? "drop over" : "drop"} onDragOver=${over} onDragLeave=${() => setOver(false)} onDrop=${drop}>
+    <label>
+      <input type="file" accept="image/png,image/jpeg,image/webp" aria-label=${label} onChange=${(e) => (take(e.target.files), (e.target.value = ""))} />
+      ${url
+        ? html`<span class="thumb"><img src=${url} alt=${label} />${maskUrl && html`<img class="over" src=${maskUrl} alt=${words.hasMask} />`}</span>`
+        : html`<span class="row">${icon("image")}<span>${words.dropHere}</span></span>`}
+    </label>
+    ${url && html`<button type="button" class="quiet" aria-label=${words.remove} onClick=${onRemove}>${icon("close")}</button>`}
+  </div>`;
+}
+
+// What was asked for last: one image large, several side by side, a grid with its labels.
+function Stage({ jobs }) {
+  const { list } = jobs;
+  const isGrid = list.some((job) => job.cell);
+  if (!list.length) {
+    return html`<section class="stage empty" aria-label=${words.generate}><div class="frame"><p>${words.empty}</p></div></section>`;
+  }
+  const tiles = list.map((job) => html`<${Tile} key=${job.id} job=${job} jobs=${jobs} />`);
+  return html`<section class=${`stage ${list.length > 1 ? "many" : "one"}`} aria-label=${words.generate} aria-busy=${jobs.inProgress.length > 0}>
+    ${isGrid ? html`<${Sheet} list=${list} jobs=${jobs} />` : tiles}
+  </section>`;
+}
+
+function Sheet({ list, jobs }) {
+  const columns = [...new Set(list.map((job) => job.cell.across))];
+  const rows = [...new Set(list.map((job) => job.cell.down))];
+  const at = (across, down) => list.find((job) => job.cell.across === across && job.cell.down === down);
+  const isDone = list.every((job) => job.state === "done");
+  const save = async () => download(await sheetOf(list.map((job) => ({ ...job.cell, blob: job.entry?.file }))), "grid.png");
+  return html`<div class="sheet">
+    <div class="scroll" tabindex="0" role="region" aria-label=${texts.grid.title}>
+      <table>
+        <thead><tr>${rows.length > 1 && html`<td></td>`}${columns.map((across) => html`<th scope="col">${across}</th>`)}</tr></thead>
+        <tbody>${rows.map((down) => html`<tr>
+          ${rows.length > 1 && html`<th scope="row">${down}</th>`}
+          ${columns.map((across) => html`<td>${at(across, down) && html`<${Tile} job=${at(across, down)} jobs=${jobs} />`}</td>`)}
+        </tr>`)}</tbody>
+      </table>
+    </div>
+    <button type="button" disabled=${!isDone} onClick=${save}>${icon("download")}<span>${texts.grid.download}</span></button>
+  </div>`;
+}
+
+const showSharp = ({ target }) => target.classList.toggle("pixels", sharp({ width: target.naturalWidth, height: target.naturalHeight }) !== "");
+const STATES = { cancelled: words.cancelled, failed: words.failed };
+
+function Tile({ job, jobs }) {
+  const { parameters, state, step, steps, leftS, preview, error } = job;
+  const ratio = `${job.shape?.width ?? 1} / ${job.shape?.height ?? 1}`;
+  const isOn = state === "waiting" || state === "running";
+  const left = leftS ? `, ${words.left(seconds(leftS))}` : "";
+  const says = isOn ? (steps ? words.step(step, steps) + left : words.waiting) : STATES[state];
+  return html`<figure class=${`tile ${state}`}>
+    <div class="frame" style=${{ aspectRatio: ratio }}>
+      ${preview && html`<img src=${preview} alt=${parameters.prompt} onLoad=${showSharp} />`}
+      ${isOn && html`<div class="bar" role="progressbar" aria-label=${says} aria-valuemin="0" aria-valuemax=${steps || 1} aria-valuenow=${step}><i style=${{ width: `${(100 * step) / (steps || 1)}%` }}></i></div>`}
+      ${state === "failed" && html`<p class="problem" role="alert">${error.message} ${error.retryAfterS ? texts.errors.retryIn(error.retryAfterS) : ""}</p>`}
+    </div>
+    <figcaption>
+      <span aria-live="polite">${says ?? html`<${Made} job=${job} />`}</span>
+      ${isOn && html`<button class="quiet" onClick=${() => jobs.cancel(job)}>${words.cancel}</button>`}
+      ${STATES[state] && html`<button class="quiet" onClick=${() => jobs.retry(job)}>${words.retry}</button>`}
+    </figcaption>
+  </figure>`;
+}
+
+function Made({ job }) {
+  const { entry } = job;
+  if (job.cell) return entry ? seconds(entry.tookS) : "";
+  const facts = entry && [words.done(seconds(entry.tookS)), `${texts.facts.seed} ${entry.parameters.seed ?? ""}`, ...entry.warnings];
+  return html`${facts ? facts.join(" · ") : ""}`;
+}
+
+open(html`<${Create} />`);

@@ -1,0 +1,262 @@
+"""The parts of a model that a request wants, and what each takes of a replica's budget. Nothing is leased here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from weights.dtypes import ITEM_BYTES
+from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.block_plan import BlockPlan, plan_blocks
+
+BESIDE_SHARE: Final = 0.25  # of the budget, left for the VAE and adapters if they do not want more
+_STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
+# The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
+_HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
+_KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
+
+Wants = Callable[[Component], bool]
+
+
+class PartName(NamedTuple):
+    """An adapter may have the name of a component without being one."""
+
+    name: str
+    is_adapter: bool = False
+
+
+# The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
+WorkingMemory = Callable[[Component, Path], int]
+
+
+def no_working_memory(component: Component, skeleton: Path) -> int:
+    """Return 0: the built thing allocates nothing that lasts."""
+    return 0
+
+
+# What a tensor costs a replica that maps its bytes: Python's objects for it and its share of the module's.
+OBJECT_BYTES: Final = 8 * 2**10
+
+
+def object_footprint(component: Component, working_bytes: int, budget_bytes: int) -> Mapping[str, int]:
+    """Return what a module costs whose tensors are views of the node's shared memory: its Python objects, and what it
+    allocates itself. One that allocates always fits, with adapters beside it: the budget is of what is kept, too.
+    """
+    nbytes = OBJECT_BYTES * len(component.tensors)
+    return {component.module_key: max(nbytes, min(nbytes + working_bytes, beside_adapters(budget_bytes)))}
+
+
+def beside_adapters(budget_bytes: int) -> int:
+    """Return what a language model may take of a budget and leave room for its requests' adapters."""
+    return budget_bytes - budget_bytes // 16
+
+
+def device_footprint(component: Component, size_of: Callable[[int], int], working_bytes: int) -> Mapping[str, int]:
+    """Return what every distinct tensor takes on the device, by hash, and what the built thing allocates there."""
+    footprint = {hash_: size_of(nbytes) for hash_, nbytes in component.bytes_by_hash.items()}
+    return footprint | ({f"memory of {component.module_key}": working_bytes} if working_bytes else {})
+
+
+def _streamed_footprint(component: Component, size_of: Callable[[int], int], plan: BlockPlan) -> Mapping[str, int]:
+    """Return what a component takes on the device whose blocks come one after the other."""
+    staying = [ref for name, ref in component.tensors.items() if name not in plan.streamed]
+    return {ref.sha256: size_of(ref.nbytes) for ref in staying} | {
+        f"memory of {component.module_key}": 2 * size_of(plan.buffer_bytes)
+    }
+
+
+def distinct_bytes(*sizes: Mapping[str, int]) -> int:
+    """Return the bytes of all names, those of one name once."""
+    found: dict[str, int] = {}
+    for size in sizes:
+        found.update(size)  # not entry by entry: each request asks, of thousands of tensors
+    return sum(found.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A component of a manifest. `footprint` is what it counts against the replica's budget."""
+
+    manifest: Manifest
+    component: Component
+    footprint: Mapping[str, int]
+    working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
+    streamed: BlockPlan | None = None  # of a component that is larger than the budget
+    is_variant: bool = False  # its component is that of the manifest with a `parts_hash` of its own
+
+    @property
+    def extents(self) -> tuple[ExtentRef, ...]:
+        """The extents that hold it."""
+        return self.manifest.extents_of([self.component.name])
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParts:
+    """The parts that a request needs, taken all at once: two that each hold half of theirs would wait for ever."""
+
+    model: str
+    parts: Mapping[PartName, Part]
+
+    @property
+    def sizes(self) -> dict[str, Mapping[str, int]]:
+        """Return what each counts against the budget, by module key."""
+        return {part.component.module_key: part.footprint for part in self.parts.values()}
+
+    def __str__(self) -> str:
+        return f"{', '.join(name.name for name in self.parts)} of {self.model!r}"
+
+
+class Merging(NamedTuple):
+    """The LoRA of a request that its configuration wants to be merged, and the component that it changes, by name."""
+
+    adapter: str
+    denoiser: str
+
+
+class PartsPlanner:
+    """The parts of requests on one replica. `budget_bytes` may change.
+
+    With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `streaming` is
+    None where nothing comes block by block. `skeleton` returns the folder of a manifest.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        size_of: Callable[[int], int],
+        working_memory: WorkingMemory,
+        skeleton: Callable[[Manifest], Path],
+        streaming: Streaming | None,
+        *,
+        is_on_node: bool,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._size_of = size_of
+        self._working_memory = working_memory
+        self._skeleton = skeleton
+        self._streaming = streaming
+        self._is_on_node = is_on_node
+
+    def plan(
+        self,
+        manifest: Manifest,
+        wanted: Wants,
+        adapters: Mapping[str, Manifest] | None = None,
+        *,
+        streams: bool = False,
+        merging: Merging | None = None,
+    ) -> dict[PartName, Part]:
+        """Return the wanted parts of a model and of adapters, with what each takes of the budget.
+
+        With `streams`, the largest comes block by block where there is no room for all; else only where there is none
+        for it alone.
+        """
+        parts = {PartName(part.component.name): part for part in self._whole_parts(manifest, wanted)}
+        for name, adapter in (adapters or {}).items():
+            parts |= {PartName(name, is_adapter=True): part for part in self._whole_parts(adapter, wanted)}
+        if merging is not None:
+            parts = merged_parts(parts, merging, self._size_of) or parts
+        if self._streaming is None:
+            return parts
+        return self._streaming.fit_parts(parts, self.budget_bytes, is_last_resort=streams)
+
+    def _whole_parts(self, manifest: Manifest, wanted: Wants) -> list[Part]:
+        return [self._part(manifest, component) for component in manifest.components.values() if wanted(component)]
+
+    def _part(self, manifest: Manifest, component: Component) -> Part:
+        working_bytes = self._working_memory(component, self._skeleton(manifest))
+        if self._is_on_node:
+            return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
+        footprint = device_footprint(component, self._size_of, working_bytes)
+        return Part(manifest, component, footprint, working_bytes)
+
+
+class Streaming:
+    """The plans of parts that are larger than their device: the largest of a request comes there block by block."""
+
+    def __init__(self, can_stream: Callable[[Component], bool], size_of: Callable[[int], int]) -> None:
+        self._can_stream = can_stream
+        self._size_of = size_of
+        self._plans: dict[tuple[str, int], BlockPlan | None] = {}  # by module key and bytes
+
+    def fit_parts(
+        self, parts: dict[PartName, Part], budget_bytes: int, *, is_last_resort: bool
+    ) -> dict[PartName, Part]:
+        """Return the parts of a request, the largest one streamed if all together are larger than the budget.
+
+        Without `is_last_resort` only if it is larger alone. What has room in no way stays as it is.
+        """
+        total_bytes = distinct_bytes(*(part.footprint for part in parts.values()))
+        if total_bytes <= budget_bytes:
+            return parts
+        sizes = {
+            name: distinct_bytes(part.footprint) for name, part in parts.items() if self._can_stream(part.component)
+        }
+        name = max(sizes, key=lambda one: sizes[one], default=None)
+        if name is None or (sizes[name] <= budget_bytes and not is_last_resort):
+            return parts
+        # Whole: what they share with it may be of blocks that come and go.
+        others_bytes = distinct_bytes(*(part.footprint for other, part in parts.items() if other != name))
+        room_bytes = budget_bytes - max(others_bytes, int(budget_bytes * BESIDE_SHARE))
+        room_bytes -= room_bytes % max(1, budget_bytes // _STEPS)
+        return {**parts, name: self._streamed(parts[name], room_bytes)}
+
+    def _streamed(self, part: Part, room_bytes: int) -> Part:
+        component = part.component
+        key = component.module_key, room_bytes
+        if key not in self._plans:
+            sizes = {name: ref.nbytes for name, ref in component.tensors.items()}
+            self._plans[key] = plan_blocks(sizes, room_bytes)
+        plan = self._plans[key]
+        if plan is None:
+            return part
+        # Another module than the one that is there as a whole, over the same weights.
+        variant = component.model_copy(update={"parts_hash": f"{component.parts_hash} in {room_bytes} bytes"})
+        return replace(
+            part,
+            component=variant,
+            footprint=_streamed_footprint(variant, self._size_of, plan),
+            streamed=plan,
+            is_variant=True,
+        )
+
+
+def merged_parts(
+    parts: Mapping[PartName, Part], merging: Merging, size_of: Callable[[int], int]
+) -> dict[PartName, Part] | None:
+    """Return the parts of a request with its LoRA merged, another module than the one beside it; None if it cannot be.
+
+    Denoisers in float8 and packed ones are small because memory is short: their LoRAs stay as they are.
+    """
+    name = PartName(merging.adapter, is_adapter=True)
+    lora, denoiser = parts.get(name), parts.get(PartName(merging.denoiser))
+    if lora is None or denoiser is None:
+        return None
+    dtypes = {ref.dtype for ref in denoiser.component.tensors.values()}
+    if denoiser.component.block_types or any(dtype.startswith("F8") for dtype in dtypes):
+        return None
+    item_bytes = max((ITEM_BYTES.get(dtype) or 0) for dtype in dtypes)
+    sizes = _changed_elements(lora.component, merging.denoiser)
+    merged_bytes = sum(size_of(count * item_bytes) for count in sizes)
+    variant = lora.component.model_copy(
+        update={"parts_hash": f"merged into {denoiser.component.module_key} as {merging.adapter}"}
+    )
+    footprint = {**lora.footprint, f"memory of {variant.module_key}": merged_bytes}
+    merged = replace(
+        lora, component=variant, footprint=footprint, working_bytes=lora.working_bytes + merged_bytes, is_variant=True
+    )
+    return {**parts, name: merged}
+
+
+def _changed_elements(lora: Component, denoiser: str) -> list[int]:
+    """Return the elements of each weight of the denoiser that a LoRA changes, as its own shapes tell."""
+    found = []
+    for name, ref in lora.tensors.items():
+        for down, up in _HALVES:
+            other = lora.tensors.get(name.removesuffix(down) + up)
+            if name.endswith(down) and name.startswith((f"{denoiser}.", _KOHYA)) and other is not None:
+                found.append(other.shape[0] * math.prod(ref.shape[1:]))
+    return found

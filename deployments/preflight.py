@@ -1,0 +1,351 @@
+"""Checks of a cluster config before anything starts: `atelier check`, and `atelier up` before Ray.
+
+Headers and configs of the sources are read, and nothing else. What lies in object storage is not looked at; what the
+store has already of an unchanged source was found good when it came in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+
+from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
+from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
+from cluster.registry.importing import like_of, vae_of
+from cluster.registry.manifests import SummaryFiles
+from configs.cluster import ClusterConfig, ModelReplicaConfig
+from configs.errors import Problem
+from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
+from configs.model import AdapterConfig, ModelConfig
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.servable import why_unservable
+from deployments.engines.stock.known import is_stock_class, knows_class
+from deployments.engines.stock.text_parts import text_parts
+from deployments.pipelines.planning import check_pipeline
+from weights.base_pipeline import BasePipeline, open_base
+from weights.dtypes import cast_target, tensor_nbytes
+from weights.errors import AdapterError, WeightsError
+from weights.externalize import mark_settings, stored_dtypes
+from weights.feature_sizes import feature_sizes
+from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint
+from weights.intake import PROGRAM_SUFFIXES
+from weights.manifest import ModelKind
+from weights.processor import auto_dtype, processor_flags
+from weights.residency.sizes import shown_bytes
+from weights.source_mark import source_mark
+from weights.store import WeightStore
+
+Mistake = tuple[tuple[str | int, ...], str]  # keys, and what is wrong there
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSource:
+    """The facts of one entry: its record as the registry will have it, and its headers unless the store has it all.
+
+    `nbytes` is by component, as the store will have it.
+    """
+
+    record: ModelRecord
+    checkpoint: Checkpoint | None
+    nbytes: Mapping[str, int]
+
+
+def check_config(path: Path) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
+    """Return the config, the facts of its models and adapters by id, and every mistake that was found, by line.
+
+    There is no config where too much is wrong. Raises ConfigFileError for a file that cannot be read.
+    """
+    config, problems = read_cluster_config(path)
+    if config is None:
+        return None, {}, sorted(problems, key=_line)
+    wrong = {entry_of(_keys(problem.key)) for problem in problems}
+    sources: dict[str, ReadSource] = {}
+    mistakes = [*_source_mistakes(config, path, sources), *_adapter_mistakes(config, sources)]
+    mistakes += [*_pipeline_mistakes(config, sources), *device_mistakes(config), *_machine_mistakes(config)]
+    mistakes += _budget_mistakes(config, sources)
+    # What is wrong in itself may be wrong with others for no other reason; but a path is wrong by itself.
+    found = [(keys, text) for keys, text in mistakes if entry_of(keys) not in wrong or keys[-1] == "path"]
+    return config, sources, sorted([*problems, *locate_problems(path, found)], key=_line)
+
+
+def first_of_kind(config: ClusterConfig, kind: ModelKind) -> str | None:
+    """Return the first model of that kind whose source is local and can be read; None without one."""
+    for model in config.models:
+        with contextlib.suppress(WeightsError):
+            if (
+                isinstance(model.path, Path)
+                and _read_source(model, "auto", _like_of(config, model, None)).record.kind == kind
+            ):
+                return model.id
+    return None
+
+
+def _line(problem: Problem) -> int:
+    return problem.line or 0
+
+
+def _keys(dotted: str) -> tuple[str | int, ...]:
+    return tuple(int(part) if part.isdigit() else part for part in dotted.split("."))
+
+
+def _source_mistakes(config: ClusterConfig, path: Path, sources: dict[str, ReadSource]) -> Iterator[Mistake]:
+    """Yield what is wrong with the sources; put the sound ones into `sources`."""
+    store = WeightStore(config.store.path) if config.store.path.is_dir() else None
+    auto = auto_dtype(config.worker.device, processor_flags())
+    for keys, entry in _entries(config):
+        if not isinstance(entry.path, Path) or Path(STAND_IN_PATH) in (entry.path, _path_of_base(config, entry)):
+            continue  # told already
+        try:
+            like = _like_of(config, entry, store)
+            found = _kept_source(store, entry, auto, like) or _read_source(entry, auto, like)
+        except WeightsError as error:
+            if entry.path.exists():
+                yield (*keys, "path"), str(error)
+            elif store is None or not _is_kept(store, entry):
+                yield (*keys, "path"), f"{entry.path}: no such folder or file{_hint(entry.path, path.parent)}"
+            continue
+        sources[entry.id] = found
+
+
+def _entries(config: ClusterConfig) -> Iterator[tuple[tuple[str | int, ...], Entry]]:
+    for index, model in enumerate(config.models):
+        yield ("models", index), model
+    for index, adapter in enumerate(config.adapters):
+        yield ("adapters", index), adapter
+
+
+def _hint(missing: Path, folder: Path) -> str:
+    """Return what was perhaps meant: a name on a model hub, or a neighbour of nearly that name."""
+    parent = missing.parent
+    if not parent.exists() and parent.parent == folder.resolve():
+        name = f"{parent.name}/{missing.name}"
+        return (
+            f"; if {name} is a model's name on a hub, download it first (`hf download {name} --local-dir "
+            f"{missing.name}`) and name that folder"
+        )
+    neighbours = [path.name for path in parent.iterdir()] if parent.is_dir() else []
+    nearest = difflib.get_close_matches(missing.name, neighbours, 1, 0.6)
+    return f"; did you mean {str(parent / nearest[0])!r}?" if nearest else ""
+
+
+def _is_kept(store: WeightStore, entry: Entry) -> bool:
+    """Return whether the store has the model from there, and serves it without its source."""
+    try:
+        manifest = store.manifest(entry.id)
+    except WeightsError:
+        return False
+    return manifest.source == str(entry.path) and store.has_packs(manifest)
+
+
+def _path_of_base(config: ClusterConfig, entry: Entry) -> Path | str | None:
+    """Return the path of the model that an entry's file is like, None where it names none."""
+    if isinstance(entry, ModelConfig) and isinstance(entry.like, str) and (base := config.entries.get(entry.like)):
+        return base.path
+    return None
+
+
+def _like_of(config: ClusterConfig, entry: Entry, store: WeightStore | None) -> BasePipeline | None:
+    """Return the pipeline that an entry's file is like, as the store has it, or as it will come there."""
+    if isinstance(entry, ModelConfig) and isinstance(entry.like, str):
+        base = config.entries[entry.like]
+        if (store is None or store.find_manifest(entry.like) is None) and isinstance(base.path, Path):
+            return open_base(base.path, store)
+    return like_of(entry, store)
+
+
+def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource | None:
+    """Return what is known of a source that came into the store as it is. Raises FormatError."""
+    assert isinstance(entry.path, Path)
+    if store is None or entry.path.suffix in PROGRAM_SUFFIXES:
+        return None
+    found = SummaryFiles(store).find(
+        entry.id,
+        source_mark(entry.path, mark_settings(_component(entry), wanted_dtype(entry, auto), like, vae_of(entry))),
+    )
+    if found is None:
+        return None
+    record = ModelRecord(
+        entry.id,
+        "ready",
+        kind=found.kind,
+        nbytes=found.nbytes,
+        entry=entry,
+        features=found.features,
+        class_name=found.class_name,
+    )
+    return ReadSource(record, None, {})
+
+
+def _component(entry: Entry) -> str | None:
+    return entry.component if isinstance(entry, ModelConfig) else None
+
+
+def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource:
+    """Return what headers and configs say. Raises WeightsError, also for what cannot be served."""
+    assert isinstance(entry.path, Path)
+    if entry.path.suffix in PROGRAM_SUFFIXES and entry.path.exists():
+        raise WeightsError(f"{entry.path}: a program can be stored and loaded, not served")
+    checkpoint = read_checkpoint(entry.path, component=_component(entry), like=like, vae=vae_of(entry))
+    if reason := misplaced(entry, checkpoint) or why_unservable(checkpoint):
+        raise WeightsError(reason)
+    parts = {part.name: part for part in checkpoint.components}
+    dtypes = stored_dtypes(checkpoint, wanted_dtype(entry, auto))
+    nbytes = {
+        name: sum(tensor_nbytes(cast_target(t.dtype, dtypes[name]), t.shape) for t in part.tensors.values())
+        for name, part in parts.items()
+    }
+    sizes = feature_sizes(checkpoint.kind, checkpoint.components, checkpoint.root)
+    record = ModelRecord(
+        entry.id,
+        "ready",
+        kind=checkpoint.kind,
+        nbytes=sum(nbytes.values()),
+        entry=entry,
+        features=sizes,
+        class_name=checkpoint.class_name or "",
+    )
+    return ReadSource(record, checkpoint, nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """A model that a LoRA is for, as `check_lora_base` wants to know it."""
+
+    model: str
+    kind: Any
+    components: Mapping[str, Any]
+
+
+def _adapter_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
+    models = {model.id: model for model in config.models}
+    for index, adapter in enumerate(config.adapters):
+        if adapter.id not in sources or (checkpoint := sources[adapter.id].checkpoint) is None:
+            continue
+        for place, id_ in enumerate(adapter.base):
+            if id_ not in sources:
+                continue
+            try:
+                _check_base(checkpoint, models[id_], sources[id_])
+            except AdapterError as error:
+                yield ("adapters", index, "base", place), str(error)
+
+
+def _check_base(adapter: Checkpoint, base: ModelConfig, source: ReadSource) -> None:
+    """Raise AdapterError where an adapter is for other models than the base."""
+    if adapter.kind == "controlnet":
+        family = FAMILIES.get(source.record.class_name)
+        if family is None:
+            raise AdapterError(f"{adapter.path}: a ControlNet, which {base.id!r}, {source.record.kind}, cannot follow")
+        if adapter.class_name != family.control_class:
+            raise AdapterError(
+                f"{adapter.path}: a {adapter.class_name}, and {base.id!r} ({family.class_name}) takes a "
+                f"{family.control_class}"
+            )
+        return
+    assert isinstance(base.path, Path)
+    checkpoint = source.checkpoint or read_checkpoint(base.path, component=base.component)
+    parts = {part.name: part for part in checkpoint.components}
+    check_lora_base(adapter, _Base(base.id, checkpoint.kind, parts))
+
+
+def _pipeline_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
+    known = {id_: source.record for id_, source in sources.items()}
+    models: dict[str, ModelRecord | None] = {id_: known.get(id_) for id_ in config.entries}
+    for index, pipeline in enumerate(config.pipelines):
+        for problem in check_pipeline(pipeline, models):
+            yield ("pipelines", index, *problem.location), problem.text
+
+
+def device_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
+    """Yield devices that replicas could not open. Only of a private Ray is it known: other nodes have other devices."""
+    services = {"worker": config.worker.device, "text_encoder": config.text_encoder.device}
+    if config.ray.address is not None or all(name.startswith("cpu") for name in services.values()):
+        return
+    from weights.memory.devices import check_device  # it needs torch
+
+    for service, name in services.items():
+        try:
+            check_device(name, config.simulated)
+        except WeightsError as error:
+            yield (service, "device"), str(error)
+
+
+def _machine_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
+    """Yield what a private Ray asks for that this machine does not have."""
+    if config.ray.address is not None:
+        return
+    memory_bytes = psutil.virtual_memory().total
+    shared_bytes = psutil.disk_usage(SHARED_MEMORY).total if os.path.isdir(SHARED_MEMORY) else memory_bytes
+    asked_bytes = config.ray.object_store_bytes
+    for has_bytes, what in ((memory_bytes, "memory"), (shared_bytes, f"{SHARED_MEMORY}")):
+        if asked_bytes > has_bytes:
+            text = f"{shown_bytes(asked_bytes)} are asked for; this machine has {shown_bytes(has_bytes)} of {what}"
+            yield ("ray", "object_store_bytes"), text
+            break
+    for section, settings in _services(config):
+        if settings.resident_bytes > memory_bytes:
+            text = f"{shown_bytes(settings.resident_bytes)}; this machine has {shown_bytes(memory_bytes)} of memory"
+            yield (section, "resident_bytes"), text
+    roles = {"ingress": config.ingress, "text_encoder": config.text_encoder, "worker": config.worker}
+    wanted = {name: role.num_replicas * role.num_cpus for name, role in roles.items()}
+    available = config.ray.num_cpus or os.cpu_count() or 1
+    if sum(wanted.values()) > available:
+        each = ", ".join(f"{name} {count:g}" for name, count in wanted.items())
+        text = f"replicas take {sum(wanted.values()):g} CPUs ({each}), Ray has {available:g}: some would wait for ever"
+        yield ("ray", "num_cpus"), text
+
+
+def _services(config: ClusterConfig) -> tuple[tuple[str, ModelReplicaConfig], ...]:
+    return ("text_encoder", config.text_encoder), ("worker", config.worker)
+
+
+def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
+    """Yield models of which a service needs more at once than its budget, or a node's."""
+    node_bytes = config.store.node_budget_bytes
+    if config.ray.address is None:
+        node_bytes = budget_within_store(node_bytes, config.ray.object_store_bytes, "this")
+    for keys, entry in _entries(config):
+        if entry.id not in sources or isinstance(entry, AdapterConfig):
+            continue
+        for section, settings in _services(config):
+            needed = _needed_at_once(sources[entry.id], section)
+            if settings.device == "cpu":
+                total_bytes, limit_bytes, name = sum(needed.values()), node_bytes, "store.node_budget_bytes"
+            else:  # a denoiser that is larger comes block by block
+                needed = {part: size for part, size in needed.items() if part not in _DENOISERS}
+                total_bytes = max(needed.values(), default=0)
+                limit_bytes, name = settings.weights_budget_bytes, f"{section}.{settings.weights_budget_key}"
+            if limit_bytes is not None and total_bytes > limit_bytes:
+                parts = " and ".join(needed)
+                text = f"{name} is {shown_bytes(limit_bytes)}; {parts} of {entry.id!r} need {shown_bytes(total_bytes)}"
+                yield keys, text
+
+
+_DENOISERS: Final = frozenset(family.denoiser_name for family in FAMILIES.values())
+
+
+def _needed_at_once(source: ReadSource, section: str) -> dict[str, int]:
+    """Return the bytes by component of what one service builds for a request; {} where the store has it already."""
+    if source.checkpoint is None:
+        return {}
+    class_name = source.checkpoint.class_name or ""
+    is_stock = source.checkpoint.kind == "diffusion" and is_stock_class(class_name)
+    texts = text_parts(class_name) if is_stock and knows_class(class_name) else frozenset()
+    by_section: dict[str, dict[str, int]] = {"worker": {}, "text_encoder": {}}
+    for part in source.checkpoint.components:
+        if is_stock:
+            by_section["text_encoder" if part.name in texts else "worker"][part.name] = source.nbytes[part.name]
+        elif source.checkpoint.kind in ("embedding", "reranker", "classifier", "head") or part.name.startswith(
+            "text_encoder"
+        ):
+            by_section["text_encoder"][part.name] = source.nbytes[part.name]
+        elif source.checkpoint.kind == "llm" or part.library == "diffusers":
+            by_section["worker"][part.name] = source.nbytes[part.name]
+    return by_section[section]

@@ -1,0 +1,127 @@
+"""An image in phases that have the device one after the other: VAE, denoiser, VAE. For devices too small for both.
+
+A request holds one lease at a time and waits for room with none, so requests never wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from configs.cluster import WorkerConfig
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module, create_pipeline
+from deployments.engines.protocol import ConditionedRequest, DiffusionOutput
+from deployments.modules.cache import Lease
+from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.records import ImageRequest, SwitchReport
+from deployments.services.step_loop import DeviceThread
+from weights.manifest import Component, Manifest
+
+MAX_BLANK: Final = 8  # a blank FLUX transformer takes about 5 MB
+MAX_WAIT_S: Final = 3600.0  # for the VAE, when the steps are done: those of others end, and the request has a deadline
+VAE: Final = "vae"
+
+Wants = Callable[[Component], bool]
+# Which components, names of adapters, and how long to wait for room -> the lease.
+TakeLease = Callable[[Wants, list[str], float | None], AbstractAsyncContextManager[Lease]]
+Denoise = Callable[[Lease, ConditionedRequest], Awaitable[DiffusionOutput]]  # -> the last output
+
+
+class SequentialPhases:
+    """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
+
+    def __init__(self, settings: WorkerConfig, device: DeviceThread) -> None:
+        self._settings = settings
+        self._device = device
+        self._blank: OrderedDict[str, nn.Module] = OrderedDict()  # by structure
+
+    async def run_phases(
+        self, request: ImageRequest, conditioned: ConditionedRequest, manifest: Manifest, take: TakeLease, run: Denoise
+    ) -> tuple[DiffusionOutput, SwitchReport]:
+        """Return the images, or the last output of a request that moved, with all switches. `run` denoises.
+
+        `conditioned` lacks its adapters.
+        """
+        family = family_of(manifest.class_name or "")
+        denoiser = family.denoiser_name
+        loras, nets = [use.name for use in request.lora], [use.name for use in request.control]
+        reports = []
+        if request.init_image is not None or (nets and family.encodes_controls):
+            async with take(_all_but(denoiser), sorted(set(nets)), None) as lease:
+                reports.append(lease.report)
+                pipeline = await self._pipeline(lease, denoiser)
+                posteriors = await self._device.run_work(
+                    pipeline.encode_inputs, conditioned.request, conditioned.conditioning, lease.adapters
+                )
+            del pipeline, lease  # a float16 VAE has made a copy of itself, which goes with them
+            conditioned = replace(conditioned, posteriors=posteriors)
+        async with take(_all_but(VAE), sorted({*loras, *nets}), None) as lease:
+            reports.append(lease.report)
+            output = await run(lease, replace(conditioned, adapters=lease.adapters))
+        if output.is_moved:
+            return output, _together(reports)
+        loop, latents = asyncio.get_running_loop(), output.latents
+        assert latents is not None  # the VAE was not there
+        start = loop.time()
+        async with take(_all_but(denoiser), [], MAX_WAIT_S) as lease:
+            reports.append(lease.report)
+            pipeline = await self._pipeline(lease, denoiser)
+            images = await self._device.run_work(pipeline.decode_latents, conditioned.request, latents)
+        times = replace(output.times, decode_s=loop.time() - start)
+        return replace(output, images=images, latents=None, times=times), _together(reports)
+
+    async def denoise_pipeline(self, lease: Lease) -> DenoisePipeline:
+        """Return a pipeline that denoises with the leased modules, and has no VAE."""
+        return await self._pipeline(lease, VAE)
+
+    async def _pipeline(self, lease: Lease, absent: str) -> DenoisePipeline:
+        """Return the pipeline over a lease that lacks one module."""
+        component = lease.manifest.components[absent]
+        blank = await asyncio.to_thread(self._blank_module, component, lease.skeleton / component.folder)
+
+        def make() -> DenoisePipeline:
+            return create_pipeline(
+                lease.manifest.class_name or "",
+                lease.skeleton,
+                lease.modules | {absent: blank},
+                device=self._settings.torch_device,
+                bounds=batch_bounds(self._settings),
+            )
+
+        pipeline: DenoisePipeline = lease.bound(make, f"without {component.module_key} of {lease.manifest.fingerprint}")
+        return pipeline
+
+    def _blank_module(self, component: Component, folder: Path) -> nn.Module:
+        key = component.module_key
+        if key not in self._blank:
+            self._blank[key] = blank_module(component, folder)
+            while len(self._blank) > MAX_BLANK:
+                self._blank.popitem(last=False)
+        return self._blank[key]
+
+
+def _all_but(name: str) -> Wants:
+    return lambda component: is_denoise_component(component) and component.name != name
+
+
+def _together(reports: list[SwitchReport]) -> SwitchReport:
+    """Return the sum of the switches of one request."""
+    first, *others = reports
+    for other in others:
+        numbers = {
+            name: getattr(first, name) + getattr(other, name)
+            for name in SwitchReport.__dataclass_fields__
+            if name not in ("model", "built", "reused")
+        }
+        built = tuple(dict.fromkeys((*first.built, *other.built)))
+        reused = tuple(name for name in dict.fromkeys((*first.reused, *other.reused)) if name not in built)
+        first = replace(first, **numbers, built=built, reused=reused)
+    return first

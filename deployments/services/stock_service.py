@@ -1,0 +1,319 @@
+"""StockService: images, videos and audio by the pipelines of diffusers that have no family here.
+
+A part of the image service, on whose device thread it runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import nn
+
+from deployments.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
+from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
+from deployments.engines.stock.engine import StockEngine
+from deployments.engines.stock.inputs import FIELDS
+from deployments.engines.stock.known import check_class
+from deployments.engines.stock.loading import StockModel
+from deployments.engines.stock.texts import NotApart, TextCall, TextPlanner, weightless_modules
+from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.loading import is_denoise_component, is_pipeline_component
+from deployments.modules.stock_parts import is_stock_text
+from deployments.records import (
+    CacheUse,
+    ClipRequest,
+    ClipResult,
+    ImageRequest,
+    ImageResult,
+    SwitchReport,
+    TimingsMs,
+)
+from deployments.services.clip_requests import clip_request, frame_rate
+from deployments.services.image_requests import OnProgress, progress_of
+from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.tasks import in_thread, shared_task
+from deployments.text.requests import Conditioning, ConditioningRequest, unpack
+from weights.manifest import Manifest
+
+_NO_PREVIEWS = "partial_images: none were made: diffusers' own code runs this pipeline, which shows nothing on the way"
+_MAX_PLANNERS: Final = 16  # some MB each of a large pipeline's structure
+_MAX_TEXTS: Final = 8  # of one request: its prompt, its negative prompt, and what else a class may ask for
+_StockLoop = EngineLoop[StockRequest, DiffusionOutput]
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """The encoder of a request's text. With `is_first`, it takes room from the same cache as the pipeline."""
+
+    encode: Callable[[ConditioningRequest], Awaitable[Conditioning]]
+    is_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """A request with its texts, and what encoding them took."""
+
+    request: StockRequest
+    encode_ms: float = 0.0
+    cache: CacheUse = field(default_factory=lambda: CacheUse(0, 0))
+    warnings: tuple[str, ...] = ()
+
+    def with_text(self, call: TextCall, found: Conditioning) -> _Encoded:
+        """Return it with one text more."""
+        texts = {**(self.request.texts or {}), call.key: unpack(found.tensors)}
+        cache = CacheUse(self.cache.hits + found.cache.hits, self.cache.misses + found.cache.misses)
+        warnings = (*self.warnings, *(one for one in found.warnings if one not in self.warnings))
+        return _Encoded(replace(self.request, texts=texts), self.encode_ms + found.encode_ms, cache, warnings)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """The last output of a request, the switch to its model, and its texts."""
+
+    output: DiffusionOutput
+    report: SwitchReport
+    encoded: _Encoded
+    has_previews: bool
+
+    @property
+    def timings_ms(self) -> TimingsMs:
+        """Return the phases. A text that the pipeline encodes itself is in its steps."""
+        times = self.output.times
+        return {
+            "queue": times.queue_s * 1e3,
+            "encode": self.encoded.encode_ms,
+            "switch": self.report.switch_ms,
+            "denoise": times.denoise_s * 1e3,
+            "decode": times.decode_s * 1e3,
+        }
+
+
+class StockService:
+    """Runs stock pipelines on the device thread, the requests of a model one after the other. Of one event loop."""
+
+    def __init__(self, module_cache: ModuleCache, device: DeviceThread) -> None:
+        self._module_cache = module_cache
+        self._device = device
+        self._planners: OrderedDict[str, asyncio.Task[TextPlanner]] = OrderedDict()  # by fingerprint
+        self.num_running = 0
+
+    async def make_images(
+        self, request: ImageRequest, manifest: Manifest, source: TextSource, on_progress: OnProgress
+    ) -> ImageResult:
+        """Return the images of a request. `on_progress` gets what it asks to get of its steps.
+
+        A caller who is cancelled ends the request where it calls its next module.
+        Raises EngineError, ComputationFailed, and what a lease and `source` raise.
+        """
+        start, stock = time.perf_counter(), _stock_request(request)
+        asked = ConditioningRequest(
+            request.model, request.prompt, None, False, None, priority=request.priority, timeout_s=request.timeout_s
+        )
+        made, warnings = await self._run(asked, manifest, stock, source, on_progress)
+        warnings += (_NO_PREVIEWS,) if request.partial_images and not made.has_previews else ()
+        return _result_of(request, made, warnings, time.perf_counter() - start)
+
+    async def make_clip(
+        self, request: ClipRequest, manifest: Manifest, source: TextSource, on_progress: OnProgress
+    ) -> ClipResult:
+        """Return the clip of a request. As `make_images`."""
+        start, class_name = time.perf_counter(), manifest.class_name or ""
+        described = await in_thread(check_class, class_name)
+        stock = clip_request(request, class_name, described)
+        asked = ConditioningRequest(request.model, request.prompt, None, False, None, priority=request.priority)
+        made, warnings = await self._run(asked, manifest, stock, source, on_progress)
+        encoding_s = time.perf_counter()
+        result = await in_thread(_clip_of, request, made, warnings, frame_rate(request, described))
+        end = time.perf_counter()
+        timings = result.timings_ms | {"encode_file": (end - encoding_s) * 1e3, "total": (end - start) * 1e3}
+        return replace(result, timings_ms=timings)
+
+    async def _run(
+        self,
+        asked: ConditioningRequest,
+        manifest: Manifest,
+        stock: StockRequest,
+        source: TextSource,
+        on_progress: OnProgress,
+    ) -> tuple[_Made, tuple[str, ...]]:
+        """Return what became of a request, and warnings. Nothing is leased after it."""
+
+        previews = list[int]()
+
+        def on_output(output: DiffusionOutput) -> None:
+            if output.preview_index is not None:
+                previews.append(output.preview_index)
+            if not output.is_last:
+                on_progress(progress_of(output))
+
+        planner, first = await self._plan_text(manifest, stock)
+        asked = replace(asked, model_version=manifest.fingerprint)
+        encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
+        wants = is_pipeline_component if planner is None else is_denoise_component
+        try:
+            if source.is_first:
+                await encoding
+            async with self._module_cache.lease(asked.model, wants, version=manifest.fingerprint) as lease:
+                loaded: _LoadedModel = lease.bound(lambda: _LoadedModel(self._device), f"stock {manifest.fingerprint}")
+                engine, loop = await loaded.engine_of(lease, planner)
+                encoded = await encoding
+                self.num_running += 1
+                try:
+                    output = await loop.run_request(encoded.request, on_output)
+                finally:
+                    self.num_running -= 1
+        finally:
+            encoding.cancel()
+        return _Made(output, lease.report, encoded, bool(previews)), (*encoded.warnings, *engine.inputs.ignored(stock))
+
+    async def _plan_text(self, manifest: Manifest, stock: StockRequest) -> tuple[TextPlanner | None, TextCall | None]:
+        """Return who finds the texts of a request, None where the pipeline encodes them itself, and the first of them.
+
+        Raises EngineError for what the class cannot be called with.
+        """
+        if not any(map(is_stock_text, manifest.components.values())):
+            return None, None
+        planner = await self._planner_of(manifest)
+        try:
+            return planner, await in_thread(planner.next_text, stock, {})
+        except NotApart:
+            return None, None
+
+    async def _planner_of(self, manifest: Manifest) -> TextPlanner:
+        key = manifest.fingerprint
+        task = self._planners.get(key)
+        if task is None or (task.done() and task.exception()):
+            folder = self._module_cache.skeleton(manifest)
+            self._planners[key] = task = shared_task(in_thread(_open_planner, manifest, folder))
+        self._planners.move_to_end(key)
+        while len(self._planners) > _MAX_PLANNERS:
+            self._planners.popitem(last=False)
+        return await asyncio.shield(task)
+
+
+def _open_planner(manifest: Manifest, folder: Path) -> TextPlanner:
+    parts = {name: one for name, one in manifest.components.items() if is_pipeline_component(one)}
+    modules = weightless_modules(parts, folder, torch.device("cpu"))
+    return TextPlanner(StockModel(manifest.class_name or "", folder, modules))
+
+
+def _open_model(
+    manifest: Manifest, folder: Path, modules: Mapping[str, nn.Module], planner: TextPlanner | None
+) -> StockModel:
+    """Return the model over leased modules, with what the planner has read. Raises EngineError."""
+    if planner is None:
+        return StockModel(manifest.class_name or "", folder, modules)
+    device = next((one.device for module in modules.values() for one in module.parameters()), torch.device("cpu"))
+    texts = {name: one for name, one in manifest.components.items() if is_stock_text(one)}
+    return planner.model.over(modules, weightless_modules(texts, folder, device))
+
+
+async def _encode(
+    asked: ConditioningRequest,
+    stock: StockRequest,
+    planner: TextPlanner | None,
+    first: TextCall | None,
+    source: TextSource,
+) -> _Encoded:
+    """Return the request with all texts that its call asks for, one after the other: which one may hang on the last."""
+    if planner is None:
+        return _Encoded(stock)
+    encoded, call = _Encoded(replace(stock, texts={})), first
+    for _ in range(_MAX_TEXTS):
+        if call is None:
+            return encoded
+        encoded = encoded.with_text(call, await source.encode(replace(asked, arguments=call.arguments)))
+        try:
+            call = await in_thread(planner.next_text, encoded.request, encoded.request.texts or {})
+        except NotApart as error:
+            raise ComputationFailed(str(error)) from None
+    raise ComputationFailed(f"{planner.model.cls.__name__} asks for more than {_MAX_TEXTS} texts")
+
+
+class _LoadedModel:
+    """The engine over one lease's modules. Its tokenizers and configs are read once, by the first request."""
+
+    def __init__(self, device: DeviceThread) -> None:
+        self._device = device
+        self._loading: asyncio.Task[tuple[StockEngine, _StockLoop]] | None = None
+
+    async def engine_of(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
+        """Return the engine and its loop. Raises EngineError for parts that cannot be loaded; then it may try again."""
+        if self._loading is None or (self._loading.done() and self._loading.exception()):
+            self._loading = shared_task(self._load(lease, planner))
+        return await asyncio.shield(self._loading)
+
+    async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
+        # The lease's modules, and not the lease: they stay for as long as this does.
+        model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
+        engine = StockEngine(model, lambda: loop.is_wanted)
+        loop = EngineLoop(self._device, engine, engine.make_way)
+        return engine, loop
+
+
+def _stock_request(request: ImageRequest) -> StockRequest:
+    """Return the request in the terms of the stock engine: what it leaves open is left to the class."""
+    images = {"image": request.init_image, "mask_image": request.mask_image} | request.images
+    return StockRequest(
+        request_id=uuid.uuid4().hex,
+        seed=request.seed or 0,
+        prompt=request.prompt,
+        num_images=request.n,
+        fields={name: value for name in FIELDS if name != "prompt" and (value := getattr(request, name)) is not None},
+        images={name: pixels for name, pixels in images.items() if pixels is not None},
+        extra=request.extra,
+        scheduler=request.scheduler,
+        scheduler_options=request.scheduler_options,
+        reports_steps=request.reports_steps,
+        num_previews=request.partial_images,
+    )
+
+
+def _result_of(request: ImageRequest, made: _Made, warnings: tuple[str, ...], total_s: float) -> ImageResult:
+    assert made.output.images is not None  # it is the last
+    return ImageResult(
+        model=request.model,
+        images=list(made.output.images),
+        seed=request.seed,
+        num_inference_steps=request.num_inference_steps or made.output.num_steps,
+        timings_ms=made.timings_ms | {"total": total_s * 1e3},
+        switch=made.report,
+        cache=made.encoded.cache,
+        warnings=warnings,
+        guidance_scale=request.guidance_scale,
+    )
+
+
+def _clip_of(request: ClipRequest, made: _Made, warnings: tuple[str, ...], fps: float) -> ClipResult:
+    """Return the answer that the last output makes. Blocks: it writes the file."""
+    output = made.output
+    if output.samples is not None:
+        height = width = 0
+        length, rate = output.samples.shape[1], float(output.sample_rate)
+        file, media_type = encode_audio(output.samples, output.sample_rate), WAV
+    else:
+        assert output.images is not None  # it is the last
+        (length, height, width, _), rate = output.images.shape, fps
+        file, media_type = encode_video(output.images, fps, request.output_format), MEDIA_TYPES[request.output_format]
+    return ClipResult(
+        model=request.model,
+        file=file,
+        media_type=media_type,
+        length=length,
+        rate=rate,
+        width=width,
+        height=height,
+        seed=request.seed,
+        num_inference_steps=request.num_inference_steps or output.num_steps,
+        timings_ms=made.timings_ms,
+        switch=made.report,
+        warnings=warnings,
+    )

@@ -1,0 +1,90 @@
+"""Eviction of encodings under a byte budget: by the residency core's value, with a share for what is to be kept."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from weights.residency.entry_table import Entry, EntryTable
+from weights.residency.policy import class_rate, rate_class
+from weights.residency.room_plan import shrink
+
+KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept
+
+
+class CostAwareEviction:
+    """Sizes, costs and uses of encodings by key, evicted by value. Not thread-safe.
+
+    What is `keep` goes only when all that is kept exceeds `keep_share` of the budget: then the least valuable of it
+    counts as any other from then on.
+    """
+
+    def __init__(self, max_bytes: int, *, keep_share: float = KEEP_SHARE) -> None:
+        self.max_bytes = max_bytes
+        self.max_kept_bytes = int(max_bytes * keep_share)
+        self.num_evicted = 0
+        self._now_s = 0.0
+        self._gone: list[str] = []
+        self._table: EntryTable[None] = EntryTable(
+            max_bytes, lambda: self._now_s, on_gone=lambda entries: self._gone.extend(entry.key for entry in entries)
+        )
+
+    def __len__(self) -> int:
+        return len(self._table.entries)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._table.entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return self._table.used_bytes
+
+    @property
+    def num_kept(self) -> int:
+        """Entries that are kept."""
+        return len(self._table.pinned)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the entries that are kept."""
+        return self._table.pinned_bytes
+
+    def add(self, key: str, nbytes: int, cost_s: float, now_s: float, *, keep: bool = False) -> list[str]:
+        """Return the keys that go for it; `key` itself when all others are worth more, or it exceeds the budget.
+
+        An entry of that key is replaced.
+        """
+        if key in self:
+            self.remove(key)
+        if nbytes > self.max_bytes:
+            return [key]
+        self._now_s = now_s
+        entry = self._table.adopt(key, nbytes, None, rate_class(cost_s, nbytes))
+        self._use(entry, keep)
+        self._gone = []
+        shrink(self._table)
+        self.num_evicted += len(self._gone) - (key in self._gone)
+        return self._gone
+
+    def touch(self, key: str, now_s: float, *, keep: bool = False) -> None:
+        """Count one use more. Raises KeyError."""
+        self._now_s = now_s
+        self._use(self._table.entries[key], keep)
+
+    def remove(self, key: str) -> None:
+        """Forget an entry, but not its popularity. Raises KeyError."""
+        entry = self._table.entries[key]
+        self._table.unpin([key])
+        self._table.evict([entry])
+
+    def _use(self, entry: Entry[None], keep: bool) -> None:
+        self._table.use(entry)
+        if not keep or entry.key in self._table.pinned or entry.nbytes > self.max_kept_bytes:
+            return
+        self._table.pin([entry.key])
+        while self.kept_bytes > self.max_kept_bytes:
+            self._table.unpin([min(self._table.pinned, key=self._value)])
+
+    def _value(self, key: str) -> float:
+        entry = self._table.entries[key]
+        return entry.popularity.value(self._now_s) * (class_rate(entry.origin) or 0.0)

@@ -1,0 +1,202 @@
+"""`python -m infra.bench NAME`, in a checkout: the benchmarks that make the tables of BENCHMARKS.md.
+
+Those that users run as well are under `atelier bench`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
+from deployments.cli.output import Json, print_json
+
+app = typer.Typer(
+    no_args_is_help=True, help="Measure on this machine, beside the peers.", pretty_exceptions_enable=False
+)
+_err = Console(stderr=True)
+
+
+@app.command("merge")
+def bench_merge(
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure dynamic batching at dispatch beside Serve's own batching: a scenario, 50 patterns, overhead."""
+    from infra.bench.merge import MergeSettings, measure_merge, print_merge_figures
+
+    with _err.status("measuring: takes about five minutes"):
+        figures = measure_merge(MergeSettings(), seed)
+    print_merge_figures(figures, as_json)
+
+
+@app.command("encode")
+def bench_encode(
+    seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
+    as_json: Json = False,
+) -> None:
+    """Measure the text-encoder service beside infinity-emb, and beside a load of the encoder for each request."""
+    from infra.bench.encode import EncodeSettings, measure_encode, print_encode_figures
+
+    with _err.status("measuring: takes about eight minutes, and some more the first time"):
+        figures = measure_encode(EncodeSettings(), seed, cache.expanduser())
+    print_encode_figures(figures, as_json)
+
+
+@app.command("stock")
+def bench_stock(
+    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure pipelines that diffusers' own code runs beside diffusers alone, and a chat beside one of them."""
+    from infra.bench.stock import Effort, measure_stock, print_stock_figures
+
+    with _err.status("measuring: takes a minute or two"):
+        figures = measure_stock(Effort(), seed)
+    print_stock_figures(figures, as_json)
+
+
+@app.command("door")
+def bench_door(
+    config: ConfigPath = DEFAULT_CONFIG,
+    quick: Annotated[bool, typer.Option("--quick", help="One round of few requests: whether it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Of texts, arrivals and cancels.")] = 0,
+    cache: Annotated[Path, typer.Option(help="Keeps the peer's environment.")] = Path("~/.cache/atelier/bench"),
+    overload: Annotated[int, typer.Option(help="Only the overload, with so many ingress replicas.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure what a request costs on its way in and out, and what the cluster does when too many come."""
+    from configs.loading import load_cluster_config
+    from infra.bench.door import QUICK, DoorSettings, measure_door, measure_overload_alone
+    from infra.bench.door_report import print_door_figures, print_overload_figures
+
+    settings = QUICK if quick else DoorSettings()
+    if overload:
+        found = measure_overload_alone(load_cluster_config(config), str(config), settings, overload, seed)
+        print_overload_figures(found, as_json)
+        return
+    _err.print("measuring: takes six minutes, and some more the first time; a minute and a half with --quick")
+    figures = measure_door(load_cluster_config(config), str(config), settings, seed, cache.expanduser())
+    print_door_figures(figures, as_json)
+
+
+@app.command("denoise")
+def bench_denoise(
+    quick: Annotated[bool, typer.Option("--quick", help="One round of few steps: whether it works.")] = False,
+    part: Annotated[list[str], typer.Option("--part", help="Only this part; repeatable.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(help="Of weights, texts and arrivals.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the denoise engine beside stock diffusers: alone, together, as they come, streamed, on small devices."""
+    from infra.bench.denoise import PARTS, QUICK, DenoiseSettings, measure_denoise, print_part
+
+    if unknown := [name for name in part if name not in PARTS]:
+        raise typer.BadParameter(f"{unknown[0]!r}; expected one of {', '.join(PARTS)}", param_hint="--part")
+    _err.print("measuring: takes about five minutes; each part is told when it ends")
+    found: dict[str, object] = {}
+    for name, figures in measure_denoise(QUICK if quick else DenoiseSettings(), seed, part or PARTS):
+        found[name] = figures
+        if not as_json:
+            print_part(name, figures)
+    if as_json:
+        print_json(found)
+
+
+@app.command("pages")
+def bench_pages(config: ConfigPath = DEFAULT_CONFIG, as_json: Json = False) -> None:
+    """Measure what the pages cost: their script, first paint, and the live view of the cluster. Needs Chromium."""
+    from configs.loading import load_cluster_config
+    from infra.bench.pages import measure_pages, print_pages_figures
+
+    with _err.status("measuring: takes two minutes"):
+        figures = measure_pages(load_cluster_config(config), str(config))
+    print_pages_figures(figures, as_json)
+
+
+@app.command("dedup")
+def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False) -> None:
+    """Count the bytes that a store keeps of the demo pipelines and one more fine-tune, by layout."""
+    from infra.bench.dedup import measure_dedup, print_dedup_figures
+
+    print_dedup_figures(measure_dedup(models), as_json)
+
+
+@app.command("evict")
+def bench_evict(as_json: Json = False) -> None:
+    """Count the bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""
+    from infra.bench.eviction import measure_eviction, print_eviction_figures
+
+    print_eviction_figures(measure_eviction(), as_json)
+
+
+@app.command("starts")
+def bench_starts(
+    config: ConfigPath = DEFAULT_CONFIG,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Starts each way.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Measure `atelier up` with template processes (`ray.templates`) and without, in turn."""
+    from infra.bench.starts import measure_starts, print_start_figures
+
+    with _err.status("measuring: takes about half a minute a round"):
+        print_start_figures(measure_starts(config, rounds), as_json)
+
+
+@app.command("schedule")
+def bench_schedule(
+    seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,
+    part: Annotated[list[str], typer.Option(help="Only this part, such as tick or sizing; repeatable.")] = [],  # noqa: B006
+    real: Annotated[
+        bool, typer.Option("--real", help="A real cluster beside serve.multiplexed; not simulated.")
+    ] = False,
+    config: ConfigPath = DEFAULT_CONFIG,
+    rate: Annotated[float, typer.Option(min=0.1, max=1000, help="Requests per second, with --real.")] = 6.0,
+    duration_s: Annotated[float, typer.Option(min=1, max=600, help="Of each trace, with --real.")] = 40.0,
+    record: Annotated[Path | None, typer.Option(help="Folder for the recorded traces, with --real.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure the controller beside serve.multiplexed: simulated with plain queues and a tick, or in a real cluster."""
+    if real:
+        from infra.bench.schedule_real import measure_real, print_real_figures
+
+        print_real_figures(measure_real(config, rate, duration_s, 0, record), as_json)
+        return
+    from infra.bench.schedule import PARTS, measure_schedule, print_schedule_figures
+
+    if unknown := set(part) - PARTS.keys():
+        raise typer.BadParameter(f"{sorted(unknown)}; expected some of {', '.join(PARTS)}", param_hint="--part")
+    with _err.status("measuring: takes some minutes"):
+        print_schedule_figures(measure_schedule(seeds, part or PARTS), as_json)
+
+
+@app.command("llm-accuracy")
+def bench_llm_accuracy(
+    model: Annotated[
+        Path | None, typer.Option("-m", "--model", help="A Hugging Face folder; without one, random weights.")
+    ] = None,
+    types: Annotated[str, typer.Option(help="Types of ggml, such as Q8_0,Q4_K; default: all.")] = "",
+    texts: Annotated[int, typer.Option(min=1, help="Texts that the model writes first.")] = 8,
+    tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """Measure how far packed weights lead from float32 ones, beside llama.cpp on the same files.
+
+    llama.cpp (`make judge-llama`) writes the files.
+    """
+    from infra.bench.llm_accuracy import FILE_TYPES, formatted_accuracy, measure_accuracy
+
+    chosen = types.split(",") if types else list(FILE_TYPES)
+    if unknown := [one for one in chosen if one not in FILE_TYPES]:
+        raise typer.BadParameter(f"{unknown[0]!r}; expected some of {', '.join(FILE_TYPES)}", param_hint="--types")
+    with _err.status("measuring") as status:
+        rows = measure_accuracy(model, chosen, num_texts=texts, num_tokens=tokens, progress=status.update)
+    typer.echo(json.dumps(rows, indent=2) if as_json else formatted_accuracy(rows))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,107 @@
+"""The classes that are served: `python -m infra.supported.page` writes docs/supported.md and the command line's table.
+
+Both come from the tables of this folder. Nothing is run; the long tests run what is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import diffusers
+import transformers
+
+from deployments.cli.supported import TABLE, SupportedClass, read_table
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.llm.models.stock_classes import SEEING
+from infra.supported import encoders, language_models, pipelines
+
+PAGE: Final = Path(__file__).parents[2] / "docs" / "supported.md"
+_PIPELINES: Final = {
+    "batched": "fast path",
+    "in turns": "stock path",
+    "in turns, encodes itself": "stock path, encodes itself",
+}
+_LANGUAGE_MODELS: Final = {
+    "our decoder": "fast path",
+    "paged": "stock path with the paged cache",
+    "own cache": "stock path with its own cache",
+    "paged, with eyes": "stock path with the paged cache, sees images",
+}
+_TITLES: Final[Mapping[str, str]] = {
+    "pipeline": "Pipelines of diffusers",
+    "language model": "Language models of transformers",
+    "encoder": "Encoders of transformers",
+    "classifier": "Classifiers and rerankers of transformers",
+}
+_INTRODUCTION: Final = """# Which classes are served
+
+Written by `python -m infra.supported.page` for diffusers {diffusers} and transformers {transformers}; `atelier models
+--supported` prints the same table. The tests compare a tiny random model of every class that is marked *equal* with its
+own library: images, videos and audio of one seed, log probabilities and greedy tokens, vectors and logits
+(`make test-long`; those of the fast path also in `make test`). The others were not run: what is said of them was read
+from the library's source.
+
+| way | what it means |
+|---|---|
+| fast path | the engine's own loop or decoder: requests of one model share forwards |
+| stock path with the paged cache | transformers' own code, batched by the scheduler of language models |
+| stock path with its own cache | transformers' own code, one sequence at a time |
+| stock path | the library's own code: pipelines take turns with others from block to block, the rest run in batches |
+| stock path, encodes itself | the same, with the text encoders in the worker instead of the text encoder service |
+
+Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
+Qwen-Image-Edit reads the image as well, which the text encoder service cannot: these classes are on the stock path.
+"""
+
+
+def table() -> Iterator[SupportedClass]:
+    """Yield a row for each class, by kind and name."""
+    for pipeline in pipelines.rows():
+        is_equal = pipeline.class_name in FAMILIES or pipeline.class_name in pipelines.COMPARED
+        how = _PIPELINES.get(pipeline.how, pipeline.how)
+        yield SupportedClass("pipeline", pipeline.class_name, how, pipeline.makes, is_equal)
+    models = {row.class_name: row.way for row in language_models.rows()} | dict.fromkeys(SEEING, "paged, with eyes")
+    for name, way in sorted(models.items()):
+        how = _LANGUAGE_MODELS.get(way, way)
+        yield SupportedClass("language model", name, how, "text", not how.startswith("refused"))
+    for kind, rows in (("encoder", encoders.ENCODERS), ("classifier", encoders.CLASSIFIERS)):
+        for row in sorted(rows, key=lambda one: one.class_name):
+            how = f"refused: {row.refused}" if row.refused else "stock path"
+            yield SupportedClass(
+                kind, row.class_name, how, "vectors" if kind == "encoder" else "scores", not row.refused
+            )
+
+
+def page(rows: Iterable[SupportedClass]) -> str:
+    """Return the page of these rows."""
+    found = list(rows)
+    parts = [_INTRODUCTION.format(diffusers=diffusers.__version__, transformers=transformers.__version__)]
+    for kind, title in _TITLES.items():
+        own = [row for row in found if row.kind == kind]
+        served = [row for row in own if not row.is_refused]
+        num_equal = sum(row.is_equal for row in own)
+        parts.append(f"\n## {title}\n\n{len(own)} classes: {len(served)} served, {num_equal} of them equal.\n")
+        lines = [f"| `{row.class_name}` | {row.how} | {row.makes} | {'equal' * row.is_equal} |" for row in served]
+        parts.append("\n".join(["| class | way | makes | |", "|---|---|---|---|", *lines]) + "\n")
+        if refused := [row for row in own if row.is_refused]:
+            lines = [f"| `{row.class_name}` | {_cell(row.why)} |" for row in refused]
+            parts.append("\n".join(["", "| refused | why |", "|---|---|", *lines]) + "\n")
+    return "".join(parts)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def text_of(rows: Iterable[SupportedClass]) -> str:
+    """Return the table as its file has it: a row a line."""
+    values: list[Any] = [list(row) for row in rows]
+    return "[\n" + ",\n".join(json.dumps(value) for value in values) + "\n]\n"
+
+
+if __name__ == "__main__":
+    TABLE.write_text(text_of(table()), encoding="utf-8")
+    PAGE.write_text(page(read_table()), encoding="utf-8")

@@ -1,0 +1,125 @@
+"""The pages as they look and are judged: screenshots at three widths, axe-core, a worker killed, a full gallery.
+
+`out/pages` has the screenshots afterwards.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from integration.harness import ROOT, replica_processes
+from kit.browser import OpenPage
+from kit.waiting import wait_until
+
+from configs.cluster import ClusterConfig
+from configs.loading import load_cluster_config
+from deployments.cli.running import cluster_up
+from infra.ports import free_port
+
+pytestmark = [pytest.mark.ray, pytest.mark.long]
+
+AXE = ROOT / ".judges/axe/node_modules/axe-core/axe.min.js"
+CONFIG = ROOT / "configs/clusters/demo.yaml"
+SHOTS = ROOT / "out/pages"
+PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines"}
+SIZES = {360: 740, 1280: 800, 2560: 1300}
+FILL_GALLERY = """async (count) => {
+  const asking = indexedDB.open("atelier", 1);
+  const database = await new Promise((resolve) => (asking.onsuccess = () => resolve(asking.result)));
+  const canvas = new OffscreenCanvas(64, 64);
+  canvas.getContext("2d").fillRect(8, 8, 40, 40);
+  const file = await canvas.convertToBlob();
+  const store = database.transaction("images", "readwrite").objectStore("images");
+  for (let number = 0; number < count; number++) {
+    const parameters = { model: "digits-flux", prompt: `image ${number}`, seed: number };
+    store.put({ key: `k${number}`, at: number, file, width: 64, height: 64, parameters, warnings: [], tookS: 1 });
+  }
+  await new Promise((resolve) => (store.transaction.oncomplete = resolve));
+}"""
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A demo cluster with two workers, which save running images often."""
+    demo = load_cluster_config(CONFIG).model_dump()
+    demo |= {"name": "pages", "http": {"port": free_port()}, "grpc": None}
+    demo["store"] = {"path": str(tmp_path_factory.mktemp("pages") / "store")}
+    demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5, "checkpoint_interval_s": 0.2}
+    with cluster_up(ClusterConfig.model_validate(demo), str(CONFIG)) as address:
+        yield address
+
+
+def prepare(page: Any, name: str) -> None:
+    """Bring a page into a state that shows what it has."""
+    if name == "create":
+        for number, word in enumerate(("two", "eight", "three", "six", "five", "seven"), 1):
+            page.get_by_label("Prompt", exact=True).fill(f"a handwritten {word}")
+            page.get_by_role("button", name="Generate", exact=True).click()
+            page.get_by_text("1 image" if number == 1 else f"{number} images", exact=True).wait_for()
+    elif name == "chat":
+        page.locator(".near").wait_for()
+        page.get_by_label("Message", exact=True).fill("What is 12 + 7?")
+        page.keyboard.press("Enter")
+        page.get_by_text("first token after").first.wait_for()
+    elif name == "cluster":
+        page.get_by_text("live", exact=True).wait_for()
+    else:
+        page.get_by_label("prompt").fill("3 + 4")
+        page.get_by_role("button", name="Run").click()
+        page.get_by_text("Done in").wait_for()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PATHS)
+def test_a_page_fits_each_width(url: str, open_page: OpenPage, name: str, scheme: str) -> None:
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    for width, height in SIZES.items():
+        page = open_page(url + PATHS[name], viewport={"width": width, "height": height}, color_scheme=scheme)
+        prepare(page, name)
+        page.screenshot(path=SHOTS / f"{name}-{scheme}-{width}.png", full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed (make judges-long, where there is npm)")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", PATHS)
+def test_axe_finds_nothing(url: str, open_page: OpenPage, name: str, scheme: str) -> None:
+    # The page's own policy lets nobody else's script in.
+    page = open_page(url + PATHS[name], color_scheme=scheme, bypass_csp=True)
+    prepare(page, name)
+    page.evaluate(Path(AXE).read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]] == []
+
+
+def test_an_image_is_made_on_when_its_worker_is_killed(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_label("Prompt", exact=True).fill("a handwritten nine")
+    page.get_by_label("Steps").first.fill("200")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    page.get_by_text(re.compile(r"Step \d+ of 200")).wait_for()
+    busy = httpx.get(f"{url}/admin/cluster").json()["workers"]
+    (number,) = [worker["process"] for worker in busy if worker.get("denoising")]
+    psutil.Process(number).kill()
+    page.get_by_text("Image done in").wait_for(timeout=120_000)
+    wait_until(lambda: len(replica_processes("worker")) == 2, "the worker is replaced", timeout_s=120)
+
+
+def test_two_hundred_images_are_shown_page_by_page(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_label("Model").wait_for()
+    page.evaluate(FILL_GALLERY, 200)
+    page.reload()
+    page.get_by_text("200 images").wait_for()
+    assert page.locator(".thumbs img").count() == 60
+    page.get_by_role("button", name="Show more").click()
+    page.get_by_role("button", name="View: image 199").click()
+    page.get_by_role("dialog", name="image 199").wait_for()
+    page.keyboard.press("ArrowRight")  # the focus is where the dialog puts it: on its first button
+    page.get_by_role("dialog", name="image 198").wait_for()

@@ -1,0 +1,334 @@
+"""The pages in a real browser over fake replicas: keys, hostile texts, cancels, reloads, files, chats, the cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import uvicorn
+from kit.browser import OpenPage
+from kit.waiting import wait_until
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+from unit.deployments.serve_fakes import FakeHandle
+
+from cluster.registry.snapshot import RegistrySnapshot
+from configs.access import AccessConfig
+from deployments.ingress.access.keys import KeyEntry, hash_of
+from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.http import create_http_app
+from deployments.ingress.openai.image_files import ImageDescription, encode_image
+from deployments.ingress.service import Service
+from deployments.records import ImageProgress, ImageRequest, ImageResult
+
+pytestmark = pytest.mark.long
+
+USER = "atl_user"
+HOSTILE = "<img src=x onerror=\"document.title='pwned'\"><script>document.title='pwned'</script>"
+
+
+class Held(Replicas):
+    """Holds images after their first step until `gate` is set, from any thread. `ended` are how they ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.ended: list[str] = []
+
+    async def on_stream_images(self, request: ImageRequest) -> AsyncIterator[ImageProgress | ImageResult]:
+        self.requests.append(request)
+        try:
+            yield ImageProgress(1, 4)
+            while not self.gate.is_set():
+                await asyncio.sleep(0.01)
+            self.requests.remove(request)  # the same one
+            yield await super().on_generate(request)
+        except BaseException:
+            self.ended.append("cancelled")
+            raise
+        self.ended.append("made")
+
+    async def on_evict(self, model: str) -> list[str]:
+        return []
+
+    def broadcast(self, method: str, *_: Any) -> Any:
+        async def results_async(**_: Any) -> list[Any]:
+            return []
+
+        return type("Answers", (), {"results_async": staticmethod(results_async)})
+
+
+@pytest.fixture
+def replicas() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def serve(replicas: Held) -> Callable[..., AbstractContextManager[str]]:
+    """Return what serves the fakes over HTTP, with an event loop in a thread, at the address that it gives."""
+
+    @contextmanager
+    def serving(access: AccessConfig | None = None) -> Iterator[str]:
+        listening = socket.create_server(("127.0.0.1", 0))
+        update = {
+            "access": access or AccessConfig(),
+            "controller": CONFIG.controller.model_copy(update={"enabled": False}),
+        }
+        config = CONFIG.model_copy(update=update)
+
+        async def run() -> None:
+            watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+            app = create_http_app(Service(config, watch, handle, handle), config)
+            server.append(uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1)))
+            await server[0].serve([listening])
+            watch.close()
+
+        server: list[uvicorn.Server] = []
+        thread = threading.Thread(target=lambda: asyncio.run(run()))
+        thread.start()
+        wait_until(lambda: server and server[0].started, "the server listens")
+        try:
+            yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            replicas.gate.set()
+            server[0].should_exit = True
+            thread.join()
+
+    return serving
+
+
+@pytest.fixture
+def url(serve: Callable[..., AbstractContextManager[str]]) -> Iterator[str]:
+    with serve() as address:
+        yield address
+
+
+def generate(page: Any, prompt: str = "a lighthouse") -> None:
+    page.get_by_label("Prompt", exact=True).fill(prompt)
+    page.get_by_role("button", name="Generate", exact=True).click()
+
+
+def cancel(page: Any) -> None:
+    page.locator("form").get_by_role("button", name="Cancel").click()
+    page.get_by_text("Cancelled").wait_for()
+
+
+def test_an_image_carries_what_the_form_says(url: str, replicas: Held, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_label("Seed", exact=True).fill("41")
+    page.get_by_label("+1").check(force=True)
+    page.get_by_label("bold").first.fill("0.5")
+    page.get_by_label("Steps").first.fill("7")
+    page.get_by_text("More options").click()
+    page.get_by_label("Negative prompt").fill("fog")
+    generate(page)
+    page.get_by_text("Image done in").wait_for()
+    (request,) = replicas.requests
+    assert (request.prompt, request.negative_prompt, request.seed) == ("a lighthouse", "fog", 41)
+    assert ([(use.name, use.scale) for use in request.lora], request.num_inference_steps) == ([("bold", 0.5)], 7)
+    assert page.get_by_label("Seed", exact=True).input_value() == "42"
+
+
+def test_a_key_is_asked_for_refused_and_kept_in_the_tab_alone(
+    serve: Callable[..., AbstractContextManager[str]], tmp_path: Path, open_page: OpenPage
+) -> None:
+    tmp_path.chmod(0o700)
+    add_key(tmp_path / "keys", KeyEntry(name="user", sha256=hash_of(USER)))
+    with serve(AccessConfig(keys_file=tmp_path / "keys")) as url:
+        page = open_page(url)
+        for key in ("atl_wrong", USER):
+            page.locator("dialog input").fill(key)
+            page.get_by_role("button", name="Use key").click()
+            if key != USER:
+                page.get_by_text("This key was refused").wait_for()
+        page.get_by_label("Model").click()
+        page.get_by_role("option").first.wait_for()
+        assert page.evaluate("Object.values(localStorage).join()").find(USER) == -1
+        assert page.evaluate("Object.values(sessionStorage).join()").find(USER) >= 0
+        assert USER not in page.url
+        page.goto(f"{url}/cluster")
+        page.get_by_text("needs an admin key").first.wait_for()
+
+
+def test_hostile_texts_are_shown_and_nothing_of_them_runs(url: str, replicas: Held, open_page: OpenPage) -> None:
+    entry = replicas.states["flux"].entry.model_copy(update={"description": HOSTILE})
+    replicas.states["flux"] = replace(replicas.states["flux"], entry=entry)
+    replicas.states["broken"] = replace(replicas.states["broken"], error=HOSTILE)
+    page = open_page(url)
+    page.route("**/v1/models?*", lambda route: route.fulfill(json=renamed(route.fetch().json())))
+    page.reload()
+    page.get_by_label("Model").click()
+    shown = page.get_by_role("listbox").inner_text()
+    assert shown.count(HOSTILE) == 3
+    page.keyboard.press("Escape")
+    generate(page, HOSTILE)
+    page.locator(".thumbs img").first.wait_for()
+    page.locator("button.thumb").first.click()
+    assert HOSTILE in page.locator("dialog").inner_text()
+    page.keyboard.press("Escape")
+    replicas.error = ValueError(HOSTILE)
+    generate(page)
+    page.get_by_role("alert").wait_for()
+    assert "pwned" not in page.title()
+    assert page.locator("img[src=x]").count() == 0
+
+
+def renamed(models: dict[str, Any]) -> dict[str, Any]:
+    """The list with one more model, whose name is markup."""
+    models["data"].append(models["data"][0] | {"id": HOSTILE, "description": ""})
+    return models
+
+
+def test_a_cancelled_image_ends_at_the_worker(url: str, replicas: Held, open_page: OpenPage) -> None:
+    replicas.gate.clear()
+    page = open_page(url)
+    generate(page)
+    page.get_by_text("Step 1 of 4").wait_for()
+    cancel(page)
+    wait_until(lambda: replicas.ended == ["cancelled"], "the worker's stream is closed")
+    replicas.gate.set()
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("Image done in").wait_for()
+
+
+def test_a_reload_in_the_middle_makes_no_image_twice(url: str, replicas: Held, open_page: OpenPage) -> None:
+    replicas.gate.clear()
+    page = open_page(url)
+    generate(page)
+    page.get_by_text("Step 1 of 4").wait_for()
+    page.reload()
+    page.get_by_text("Step 1 of 4").wait_for()
+    replicas.gate.set()
+    page.locator(".thumbs img").first.wait_for()
+    assert (len(replicas.requests), replicas.ended) == (1, ["made"])
+
+
+def test_two_tabs_make_images_beside_each_other(url: str, replicas: Held, open_page: OpenPage) -> None:
+    first = open_page(url)
+    second = open_page(url, first.context)
+    for number, page in enumerate((first, second)):
+        generate(page, f"number {number}")
+        page.get_by_text("Image done in").wait_for()
+    second.reload()
+    wait_until(lambda: second.locator(".thumbs img").count() == 2, "the gallery of both")
+
+
+def test_a_dropped_file_brings_its_parameters_back(url: str, open_page: OpenPage, tmp_path: Path) -> None:
+    options = "Steps: 9, CFG scale: 4.5, Seed: 77, Size: 16x8, Model: flux"
+    text = f"a red house <lora:bold:0.7>\nNegative prompt: rain, fog\n{options}"
+    description = ImageDescription({"model": "flux", "seed": 77, "lora": [{"name": "bold", "scale": 0.7}]}, text)
+    file = tmp_path / "house.png"
+    file.write_bytes(encode_image(np.zeros((8, 16, 3), np.uint8), "png", description=description))
+    (tmp_path / "plain.png").write_bytes(encode_image(np.zeros((8, 16, 3), np.uint8), "png"))
+    (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"\xff" * 50)
+    page = open_page(url)
+    page.set_input_files("input[type=file]", file)
+    page.get_by_text("Parameters of house.png are in the form").wait_for()
+    read = {
+        name: page.get_by_label(name, exact=True).first.input_value() for name in ("Prompt", "Negative prompt", "Seed")
+    }
+    assert read == {"Prompt": "a red house", "Negative prompt": "rain, fog", "Seed": "77"}
+    assert [page.get_by_label(name).first.input_value() for name in ("Steps", "Guidance", "bold")] == [
+        "9",
+        "4.5",
+        "0.7",
+    ]
+    page.set_input_files("input[type=file]", tmp_path / "broken.png")
+    page.get_by_text("broken.png is no image").wait_for()
+    page.set_input_files("input[type=file]", tmp_path / "plain.png")
+    page.get_by_role("button", name="Paint a mask").wait_for()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a red house"
+
+
+def test_a_mask_is_painted_with_the_keyboard(url: str, replicas: Held, open_page: OpenPage, tmp_path: Path) -> None:
+    file = tmp_path / "plain.png"
+    file.write_bytes(encode_image(np.full((32, 32, 3), 90, np.uint8), "png"))
+    page = open_page(url)
+    page.set_input_files("input[type=file]", file)
+    page.get_by_role("button", name="Paint a mask").click()
+    page.get_by_role("button", name="Use mask", disabled=False).wait_for()  # the image is open
+    page.get_by_role("img", name="Mask.").press("Space")
+    page.get_by_role("button", name="Use mask").click()
+    generate(page)
+    page.get_by_text("Image done in").wait_for()
+    (request,) = replicas.requests
+    assert request.init_image.shape == (32, 32, 3)
+    assert np.unique(request.mask_image).tolist() == [0, 255]
+    assert request.mask_image[16, 16] == 255
+    assert request.mask_image[0, 0] == 0
+
+
+def test_a_grid_asks_for_each_cell(url: str, replicas: Held, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.get_by_label("Prompt", exact=True).fill("a tree")
+    page.get_by_role("button", name="Grid").click()
+    page.get_by_label("Values").first.fill("3-5")
+    page.get_by_label("Down").select_option("guidance")
+    page.get_by_label("Values").nth(1).fill("2, 4")
+    page.get_by_role("button", name="Generate 6").click()
+    page.get_by_role("button", name="Download sheet").and_(page.locator(":enabled")).wait_for()
+    asked = {(request.seed, request.guidance_scale) for request in replicas.requests}
+    assert asked == {(seed, guidance) for seed in (3, 4, 5) for guidance in (2.0, 4.0)}
+    assert page.locator(".sheet thead th").all_inner_texts() == ["Seed 3", "Seed 4", "Seed 5"]
+
+
+def test_what_was_typed_outlives_a_server_that_is_gone(
+    serve: Callable[..., AbstractContextManager[str]], open_page: OpenPage
+) -> None:
+    with serve() as url:
+        page = open_page(url)
+        page.get_by_label("Model").wait_for()
+        page.get_by_label("Prompt", exact=True).fill("a long text")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    page.get_by_text("The server does not answer").wait_for()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a long text"
+
+
+def test_a_chat_is_streamed_and_stopped(url: str, replicas: Held, open_page: OpenPage) -> None:
+    page = open_page(f"{url}/chat")
+    page.locator(".near").first.wait_for()  # the model is chosen
+    page.get_by_label("Message", exact=True).fill("x")
+    page.keyboard.press("Enter")
+    page.get_by_text(re.compile("3 tokens · first token after")).wait_for()
+    assert page.locator(".turn.assistant .text").inner_text() == "Hello"
+    assert [message.content for message in replicas.requests[0].messages] == ["x"]
+    page.get_by_role("button", name="Answer again").click()
+    wait_until(lambda: len(replicas.requests) == 2, "asked again")
+    page.get_by_text(re.compile("3 tokens · first token after")).wait_for()
+    page.get_by_role("button", name="New conversation").click()
+    page.get_by_text("Ask the model something").wait_for()
+
+
+def test_texts_are_compared_and_ranked(url: str, open_page: OpenPage) -> None:
+    page = open_page(f"{url}/chat")
+    page.get_by_role("tab", name="Texts compared").click()
+    page.get_by_label("Texts, one a line").fill("one\ntwo\nthree")
+    page.get_by_role("button", name="Compare").click()
+    page.locator(".matrix").wait_for()
+    assert page.locator(".matrix tbody tr").count() == 3
+    page.get_by_label("Model", exact=True).fill("ranker")
+    page.keyboard.press("Enter")
+    page.get_by_label("Query").fill("alpha")
+    page.get_by_label("Documents, one a line").fill("beta\nalpha beta")
+    page.get_by_role("button", name="Rank").click()
+    page.get_by_role("cell", name="alpha beta").wait_for()
+    assert page.locator("table tbody td:first-child").all_inner_texts() == ["alpha beta", "beta"]
+
+
+def test_the_cluster_page_is_live_and_says_when_it_is_not(
+    serve: Callable[..., AbstractContextManager[str]], open_page: OpenPage
+) -> None:
+    with serve() as url:
+        page = open_page(f"{url}/cluster")
+        page.get_by_text("live", exact=True).wait_for()
+        assert page.get_by_role("row", name=re.compile("^flux")).count() == 1
+    page.get_by_text("The server does not answer").first.wait_for()

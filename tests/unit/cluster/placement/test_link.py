@@ -1,0 +1,270 @@
+"""Reporters and the controller over a fake of Ray's actor: what each hears, and what dies with a controller."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kit.waiting import until
+from ray.exceptions import ActorUnavailableError
+from unit.cluster.placement.reporting import POOL, need, versions, worker
+
+from cluster.admission.demand import Demand
+from cluster.admission.dispatcher import Dispatcher
+from cluster.errors import OverrideRefused
+from cluster.placement import actor as module
+from cluster.placement import link as link_module
+from cluster.placement import slot_book
+from cluster.placement.actor import Controller
+from cluster.placement.link import ControllerLink, Link, link_queue
+from cluster.placement.overrides import OverrideChange, Overrides
+from cluster.placement.reports import OrderOutcome, Orders, WorkerReport
+from cluster.placement.slot_link import SlotLink
+from cluster.registry.whole_groups import GroupNews
+from configs.admission import AdmissionConfig, ControllerConfig
+from configs.cluster import ClusterConfig
+
+CONFIG = ClusterConfig.model_validate(
+    {"name": "one", "models": [{"id": "a", "path": "/a"}], "controller": {"tick_s": 0.05}}
+)
+
+HELD = GroupNews(("e", 1), {"node": frozenset()}, frozenset({"node"}))
+
+
+class Registry:
+    """The registry as far as the controller asks it; `is_away` makes every call fail."""
+
+    def __init__(self) -> None:
+        self.saved = Overrides()
+        self.is_away = False
+        self.revision = ("e", 1)
+
+    async def ready(self) -> None:
+        pass
+
+    def __iter__(self) -> Any:
+        entries = versions("a", "b").items()
+        return iter(
+            SimpleNamespace(id=id_, kind=entry.kind, fingerprint=entry.version, serves=True, state="ready")
+            for id_, entry in entries
+        )
+
+    async def call_registry(self, method: Any, *arguments: Any) -> Any:
+        if self.is_away:
+            raise ActorUnavailableError("gone", None)
+        if method.__name__ == "set_overrides":
+            (self.saved,) = arguments
+        return {"overrides": self.saved, "follow_groups": HELD, "set_overrides": None}[method.__name__]
+
+
+class Actors:
+    """The one controller under its name, as Ray has it: a new one in the place of one that was killed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry = Registry()
+        monkeypatch.setattr(module, "RegistrySnapshot", lambda connect: self.registry)
+        self.controller: Controller | None = None
+
+    async def start(self, config: ClusterConfig = CONFIG) -> Controller:
+        self.controller = Controller.__new__(Controller)
+        await self.controller.__init__(config)  # type: ignore[misc]  # as Ray does
+        return self.controller
+
+    def kill(self) -> None:
+        assert self.controller is not None
+        for task in self.controller._tasks:
+            task.cancel()
+        self.controller._slots.close()
+        self.controller = None
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
+
+    async def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        if self.controller is None:
+            raise ActorUnavailableError("gone", None)
+        return await getattr(self.controller, name)(*arguments)
+
+
+class Models:
+    """A worker that has at once what it is told to have."""
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.state: WorkerReport = worker(budget=12, needs={"a": need(x=10), "b": need(y=10)}, fixed_switch_s=1.0)
+        self.heard: list[str] = []
+
+    async def report(self) -> WorkerReport:
+        return self.state
+
+    def apply(self, orders: Orders) -> None:
+        for order in orders.orders:
+            if order.id in self.heard:
+                continue
+            self.heard.append(order.id)
+            ready = {"x": 10} if order.model == "a" else {"y": 10}
+            outcome = OrderOutcome(order.id, 0.1)
+            self.state = worker(
+                budget=12,
+                needs=self.state.needs,
+                ready=ready,
+                taken=tuple(self.heard),
+                outcomes=(outcome,),
+                fixed_switch_s=1.0,
+            )
+            self.changed.set()
+
+
+@pytest.fixture
+async def actors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Actors]:
+    monkeypatch.setattr(link_module, "PAUSE_S", 0.01)
+    monkeypatch.setattr(module, "HELD_S", 0.01)
+    found = Actors(monkeypatch)
+    await found.start()
+    yield found
+    if found.controller is not None:
+        found.kill()
+
+
+@pytest.fixture
+def late() -> list[float]:
+    """Seconds that the queue's clock is ahead: a test adds some."""
+    return []
+
+
+@pytest.fixture
+async def queue(actors: Actors, late: list[float]) -> AsyncIterator[Dispatcher]:
+    found = Dispatcher(AdmissionConfig(), lambda: time.monotonic() + sum(late))
+    found.set_replicas(POOL, ["w"])
+    link = link_queue("q", found, lambda: actors, 0.05)
+    link.start()
+    yield found
+    link.close()
+
+
+@pytest.fixture
+async def models(actors: Actors) -> AsyncIterator[Models]:
+    found = Models()
+    link = ControllerLink("w", lambda: actors, found.report, found.apply, found.changed, 0.05)
+    link.start()
+    yield found
+    link.close()
+
+
+def ask(model: str) -> Demand:
+    return Demand(POOL, model, 1.0, 0.25, 2, "default", math.inf)
+
+
+async def place_of(queue: Dispatcher, model: str) -> str:
+    async with asyncio.timeout(10):
+        ticket = queue.submit(ask(model))
+        try:
+            return await queue.slot(ticket)
+        finally:
+            queue.leave(ticket, is_answered=True)
+
+
+async def has_plan(actors: Actors) -> None:
+    await until(lambda: actors.controller is not None and actors.controller._decided is not None)
+
+
+async def test_requests_start_where_the_controller_has_got_their_model_ready(
+    actors: Actors, queue: Dispatcher, models: Models
+) -> None:
+    await has_plan(actors)
+    await until(lambda: queue._queue.is_unplaced(ask("a"), queue._clock()))
+    assert await place_of(queue, "a") == "w"
+    assert await place_of(queue, "b") == "w"
+    assert actors.controller is not None
+    found = await actors.controller.describe(10)
+    made = [(one["action"], one["model"]) for one in reversed(found["decisions"]) if one["state"] == "done"]
+    assert made[0] == ("switch", "a")
+    assert ("switch", "b") in made
+    assert all(one["reason"] for one in found["decisions"])
+
+
+async def test_a_controller_that_dies_holds_nobody_up_and_the_next_one_goes_on(
+    actors: Actors, queue: Dispatcher, models: Models, late: list[float]
+) -> None:
+    await has_plan(actors)
+    await until(lambda: queue._queue.is_unplaced(ask("a"), queue._clock()))
+    assert await place_of(queue, "a") == "w"
+    actors.kill()
+    await until(lambda: not models.changed.is_set())
+    heard = list(models.heard)
+    late.append(module.PLAN_LIVES_S + 1.0)  # its word has ended
+    assert await place_of(queue, "b") == "w"  # any worker may have it, and switches by itself
+    assert models.heard == heard
+    await actors.start()
+    await until(lambda: queue._queue.is_unplaced(ask("b"), queue._clock()) or models.state.ready == {"y": 10})
+    assert await place_of(queue, "b") == "w"
+    await until(lambda: len(models.heard) > len(heard))
+
+
+async def test_orders_by_hand_outlive_the_controller_and_need_the_registry_only_to_change(
+    actors: Actors, queue: Dispatcher, models: Models
+) -> None:
+    await has_plan(actors)
+    assert actors.controller is not None
+    await actors.controller.change(OverrideChange("pin", True, "w", "b"))
+    await until(lambda: models.state.ready == {"y": 10})
+    with pytest.raises(OverrideRefused, match="no worker 'nobody'"):
+        await actors.controller.change(OverrideChange("drain", True, "nobody"))
+    actors.registry.is_away = True
+    with pytest.raises(ActorUnavailableError):
+        await actors.controller.change(OverrideChange("freeze", True))
+    assert (await actors.controller.describe(1))["overrides"]["is_frozen"] is False
+    assert await place_of(queue, "b") == "w"  # decisions go on without the registry
+    actors.registry.is_away = False
+    actors.kill()
+    controller = await actors.start()
+    await has_plan(actors)
+    assert (await controller.describe(1))["overrides"]["pins"] == {"w": ["b"]}
+
+
+async def test_a_plan_that_fails_is_said_and_the_next_one_is_made(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await has_plan(actors)
+    assert actors.controller is not None
+    with monkeypatch.context() as broken:
+        broken.setattr(actors.controller._deciding, "decide", lambda *_: 1 / 0)
+        await until(lambda: "no decision" in caplog.text)
+    assert await place_of(queue, "a") == "w"
+
+
+async def test_a_controller_that_places_nothing_splits_slots_and_joins_the_queues(
+    actors: Actors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slot_book, "_NUM_TICKS", 1)
+    actors.kill()
+    controller = await actors.start(CONFIG.model_copy(update={"controller": ControllerConfig(enabled=False)}))
+    queues = [Dispatcher(AdmissionConfig(), num_sharing=2) for _ in range(2)]
+    links: list[Link] = []
+    for number, queue in enumerate(queues):
+        queue.set_replicas(POOL, ["w"])
+        links += [link_queue(f"q{number}", queue, lambda: actors, 0.05), SlotLink(f"q{number}", queue, lambda: actors)]
+    for link in links:
+        link.start()
+    tickets = [(queue, queue.submit(ask("a"))) for queue in queues for _ in range(3)]
+    await until(lambda: sum(queue.slot(ticket).done() for queue, ticket in tickets) == 4)
+    await until(lambda: _counts(controller) == (2, 4))
+    joined = await links[1].snapshot()  # type: ignore[attr-defined]
+    assert [(load.name, load.used, load.running) for load in joined.replicas[POOL]] == [("w", 1.0, {"a": 4})]
+    assert joined.tenants == {"default": 2}
+    for queue, ticket in tickets:
+        queue.leave(ticket, is_answered=True)
+    await until(lambda: len(controller._slots.ended.after(0, 0.0).requests) >= 4)
+    assert (await controller.describe(1))["num_ticks"] == 0
+    for link in links:
+        link.close()
+
+
+def _counts(controller: Controller) -> tuple[int, int]:
+    loads = controller._observations.joined_queues().models
+    return sum(load.waiting for load in loads), sum(load.running for load in loads)

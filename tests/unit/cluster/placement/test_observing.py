@@ -1,0 +1,194 @@
+"""Reports become the state that is planned with: who is counted where, and what missing and wrong reports do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from kit.seeding import seeded_random
+from unit.cluster.placement.reporting import POOL, load, need, queue, versions, worker
+
+from cluster.placement.observing import QUEUE_LOST_S, WARM_UP_S, Observations, Observed
+from cluster.placement.overrides import Overrides
+from cluster.placement.reports import LoadFailure
+from cluster.placement.state import INTERACTIVE, LOST_S, STANDARD, retry_after_s
+
+NO = Overrides()
+
+
+def observations(*models: str, began_s: float = 0.0) -> Observations:
+    found = Observations(lambda model: INTERACTIVE if model == "a" else STANDARD, began_s)
+    found.catalog = versions(*models)
+    return found
+
+
+def seen(found: Observations, now_s: float, overrides: Overrides = NO) -> Observed:
+    observed = found.observe(now_s, overrides, {})
+    assert observed is not None
+    return observed
+
+
+def test_queues_count_requests_and_workers_count_memory() -> None:
+    found = observations("a", "b", "c")
+    needs = {"a": need(x=10, v=5), "b": need(y=20, v=5)}
+    report = worker(budget=100, ready={"x": 10, "v": 5}, coming={"y": 20}, leased={"x", "v", "y"}, needs=needs)
+    found.note_worker("w", report, 10.0)
+    found.note_queue("q", queue([load("a", waiting=3, oldest_age_s=2.0, service_s=0.5)], w={"a": 2}), 10.1)
+    observed = seen(found, 10.2)
+    assert observed.state.ignored == ()
+    a, b = observed.state.models["a"], observed.state.models["b"]
+    assert (a.waiting, a.oldest_age_s, a.service_s, a.slo, a.slack_s) == (3, 2.0, 0.5, INTERACTIVE, math.inf)
+    assert (b.waiting, b.service_s, b.slo) == (0, 0.5, STANDARD)  # as much as the others, while nobody knows
+    assert a.components.sizes == {"x": 10, "v": 5}
+    (state,) = observed.state.workers.values()
+    assert (state.models, state.running, state.leased) == (("a",), {"a": 2}, frozenset({"y"}))  # x, v: by what runs
+    assert (state.resident.sizes, state.budget_bytes) == ({"x": 10, "v": 5, "y": 20}, 100)
+    assert state.age_s == pytest.approx(0.2)
+    assert observed.unknown == (("c", "1"),)
+    assert list(observed.names) == ["a", "b", "c"]
+
+
+def test_a_switch_that_a_request_began_is_seen_by_what_is_on_its_way() -> None:
+    found = observations("a", "b")
+    needs = {"a": need(x=10, v=5), "b": need(y=20, v=5)}
+    speeds = {"fixed_switch_s": 1.0, "attach_bytes_per_s": 10.0, "load_bytes_per_s": 4.0}
+    found.held = {"node": {"v"}}
+    found.note_worker("w", worker(ready={"x": 10, "v": 5}, needs=needs, **speeds), 10.0)
+    found.note_queue("q", queue([], w={"b": 1}), 10.0)
+    (before,) = seen(found, 10.1).state.workers.values()
+    assert before.switching_to is None  # it waits for what must end first
+    found.note_worker("w", worker(ready={"v": 5}, coming={"y": 20}, needs=needs, **speeds), 10.2)
+    (state,) = seen(found, 10.7).state.workers.values()
+    assert (state.switching_to, state.ready_in_s) == ("b", pytest.approx(1 + 20 / 10 + 20 / 4 - 0.5))
+    found.held = {"node": {"v", "y"}}  # what was read meanwhile moves the end not
+    found.note_worker("w", worker(ready={"v": 5}, coming={"y": 20}, needs=needs, **speeds), 12.2)
+    (state,) = seen(found, 12.2).state.workers.values()
+    assert (state.switching_to, state.ready_in_s) == ("b", pytest.approx(6.0))
+    assert seen(found, 12.2).state.workers["w"].models == ()
+    found.note_worker("w", worker(ready={"v": 5, "y": 20}, needs=needs, **speeds), 13.0)
+    (after,) = seen(found, 13.0).state.workers.values()
+    assert (after.switching_to, after.ready_in_s, after.models) == (None, 0.0, ("b",))
+
+
+def test_several_queues_are_one() -> None:
+    found = observations("a")
+    found.note_worker("w", worker(ready={"x": 1}, needs={"a": need(x=1)}), 0.0)
+    first = load("a", waiting=1, oldest_age_s=1.0, rate_short=2.0, slack_s=9.0, unstarted_s=0.5)
+    found.note_queue("q1", queue([first], w={"a": 1}), 0.0)
+    found.note_queue("q2", queue([load("a", waiting=2, oldest_age_s=3.0, rate_short=1.0)], w={"a": 4}), 0.0)
+    a = seen(found, 0.1).state.models["a"]
+    assert (a.waiting, a.oldest_age_s, a.rate_short, a.slack_s, a.unstarted_s) == (3, 3.0, 3.0, 9.0, 0.5)
+    assert seen(found, 0.1).state.workers["w"].running == {"a": 5}
+    found.note_queue("q2", queue([], w={}), QUEUE_LOST_S)
+    found.note_worker("w", worker(ready={"x": 1}), QUEUE_LOST_S)
+    found.forget_silent(QUEUE_LOST_S + 0.1)  # the ingress of q1 is gone, and its requests with it
+    assert seen(found, QUEUE_LOST_S + 0.1).state.models["a"].waiting == 0
+
+
+def test_a_worker_that_the_queue_does_not_list_is_gone_at_once_and_a_silent_one_in_time() -> None:
+    found = observations("a")
+    for name in ("w1", "w2"):
+        found.note_worker(name, worker(ready={"x": 1}, needs={"a": need(x=1)}), 0.0)
+    found.note_queue("q", queue([], w1={}, w2={}), 0.0)
+    assert seen(found, 0.1).state.workers.keys() == {"w1", "w2"}
+    found.note_queue("q", queue([], gone=["w1"], w2={}), 0.2)
+    assert seen(found, 0.3).state.workers.keys() == {"w2"}
+    found.note_worker("w1", worker(), LOST_S)
+    found.note_queue("q", queue([], w1={}, w2={}), LOST_S)
+    assert seen(found, LOST_S).state.workers["w2"].is_stale
+    found.forget_silent(LOST_S + 0.1)
+    assert seen(found, LOST_S + 0.1).state.workers.keys() == {"w1"}
+
+
+def test_a_new_controller_waits_for_every_worker_but_not_for_ever() -> None:
+    found = observations("a", began_s=100.0)
+    assert found.observe(100.1, NO, {}) is None
+    found.note_worker("w1", worker(), 100.1)
+    assert found.observe(100.1, NO, {}) is None  # nobody knows what is asked for
+    found.note_queue("q", queue([], w1={}, w2={}), 100.1)
+    assert found.observe(100.2, NO, {}) is None
+    found.note_worker("w2", worker(), 100.3)
+    assert seen(found, 100.3).state.workers.keys() == {"w1", "w2"}
+    found.note_queue("q", queue([], w1={}, w2={}, w3={}), 101.0)
+    assert found.observe(101.0, NO, {}) is None
+    assert seen(found, 100.0 + WARM_UP_S).state.workers.keys() == {"w1", "w2"}
+
+
+def test_a_failed_load_is_backed_off_by_all_failures_and_forgotten_with_its_version() -> None:
+    found = observations("a")
+    for name, num, age_s in (("w1", 1, 9.0), ("w2", 2, 0.5)):
+        failures = {"a": LoadFailure("1", num, age_s, f"broken on {name}")}
+        found.note_worker(name, worker(needs={"a": need(x=1)}, failures=failures), 0.0)
+    found.note_queue("q", queue([load("a", waiting=1, rate_short=1.0, rate_long=1.0)], w1={}, w2={}), 0.0)
+    observed = seen(found, 0.25)
+    assert observed.state.models["a"].retry_in_s == pytest.approx(retry_after_s(3) - 0.75)
+    a = seen(found, 4.0).state.models["a"]
+    assert (a.retry_in_s, a.waiting, a.rate) == (0.0, 1, 0.0)  # tried again for who waits, not ahead
+    assert observed.backoffs["a"].error == "broken on w2"
+    found.catalog = versions("a", version="2")
+    observed = seen(found, 0.25)
+    assert (observed.state.models["a"].retry_in_s, observed.backoffs) == (0.0, {})
+    assert observed.unknown == (("a", "2"),)
+
+
+def test_what_an_operator_unloaded_is_not_expected_until_a_request_waits() -> None:
+    found = observations("a")
+    found.note_worker("w", worker(needs={"a": need(x=1)}), 0.0)
+    found.note_queue("q", queue([load("a", waiting=2, rate_short=1.0, rate_long=1.0)], w={}), 0.0)
+    assert seen(found, 0.1).state.models["a"].rate == 1.0
+    found.catalog = {"a": replace(found.catalog["a"], is_unloaded=True)}
+    a = seen(found, 0.1).state.models["a"]
+    assert (a.rate, a.waiting) == (0.0, 2)
+
+
+def test_what_is_waited_for_is_asked_first_and_nothing_while_it_is_backed_off() -> None:
+    found = observations("a", "b", "c")
+    found.note_worker("w", worker(failures={"c": LoadFailure("1", 1, 0.0, "no manifest")}), 0.0)
+    found.note_queue("q", queue([load("b", waiting=1), load("c", waiting=9)], w={}), 0.0)
+    observed = seen(found, 0.1)
+    assert observed.unknown == (("b", "1"), ("a", "1"))
+    assert observed.waits == {"b", "c"}
+    assert observed.backoffs.keys() == {"c"}
+
+
+def test_overrides_reach_the_workers_and_pins_of_unknown_models_do_not() -> None:
+    found = observations("a")
+    found.note_worker("w", worker(needs={"a": need(x=1)}, ready={"x": 1}, pinned={"x"}), 0.0)
+    found.note_queue("q", queue([], w={}), 0.0)
+    (state,) = seen(found, 0.1).state.workers.values()
+    assert (state.pinned, state.is_frozen, state.is_draining) == ({"a"}, False, False)  # pinned where it is
+    by_hand = Overrides(
+        is_frozen=True, frozen=frozenset("w"), draining=frozenset("w"), pins={"w": frozenset({"a", "nobody"})}
+    )
+    observed = seen(found, 0.1, by_hand)
+    (state,) = observed.state.workers.values()
+    assert (state.pinned, state.is_frozen, state.is_draining) == ({"a"}, True, True)
+    assert observed.state.is_frozen
+
+
+def test_lies_are_mended_or_refused_and_never_end_the_planning() -> None:
+    """Whatever workers and queues say: sizes that are none are refused, all else makes a state."""
+    chance = seeded_random()
+    odd = [math.nan, -1.0, math.inf, 1e300, 0.0, 0.5]
+    for _ in range(200):
+        found = observations("a", "b")
+        with pytest.raises(ValueError, match="whole number"):
+            found.note_worker("liar", worker(ready={"x": -1}), 0.0)
+        report = worker(
+            ready={"x": 1},
+            switching_to=chance.choice(["a", "nobody", None]),
+            ready_in_s=chance.choice(odd),
+            fixed_switch_s=chance.choice(odd),
+            attach_bytes_per_s=chance.choice(odd),
+            failures={"b": LoadFailure("1", 1, chance.choice(odd), "x")},
+            needs={"a": need(x=1), "ghost": need(x=1)},
+        )
+        found.note_worker("w", report, chance.choice([0.0, 50.0]))
+        loads = [load("a", waiting=2, oldest_age_s=chance.choice(odd), service_s=chance.choice(odd))]
+        found.note_queue("q", queue(loads, w={"a": 1, "ghost": 3}), 0.0)
+        observed = found.observe(4.0, NO, {})
+        assert observed is not None
+        assert observed.state.models.keys() == {"a"}
+        assert all(math.isfinite(model.service_s) and model.retry_in_s >= 0 for model in observed.state.models.values())
+        assert observed.pool == POOL

@@ -1,0 +1,141 @@
+"""The number of workers: up at once, down after a while, to zero and back, and nothing wanted is lost on the way."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from unit.cluster.placement.random_states import random_records
+
+from cluster.placement.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, can_leave, target_replicas
+from cluster.placement.checking import usable_state
+from cluster.placement.state import ClusterState, Components, ModelState, WorkerState
+
+GB = 10**9
+POLICY = ScalingPolicy(0, 20, target_utilization=0.5, drain_s=10.0, downscale_delay_s=60.0, to_zero_delay_s=300.0)
+
+
+def state_of(models: list[ModelState], workers: list[WorkerState]) -> ClusterState:
+    state = usable_state(models, workers, {})
+    assert state.ignored == ()
+    return state
+
+
+def model(id_: str, waiting: int = 0, **more) -> ModelState:
+    return ModelState(id_, Components({f"own-{id_}": 10 * GB}), waiting, **more)
+
+
+def worker(id_: str, *models: ModelState, **more) -> WorkerState:
+    sizes = {key: size for each in models for key, size in each.components.sizes.items()}
+    return WorkerState(id_, "n", 10 * GB, Components(sizes), tuple(each.id for each in models), **more)
+
+
+class Scaling:
+    """Calls the function as Serve does: again and again, with what it returned."""
+
+    def __init__(self, current: int) -> None:
+        self.memory, self.current = ScalingMemory(), current
+
+    def ask(self, state: ClusterState, now_s: float) -> ScalePlan:
+        plan = target_replicas(state, POLICY, self.memory, self.current, now_s)
+        self.memory, self.current = plan.memory, plan.target
+        return plan
+
+
+def test_a_burst_scales_up_at_once_with_what_it_wants_preloaded() -> None:
+    hot, warm = model("hot", 200, service_s=0.5), model("warm", 20, service_s=0.5)
+    plan = Scaling(1).ask(state_of([hot, warm], [worker("w0", hot)]), 0.0)
+    assert plan.target == 11  # 110 s of work in 10 s
+    assert plan.preloads.count("hot") > plan.preloads.count("warm") > 0
+    assert len(plan.preloads) == 10
+
+
+def test_rates_keep_workers_busy_at_the_wanted_utilization() -> None:
+    hot = model("hot", rate_long=3.0, rate_short=2.0, service_s=1.0)
+    assert Scaling(2).ask(state_of([hot], [worker("w0", hot)]), 0.0).target == 6
+
+
+def test_down_only_after_the_target_was_lower_for_a_while_by_the_highest_since() -> None:
+    scaling = Scaling(10)
+    quiet = state_of([model("hot", rate_long=0.5, service_s=1.0)], [])
+    middle = state_of([model("hot", rate_long=2.0, service_s=1.0)], [])
+    assert scaling.ask(quiet, 0.0).target == 10
+    assert scaling.ask(middle, 30.0).target == 10
+    assert scaling.ask(quiet, 59.0).target == 10
+    assert scaling.ask(quiet, 61.0).target == 4
+    assert scaling.ask(quiet, 100.0).target == 4
+    assert scaling.ask(quiet, 161.0).target == 1
+
+
+def test_to_zero_after_silence_and_back_with_one_request() -> None:
+    scaling = Scaling(1)
+    silent = state_of([model("a")], [worker("w0")])
+    assert [scaling.ask(silent, now_s).target for now_s in (0.0, 100.0, 299.0)] == [1, 1, 1]
+    scaling.ask(silent, 301.0)
+    assert scaling.ask(silent, 362.0).target == 0
+    plan = scaling.ask(state_of([model("a", 1, service_s=0.01)], []), 400.0)
+    assert (plan.target, plan.preloads) == (1, ("a",))
+
+
+def test_a_rate_that_fades_is_no_reason_for_the_last_worker() -> None:
+    scaling = Scaling(1)
+
+    def faded(now_s: float) -> ClusterState:  # sixty requests at 0 s, as the queue counts them
+        rates = {"rate_short": 12 * math.exp(-now_s / 5), "rate_long": math.exp(-now_s / 60)}
+        return state_of([model("a", **rates)], [worker("w0", model("a"))])
+
+    targets = {now_s: scaling.ask(faded(now_s), now_s).target for now_s in range(0, 500, 5)}
+    assert targets[300] == 1
+    assert targets[400] == 0
+
+
+def test_a_request_meanwhile_starts_the_silence_anew() -> None:
+    scaling = Scaling(1)
+    silent = state_of([model("a")], [worker("w0")])
+    for now_s in range(0, 290, 10):
+        scaling.ask(silent, float(now_s))
+    scaling.ask(state_of([model("a", 1)], [worker("w0")]), 290.0)
+    assert [scaling.ask(silent, now_s).target for now_s in (300.0, 500.0)] == [1, 1]
+
+
+def test_running_work_keeps_a_worker() -> None:
+    scaling = Scaling(1)
+    busy = model("a")
+    state = state_of([busy], [worker("w0", busy, running={"a": 1})])
+    assert [scaling.ask(state, now_s).target for now_s in (0.0, 400.0, 800.0, 1200.0)] == [1] * 4
+
+
+def test_the_least_missed_leave_and_sole_holders_hand_over() -> None:
+    hot, rare, dead = model("hot", rate_long=0.4), model("rare", rate_long=0.01), model("dead")
+    workers = [worker("w0", hot), worker("w1", rare), worker("w2", hot), worker("w3", dead), worker("w4", hot)]
+    scaling = Scaling(5)
+    state = state_of([hot, rare, dead], workers)
+    scaling.ask(state, 0.0)
+    plan = scaling.ask(state, 61.0)
+    assert plan.target == 1
+    assert len(plan.leaving) == 4
+    # Three may go without a word; the fourth holds what nobody else has.
+    assert plan.hand_overs == (("w1", "rare"),)
+    assert can_leave(state, workers[3])
+    assert not can_leave(state, workers[1])
+    handed = state_of([hot, rare, dead], [*workers, worker("w5", rare)])
+    assert can_leave(handed, handed.workers["w1"])
+    running = worker("w3", dead, running={"dead": 1})
+    assert not can_leave(state_of([hot, rare, dead], [running]), running)
+
+
+def test_bounds_hold_and_broken_clocks_do_no_harm() -> None:
+    for seed in range(500):
+        chance = random.Random(seed)
+        models, workers, held = random_records(seed)
+        state = usable_state(models, workers, held)
+        policy = ScalingPolicy(chance.randrange(0, 3), chance.randrange(3, 9))
+        memory, current = ScalingMemory(), len(workers)
+        for _ in range(6):
+            now_s = chance.choice([0.0, 1e9, -5.0, 100.0, math.nan, math.inf])
+            plan = target_replicas(state, policy, memory, current, now_s)
+            assert policy.min_workers <= plan.target <= policy.max_workers
+            assert len(plan.preloads) <= max(0, plan.target - current)
+            assert len(plan.leaving) <= max(0, current - plan.target)
+            assert all(state.workers[id_].pinned == frozenset() for id_ in plan.leaving)
+            memory = plan.memory

@@ -1,0 +1,138 @@
+"""Weights of words in prompts: what is read of them, and what becomes of the encoder's vectors."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+import transformers
+from kit.seeding import seeded_random
+from unit.deployments.engines.stock.tiny_pipelines import CLIP_TOKENS, clip, clip_tokenizer
+
+from deployments.engines.protocol import EngineError
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.prompt_weights import WeightedText, has_weights, parse_weights, without_weights
+from deployments.engines.text.tokens import MAX_CHUNKS, join_chunks, weighted
+
+ROOM = CLIP_TOKENS - 2
+
+
+def pieces(prompt: str) -> list[tuple[str, float]]:
+    (chunk,) = parse_weights(prompt)
+    return [(piece.text, round(piece.weight, 4)) for piece in chunk]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a cat", [("a cat", 1.0)]),
+        ("a (cat) [dog]", [("a ", 1.0), ("cat", 1.1), (" ", 1.0), ("dog", 0.9091)]),
+        ("(a (b:1.5) c:0.5)", [("a ", 0.5), ("b", 0.75), (" c", 0.5)]),
+        ("((a)) [[b]]", [("a", 1.21), (" ", 1.0), ("b", 0.8264)]),
+        (r"\(a\) \[b\] c\\d", [("(a) [b] c\\d", 1.0)]),
+        ("(a [b", [("a ", 1.1), ("b", 1.0)]),
+        (") a ]", [(") a ]", 1.0)]),
+        ("[a:1.5]", [("a:1.5", 0.9091)]),
+        ("(a: 1.5 ) b:c", [("a", 1.5), (" b:c", 1.0)]),
+        ("(a:b) ()", [("a:b", 1.1), (" ", 1.0)]),
+        ("(a:-0.5)", [("a", -0.5)]),
+    ],
+)
+def test_brackets(prompt: str, expected: list[tuple[str, float]]) -> None:
+    assert pieces(prompt) == expected
+    assert without_weights(prompt) == "".join(text for text, _ in expected).strip()
+    assert has_weights(prompt) == any(weight != 1.0 for _, weight in expected)
+
+
+def test_break_begins_a_chunk_and_keeps_weights() -> None:
+    assert parse_weights("a BREAK (b\nBREAK c:2) BREAKFAST") == [
+        [WeightedText("a", 1.0)],
+        [WeightedText("b", 2.0)],
+        [WeightedText("c", 2.0), WeightedText(" BREAKFAST", 1.0)],
+    ]
+    assert without_weights("a BREAK b") == "a b"
+    assert has_weights("a BREAK b")
+
+
+@pytest.mark.parametrize("prompt", ["(a:11)", "(a:-10.5)", "(" * 30 + "a" + ")" * 30, "(" * 9000 + "a"])
+def test_weights_are_bounded(prompt: str) -> None:
+    with pytest.raises(EngineError, match=r"has weight .*, expected -10 to 10"):
+        parse_weights(prompt)
+
+
+@pytest.mark.parametrize("unit", ["(", ")", "[a", "[", "(a)", "(:1.1)", "(a:1.1", ":", "\\", "1.1)", "BREAK ", "a b"])
+def test_hostile_prompts_take_linear_time(unit: str) -> None:
+    def seconds(number: int) -> float:
+        times = []
+        for _ in range(3):
+            start = time.process_time()
+            with contextlib.suppress(EngineError):
+                parse_weights(unit * number)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(16_000) < 12 * seconds(4_000) + 0.02
+
+
+@pytest.fixture
+def encoder() -> TextEncoder:
+    torch.manual_seed(0)
+    return TextEncoder(clip().eval(), clip_tokenizer())
+
+
+def reference(encoder: TextEncoder, ids: list[int], factors: list[float]) -> torch.Tensor:
+    """The WebUI's formula, over stock's own module: pad with end tokens, encode, multiply, bring back the mean."""
+    tokenizer = clip_tokenizer()
+    padding = CLIP_TOKENS - 1 - len(ids)
+    row = [tokenizer.bos_token_id, *ids, tokenizer.eos_token_id, *[tokenizer.pad_token_id] * (padding - 1)]
+    with torch.no_grad():
+        z = encoder.module(torch.tensor([row]), output_hidden_states=True).hidden_states[-2][0]
+    m = torch.tensor([1.0, *factors, *[1.0] * padding])
+    scaled = z * m[:, None]
+    return scaled * (z.mean() / scaled.mean())
+
+
+def test_vectors_are_those_of_the_formula(encoder: TextEncoder) -> None:
+    assert isinstance(encoder.module, transformers.CLIPTextModel)
+    rng = seeded_random()
+    words = ["cat", "dog", "bird", "red", "old"]
+    for _ in range(5):
+        chosen = [(rng.choice(words), round(rng.uniform(0.3, 1.9), 2)) for _ in range(rng.randint(2, 9))]
+        prompt = " ".join(f"({word}:{weight})" for word, weight in chosen)
+        tokenizer, ids, factors = clip_tokenizer(), [], []
+        for number, (word, weight) in enumerate(chosen):
+            # Blanks between brackets are pieces of their own, and no tokens to a CLIP.
+            assert tokenizer(" " if number else "", add_special_tokens=False)["input_ids"] == []
+            own = tokenizer(word, add_special_tokens=False)["input_ids"]
+            ids, factors = ids + own, factors + [weight] * len(own)
+        texts = encoder.tokenize_chunks(prompt, has_weights=True)
+        assert len(texts) == -(-len(ids) // ROOM)
+        found = [weighted(encoding, text) for encoding, text in zip(encoder.encode(texts), texts, strict=True)]
+        joined = join_chunks(found)["penultimate"]
+        expected = [
+            reference(encoder, ids[start : start + ROOM], factors[start : start + ROOM])
+            for start in range(0, len(ids), ROOM)
+        ]
+        torch.testing.assert_close(joined, torch.cat(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_a_prompt_without_weights_is_the_plain_prompt(encoder: TextEncoder) -> None:
+    texts = encoder.tokenize_chunks("a cat, (old)", has_weights=False)
+    plain = encoder.tokenize_chunks("a cat", has_weights=True)
+    assert plain == encoder.tokenize_chunks("a cat")
+    assert all(not text.weights for text in (*texts, *plain))
+    (encoding,) = encoder.encode(plain)
+    assert weighted(encoding, plain[0]) is encoding
+
+
+def test_encodings_are_shared_by_prompts_that_differ_in_weights_alone(encoder: TextEncoder) -> None:
+    (low,), (high,) = (encoder.tokenize_chunks(f"a (cat:{weight})", has_weights=True) for weight in (0.5, 1.5))
+    assert low == high
+    assert low.weights != high.weights
+
+
+def test_too_many_chunks_are_refused(encoder: TextEncoder) -> None:
+    with pytest.raises(EngineError, match="can be encoded in chunks"):
+        encoder.tokenize_chunks("a BREAK " * (MAX_CHUNKS + 1), has_weights=True)

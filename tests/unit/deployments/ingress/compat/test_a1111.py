@@ -1,0 +1,233 @@
+"""/sdapi/v1, asked by webuiapi, a client of the Stable Diffusion WebUI."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import webuiapi
+from PIL import Image
+from starlette.testclient import TestClient
+from unit.deployments.ingress.compat.conftest import OpenApp
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+
+from deployments.engines.diffusion import solvers
+from deployments.ingress.compat.a1111_bodies import SAMPLERS
+from deployments.records import ImageProgress, ImageRequest, ImageResult
+
+PATH = "/sdapi/v1"
+
+
+class Slow(Replicas):
+    """Waits before the second step of each image until `gate` opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.waiting = asyncio.Event()
+
+    async def on_stream_images(self, request: ImageRequest) -> AsyncIterator[ImageProgress | ImageResult]:
+        async for piece in super().on_stream_images(request):
+            yield piece
+            self.waiting.set()
+            await self.gate.wait()
+
+
+@pytest.fixture
+async def webui(open_app: OpenApp) -> AsyncIterator[Iterator[webuiapi.WebUIApi]]:
+    async with open_app() as app:
+        with TestClient(app, base_url="http://test", raise_server_exceptions=False) as session:
+            client = webuiapi.WebUIApi(baseurl=f"http://test{PATH}", sampler="Euler")
+            client.session = session
+            yield client
+
+
+def png(pixels: np.ndarray) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+async def test_images_from_a_prompt(webui: Any, replicas: Replicas) -> None:
+    found = await asyncio.to_thread(
+        webui.txt2img,
+        prompt="a <lora:bold:0.5> seven",
+        negative_prompt="blurry",
+        seed=5,
+        batch_size=2,
+        n_iter=1,
+        steps=2,
+        cfg_scale=3,
+        width=24,
+        height=16,
+    )
+    assert [(image.size, image.format) for image in found.images] == [((24, 16), "PNG")] * 2
+    assert (found.info["seed"], found.info["all_seeds"], found.info["sd_model_name"]) == (5, [5, 6], "flux")
+    assert found.parameters["prompt"] == "a <lora:bold:0.5> seven"
+    first, second = replicas.requests
+    assert (first.seed, second.seed, first.n) == (5, 6, 1)
+    assert (first.prompt, first.negative_prompt) == ("a  seven", "blurry")
+    assert (first.width, first.height, first.num_inference_steps, first.guidance_scale) == (24, 16, 2, 3)
+    assert [(use.name, use.scale) for use in first.lora] == [("bold", 0.5)]
+    assert first.scheduler == "EulerDiscreteScheduler"
+    assert "Description" in found.images[0].text
+
+
+async def test_the_last_layer_of_the_text_is_counted_from_one(webui: Any, replicas: Replicas) -> None:
+    for last in (1, 2):
+        settings = {"CLIP_stop_at_last_layers": last}
+        await asyncio.to_thread(webui.txt2img, prompt="x", width=16, height=8, override_settings=settings)
+    assert [request.clip_skip for request in replicas.requests] == [0, 1]
+
+
+async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -> None:
+    image = Image.fromarray(np.full((16, 16, 3), 200, np.uint8))
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:, 8:] = 255
+    for inverted in (0, 1):
+        await asyncio.to_thread(
+            webui.img2img,
+            images=[image],
+            mask_image=Image.fromarray(mask),
+            prompt="x",
+            inpainting_mask_invert=inverted,
+            denoising_strength=0.5,
+            width=16,
+            height=16,
+        )
+    plain, inverted_ = replicas.requests
+    assert (plain.strength, plain.init_image[0, 0, 0]) == (0.5, 200)
+    np.testing.assert_array_equal(plain.mask_image >= 128, mask == 255)
+    np.testing.assert_array_equal(inverted_.mask_image >= 128, mask == 0)
+
+
+async def test_lists(webui: Any) -> None:
+    found = await asyncio.to_thread(
+        lambda: (
+            webui.util_get_model_names(),
+            webui.util_get_sampler_names(),
+            webui.get_loras(),
+            webui.get_schedulers(),
+        )
+    )
+    models, samplers, loras, schedulers = found
+    assert models == ["flux", "other-flux"]
+    assert {"Automatic", "Euler a", "DPM++ 2M"} <= {*samplers}
+    assert {lora["name"] for lora in loras} == {"bold", "thin"}
+    assert [one["name"] for one in schedulers] == ["automatic", "karras", "exponential", "beta"]
+    assert await asyncio.to_thread(webui.get_upscalers) == []
+
+
+def test_samplers_are_classes_of_diffusers() -> None:
+    assert [name for name in SAMPLERS.values() if solvers._solver_class(name) is None] == []
+
+
+async def test_the_chosen_model_is_that_of_requests_without_one(webui: Any, replicas: Replicas) -> None:
+    def work() -> list[Any]:
+        before = webui.util_get_current_model()
+        webui.util_set_model("other-flux")
+        webui.txt2img(prompt="x", width=16, height=8)
+        webui.txt2img(prompt="x", width=16, height=8, override_settings={"sd_model_checkpoint": "flux"})
+        return [before, webui.util_get_current_model()]
+
+    assert await asyncio.to_thread(work) == ["flux", "other-flux"]
+    assert [request.model for request in replicas.requests] == ["other-flux", "flux"]
+
+
+async def test_several_ingress_replicas_keep_no_choice(open_app: OpenApp) -> None:
+    ingress = CONFIG.ingress.model_dump() | {"num_replicas": 2}
+    async with open_app(ingress=ingress) as app:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+            answer = await http.post(f"{PATH}/options", json={"sd_model_checkpoint": "flux"})
+            assert answer.status_code == 400
+            assert "override_settings" in answer.json()["detail"]
+            assert (await http.post(f"{PATH}/options", json={"CLIP_stop_at_last_layers": 2})).status_code == 200
+
+
+async def test_progress_and_interruption(open_http: Any) -> None:
+    replicas = Slow()
+    async with open_http(replicas) as http:
+        idle = (await http.get(f"{PATH}/progress")).json()
+        assert (idle["progress"], idle["state"]["job_count"]) == (0, 0)
+        asked = asyncio.create_task(http.post(f"{PATH}/txt2img", json={"prompt": "x", "width": 16, "height": 8}))
+        await replicas.waiting.wait()
+        running = idle
+        async with asyncio.timeout(10):
+            while not running["progress"]:
+                await asyncio.sleep(0)  # the answer comes without one
+                running = (await http.get(f"{PATH}/progress")).json()
+        assert running["progress"] == pytest.approx(0.25)  # a step of four
+        assert (running["state"]["sampling_step"], running["state"]["sampling_steps"]) == (1, 4)
+        assert running["eta_relative"] > 0
+        await http.post(f"{PATH}/interrupt")
+        replicas.gate.set()
+        answer = await asked
+        assert (answer.status_code, answer.json()["images"]) == (200, [])
+        assert (await http.get(f"{PATH}/progress")).json() == idle
+
+
+async def test_info_is_json(http: httpx.AsyncClient) -> None:
+    answer = await http.post(f"{PATH}/txt2img", json={"prompt": None, "seed": -1})  # both as clients send them
+    info = json.loads(answer.json()["info"])
+    assert info["warnings"] == ["a note"]
+    assert f"Seed: {info['seed']}" in info["infotexts"][0]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampler_name": "DPM++ 2M", "scheduler": "Karras"},
+        {"sampler_index": "DPM++ 2M Karras", "scheduler": "automatic"},
+    ],
+)
+async def test_karras_is_an_option_of_the_scheduler(
+    http: httpx.AsyncClient, replicas: Replicas, fields: dict[str, str]
+) -> None:
+    assert (await http.post(f"{PATH}/txt2img", json={"prompt": "x"} | fields)).status_code == 200
+    (request,) = replicas.requests
+    assert (request.scheduler, request.scheduler_options) == (
+        "DPMSolverMultistepScheduler",
+        {"use_karras_sigmas": True},
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "fields", "text"),
+    [
+        ("txt2img", {"sampler_name": "Euler X"}, "Euler a"),
+        ("txt2img", {"scheduler": "Turbo"}, "automatic, karras"),
+        ("txt2img", {"sampler_name": "Euler Turbo"}, "no sampler 'Euler Turbo'"),
+        ("txt2img", {"enable_hr": True}, "enable_hr"),
+        ("txt2img", {"script_name": "x/y plot"}, "script_name"),
+        ("txt2img", {"alwayson_scripts": {"ADetailer": {"args": [True]}}}, "alwayson_scripts"),
+        ("txt2img", {"prompt": "<lora:bold:much>"}, "<lora:name:scale>"),
+        ("txt2img", {"prompt": "<lora:nobody:1>"}, "no adapter 'nobody'"),
+        ("txt2img", {"n_iter": 5}, "at most 4"),
+        ("txt2img", {"batch_size": 10**9, "n_iter": 10**9}, "at most 4"),
+        ("txt2img", {"steps": 0}, "steps"),
+        ("txt2img", {"width": 10_000}, "size"),
+        ("txt2img", {"override_settings": {"sd_model_checkpoint": "chatty"}}, "does not make images"),
+        ("img2img", {}, "init_images"),
+        ("img2img", {"init_images": ["eA=="]}, "no PNG, JPEG or WebP"),
+        ("img2img", {"init_images": [png(np.zeros((8, 8, 3), np.uint8))] * 2}, "init_images"),
+        ("img2img", {"init_images": [png(np.zeros((8, 8, 3), np.uint8))], "denoising_strength": 0}, "denoising"),
+    ],
+)
+async def test_refusals_name_the_field(http: httpx.AsyncClient, task: str, fields: dict[str, Any], text: str) -> None:
+    answer = await http.post(f"{PATH}/{task}", json={"prompt": "x"} | fields)
+    assert answer.status_code in (400, 404)
+    assert text in answer.json()["detail"]
+
+
+async def test_unknown_names_and_paths_have_the_form_of_the_webui(http: httpx.AsyncClient) -> None:
+    unknown = await http.post(f"{PATH}/options", json={"sd_model_checkpoint": "nobody"})
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "model_not_found")
+    assert (await http.get(f"{PATH}/nothing")).json().keys() == {"error", "detail", "body", "errors"}

@@ -1,0 +1,431 @@
+"""Videos by the real OpenAI client: begun, followed, listed, fetched and deleted; each key has its own."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+from kit.clock import Clock
+from kit.waiting import until
+from PIL import Image
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, problem
+from unit.deployments.serve_fakes import FakeHandle
+
+from cluster.registry.snapshot import RegistrySnapshot
+from configs.access import AccessConfig
+from configs.cluster import VideosConfig
+from deployments.errors import GenerationFailed, QueueFull
+from deployments.ingress.access.keys import KeyEntry, hash_of
+from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.http import create_http_app
+from deployments.ingress.openai import video_jobs
+from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
+from deployments.ingress.service import Service
+from deployments.records import ClipRequest, ClipResult, ImageProgress
+
+WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}
+FACTS = {"model": "wan", "prompt": "a cat", "size": "auto", "seconds": "auto", "seed": 1, "warnings": []}
+STEPS = 4
+CLASSES = {"wan": "WanPipeline", "sound": "StableAudioPipeline", "pag": "StableDiffusionPAGPipeline"}
+
+
+class Makers(Replicas):
+    """Replicas of which a clip's steps wait until `may_step` lets them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, class_name in {**CLASSES, "flux": "FluxPipeline"}.items():
+            self.states[name] = replace(STATUSES["flux"], id=name, class_name=class_name)
+        self.may_step = asyncio.Semaphore(10**6)
+        self.num_ended = 0
+
+    async def on_stream_clip(self, request: ClipRequest) -> AsyncIterator[ImageProgress | ClipResult]:
+        self._arrived(request)
+        try:
+            for step in range(1, STEPS + 1):
+                await self.may_step.acquire()
+                if request.reports_steps:
+                    yield ImageProgress(step, STEPS)
+            is_sound = request.model == "sound"
+            yield ClipResult(
+                request.model, b"file of %d" % (request.seed or 0), "audio/wav" if is_sound else "video/mp4", 48, 16.0,
+                32, 16, request.seed, STEPS, {"denoise": 2.0, "total": 3.0}, SWITCH, ("a note",),
+            )  # fmt: skip
+        finally:
+            self.num_ended += 1
+
+
+Open = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
+
+
+@pytest.fixture
+def makers() -> Makers:
+    return Makers()
+
+
+@pytest.fixture
+def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Open:
+    """Return what makes a client of one more ingress replica over the same folder."""
+
+    @asynccontextmanager
+    async def opened(keys: Path | None = None, **videos: Any) -> AsyncIterator[httpx.AsyncClient]:
+        settings = VideosConfig(folder=tmp_path / "videos", **videos)
+        access = AccessConfig(keys_file=keys, allowed_hosts=["test"])
+        ingress = CONFIG.ingress.model_copy(update={"videos": settings})
+        config = CONFIG.model_copy(update={"ingress": ingress, "access": access})
+        watch, handle = RegistrySnapshot(lambda: makers), FakeHandle(makers)
+        app = create_http_app(Service(config, watch, handle, handle), config)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://test", event_hooks=as_described(app)
+        ) as client:
+            yield client
+        watch.close()
+
+    return opened
+
+
+@pytest.fixture
+async def http(open_videos: Open) -> AsyncIterator[httpx.AsyncClient]:
+    async with open_videos() as client:
+        yield client
+
+
+def client_of(http: httpx.AsyncClient, key: str = "none") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(api_key=key, base_url="http://test/v1", http_client=http, max_retries=0)
+
+
+@pytest.fixture
+def client(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return client_of(http)
+
+
+def png(size: tuple[int, int] = (24, 16)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, (200, 30, 30)).save(buffer, "png")
+    return buffer.getvalue()
+
+
+async def status_of(client: openai.AsyncOpenAI, id_: str) -> str:
+    return (await client.videos.retrieve(id_)).status
+
+
+async def test_a_video_is_begun_followed_and_fetched(client: openai.AsyncOpenAI, makers: Makers) -> None:
+    makers.may_step, seed = asyncio.Semaphore(0), random.getrandbits(32)
+    begun = await client.videos.create(
+        **WAN, seconds="3", size="32x16", extra_body={"seed": seed, "fps": 16, "extra": '{"guidance_scale_2": 2.0}'}
+    )
+    assert (begun.status, begun.progress, begun.size, begun.seconds) == ("queued", 0, "32x16", "3")
+    assert (begun.prompt, begun.completed_at, begun.error) == ("a cat", None, None)
+    with pytest.raises(openai.ConflictError, match="it is queued"):
+        await client.videos.download_content(begun.id)
+    for step in range(1, STEPS):
+        makers.may_step.release()
+        progress = 100 * step // STEPS
+
+        async def is_there(progress: int = progress) -> bool:
+            return (await client.videos.retrieve(begun.id)).progress == progress
+
+        await until(is_there)
+    assert await status_of(client, begun.id) == "in_progress"
+    makers.may_step.release()
+    video = await client.videos.poll(begun.id, poll_interval_ms=1)
+    assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "32x16", "3")
+    assert video.expires_at == video.completed_at + 86_400  # type: ignore[operator]
+    assert video.to_dict()["seed"] == seed
+    assert video.to_dict()["warnings"] == ["a note"]
+    content = await client.videos.download_content(video.id)
+    assert content.content == b"file of %d" % seed
+    assert content.response.headers["content-type"] == "video/mp4"
+    (request,) = makers.requests
+    assert (request.width, request.height, request.seconds, request.fps) == (32, 16, 3.0, 16.0)
+    assert (request.extra, request.num_inference_steps) == ({"guidance_scale_2": 2.0}, 3)  # the config's default
+
+
+async def test_create_and_poll_with_an_image(client: openai.AsyncOpenAI, makers: Makers) -> None:
+    video = await client.videos.create_and_poll(
+        **WAN, input_reference=("cat.png", png(), "image/png"), poll_interval_ms=1
+    )
+    assert video.status == "completed"
+    assert makers.requests[-1].images["image"].shape == (16, 24, 3)
+
+
+@pytest.mark.parametrize("as_object", [True, False])
+async def test_json_bodies_may_have_the_image(http: httpx.AsyncClient, makers: Makers, as_object: bool) -> None:
+    url = "data:image/png;base64," + base64.b64encode(png()).decode()
+    reference: Any = {"image_url": url} if as_object else url
+    answer = await http.post("/v1/videos", json={**WAN, "input_reference": reference, "num_frames": 9})
+    assert answer.status_code == 200
+    await until(lambda: makers.num_ended)
+    np.testing.assert_array_equal(makers.requests[-1].images["image"][0, 0], [200, 30, 30])
+    assert makers.requests[-1].num_frames == 9
+
+
+async def test_videos_are_listed_page_by_page_and_deleted(client: openai.AsyncOpenAI) -> None:
+    ids = [(await client.videos.create_and_poll(**WAN, poll_interval_ms=1)).id for _ in range(5)]
+    found = [video.id async for video in client.videos.list(limit=2)]
+    assert found == ids[::-1]
+    assert [video.id async for video in client.videos.list(order="asc", limit=3)] == ids
+    deleted = await client.videos.delete(ids[2])
+    assert (deleted.id, deleted.deleted, deleted.object) == (ids[2], True, "video.deleted")
+    assert [video.id async for video in client.videos.list()] == [one for one in ids[::-1] if one != ids[2]]
+    for call in (client.videos.retrieve, client.videos.delete, client.videos.download_content):
+        with pytest.raises(openai.NotFoundError, match="no video"):
+            await call(ids[2])
+    with pytest.raises(openai.NotFoundError):
+        await client.videos.list(after=ids[2])
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+async def test_deleting_ends_the_making_in_any_replica(open_videos: Open, makers: Makers, is_begun: bool) -> None:
+    makers.may_step = asyncio.Semaphore(int(is_begun))
+    async with open_videos() as one, open_videos() as other:
+        begun = await client_of(one).videos.create(**WAN)
+        await until(lambda: makers.requests)
+        if is_begun:
+
+            async def has_begun() -> bool:
+                return await status_of(client_of(other), begun.id) == "in_progress"
+
+            await until(has_begun)
+        await client_of(one if is_begun else other).videos.delete(begun.id)
+        if not is_begun:
+            makers.may_step.release()  # its next step tells the replica that nobody wants it
+        await until(lambda: makers.num_ended)
+        with pytest.raises(openai.NotFoundError):
+            await client_of(one).videos.retrieve(begun.id)
+
+
+async def test_replicas_that_share_a_folder_agree(open_videos: Open) -> None:
+    async with open_videos() as one, open_videos() as other:
+        begun = await client_of(one).videos.create(**WAN)
+        video = await client_of(other).videos.poll(begun.id, poll_interval_ms=1)
+        assert (await client_of(other).videos.download_content(video.id)).content.startswith(b"file of")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (GenerationFailed("the model failed"), "generation_failed", "the model failed"),
+        (QueueFull("queue full: 3 requests wait"), "queue_full", "queue full: 3"),
+        (RuntimeError("secret"), "internal", "internal error"),
+    ],
+)
+async def test_a_video_that_cannot_be_made_says_why(
+    client: openai.AsyncOpenAI, makers: Makers, error: Exception, code: str, words: str
+) -> None:
+    makers.error = error
+    video = await client.videos.create_and_poll(**WAN, poll_interval_ms=1)
+    assert video.status == "failed"
+    assert video.error is not None
+    assert video.error.code == code
+    assert words in video.error.message
+    assert "secret" not in video.error.message
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"model": "flux"}, "model 'flux', a FluxPipeline, makes images, and no video"),
+        ({"model": "sound"}, "model 'sound', a StableAudioPipeline, makes audio, and no video"),
+        ({"model": "chatty"}, r"model 'chatty' \(llm\) does not make images"),
+        ({"prompt": ""}, "prompt"),
+        ({"seconds": 0}, "seconds: Input should be greater than 0"),
+        ({"num_frames": 258}, "num_frames: 258 frames, at most 257"),
+        ({"seconds": 60}, "seconds: 420 frames, at most 257"),
+        ({"size": "9000x9000"}, "size: 81000000 pixels"),
+        ({"size": "big"}, "WIDTHxHEIGHT"),
+        ({"size": "32x16", "width": 8}, "give either size"),
+        ({"num_inference_steps": 51}, "num_inference_steps: 51, at most 50"),
+        ({"extra": {"num_frames": 10**6}}, "extra: num_frames: a number above 257"),
+        ({"extra": {"shift": [1e9]}}, "extra: shift: a number above 65536"),
+        ({"output_format": "avi"}, "output_format"),
+        ({"input_reference": "https://elsewhere/cat.png"}, "an address, which is not fetched"),
+        ({"input_reference": "nonsense"}, "images.image"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(http: httpx.AsyncClient, makers: Makers, more: Any, words: str) -> None:
+    answer = await http.post("/v1/videos", json={**WAN, **more})
+    assert answer.status_code == 400
+    with pytest.raises(AssertionError, match=words):
+        raise AssertionError(problem(answer)["message"])
+    assert not makers.requests
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b'"text"'])
+async def test_bodies_that_are_no_objects_are_refused(http: httpx.AsyncClient, body: bytes) -> None:
+    answer = await http.post("/v1/videos", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert problem(answer)["message"]
+
+
+async def test_images_are_not_made_of_videos(http: httpx.AsyncClient) -> None:
+    answer = await http.post("/v1/images/generations", json=WAN)
+    assert "model 'wan', a WanPipeline, makes video, and no images" in problem(answer)["message"]
+
+
+async def test_each_key_has_its_own_videos_and_its_limits(open_videos: Open, makers: Makers, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    for name, more in {"mine": {"max_concurrent": 2}, "yours": {}}.items():
+        add_key(keys, KeyEntry(name=name, sha256=hash_of(f"atl_{name}"), tenant=name, **more))
+    makers.may_step = asyncio.Semaphore(0)
+    async with open_videos(keys, max_unfinished=3) as http:
+        mine, yours = (client_of(http, f"atl_{name}") for name in ("mine", "yours"))
+        begun = [await mine.videos.create(**WAN) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError, match="2 videos of this key are not finished"):
+            await mine.videos.create(**WAN)
+        for _ in range(3):
+            await yours.videos.create(**WAN)
+        with pytest.raises(openai.RateLimitError, match="3 videos of this key"):
+            await yours.videos.create(**WAN)
+        for call in (yours.videos.retrieve, yours.videos.delete, yours.videos.download_content):
+            with pytest.raises(openai.NotFoundError):
+                await call(begun[0].id)
+        assert {video.id async for video in mine.videos.list()} == {video.id for video in begun}
+        assert {request.tenant for request in makers.requests} <= {"mine", "yours"}
+        await until(lambda: len(makers.requests) == 5)
+        assert sorted(request.tenant for request in makers.requests) == ["mine"] * 2 + ["yours"] * 3
+        makers.may_step = asyncio.Semaphore(10**6)
+        for video in [*begun, *[video async for video in yours.videos.list()]]:
+            owner = mine if video in begun else yours
+            await owner.videos.delete(video.id)
+
+
+async def test_a_folder_that_cannot_be_used_is_told(open_videos: Open, tmp_path: Path) -> None:
+    (tmp_path / "videos").write_text("a file, where a folder is expected")
+    async with open_videos() as http:
+        for answer in (await http.post("/v1/videos", json=WAN), await http.get("/v1/videos")):
+            assert answer.status_code == 503
+            assert problem(answer)["code"] == "overloaded"
+
+
+async def test_beats_keep_a_video_alive_that_makes_no_progress(
+    open_videos: Open, makers: Makers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(video_jobs, "BEAT_S", 0.001)
+    makers.may_step = asyncio.Semaphore(0)
+    noted: list[str] = []
+    note = KeptVideos.note_progress
+    monkeypatch.setattr(
+        KeptVideos, "note_progress", lambda self, id_, *a, **k: noted.append(id_) or note(self, id_, *a, **k)
+    )
+    async with open_videos() as http:
+        begun = await client_of(http).videos.create(**WAN)
+        await until(lambda: len(noted) > 3)
+        assert set(noted) == {begun.id}
+        await client_of(http).videos.delete(begun.id)
+
+
+async def test_audio_is_answered_at_once(http: httpx.AsyncClient, makers: Makers) -> None:
+    answer = await http.post(
+        "/v1/audio/generations", json={"model": "sound", "prompt": "rain", "seconds": 5, "seed": 7}
+    )
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "audio/wav")
+    assert answer.content == b"file of 7"
+    assert (answer.headers["x-atelier-seed"], answer.headers["x-atelier-warning"]) == ("7", "a note")
+    assert "denoise;dur=2.00" in answer.headers["server-timing"]
+    assert (makers.requests[0].seconds, makers.requests[0].reports_steps) == (5.0, False)
+    for body, words in [
+        ({"model": "wan", "prompt": "rain"}, "makes video, and no audio"),
+        ({"model": "sound", "prompt": "rain", "seconds": 301}, "seconds: 301, at most 300 are allowed"),
+        ({"model": "sound"}, "prompt"),
+    ]:
+        answer = await http.post("/v1/audio/generations", json=body)
+        assert answer.status_code == 400
+        assert words in problem(answer)["message"]
+
+
+async def test_models_say_where_they_are_asked(http: httpx.AsyncClient) -> None:
+    models = {model["id"]: model for model in (await http.get("/v1/models")).json()["data"]}
+    assert models["wan"]["endpoints"] == ["/v1/videos"]
+    assert models["sound"]["endpoints"] == ["/v1/audio/generations"]
+    assert models["pag"]["endpoints"] == ["/v1/images/generations"]
+    assert [name for name, model in models.items() if model["encodes_itself"]] == ["sound"]
+
+
+def kept_videos(folder: Path, clock: Clock, **more: Any) -> KeptVideos:
+    return KeptVideos(VideosConfig(folder=folder, **more), "c", clock)
+
+
+def made(kept: KeptVideos, tenant: str, clock: Clock, nbytes: int = 10) -> str:
+    id_ = kept.add(tenant, FACTS, 100).id
+    clock.now_s += 1
+    kept.complete(id_, bytes(nbytes), "mp4", FACTS)
+    return id_
+
+
+def files(folder: Path) -> set[str]:
+    return {path.stem for path in folder.glob("video_*")}
+
+
+def test_videos_end_by_age_number_and_bytes(tmp_path: Path) -> None:
+    clock = Clock(1000.0)
+    kept = kept_videos(tmp_path, clock, ttl_s=100.0, max_bytes=100, max_videos=8)
+    ids = [made(kept, "a", clock, 30) for _ in range(4)]
+    assert [kept.find("a", id_) is not None for id_ in ids] == [False, True, True, True]
+    small = made(kept, "b", clock, 20)
+    assert kept.find("a", ids[1]) is None, "the oldest of who has the most goes"
+    assert files(tmp_path) == {ids[2], ids[3], small}
+    many = [made(kept, "b", clock, 1) for _ in range(7)]
+    assert sum(kept.find("b", id_) is not None for id_ in (small, *many)) == 6
+    assert kept.find("a", ids[3]) is not None
+    clock.now_s += 101
+    assert kept.find("a", ids[3]) is None
+    assert kept.page("a", None, 10, "desc") == []
+    last = made(kept, "c", clock)
+    assert files(tmp_path) == {last}
+
+
+def test_a_video_whose_replica_ended_has_failed_and_counts_no_more(tmp_path: Path) -> None:
+    clock = Clock(1000.0)
+    kept = kept_videos(tmp_path, clock)
+    lost, alive = kept.add("a", FACTS, 2), kept.add("a", FACTS, 2)
+    with pytest.raises(QueueFull):
+        kept.add("a", FACTS, 2)
+    clock.now_s += LOST_S - 1
+    assert kept.note_progress(alive.id, 50, has_begun=True)
+    clock.now_s += 2
+    found = kept.find("a", lost.id)
+    assert found is not None
+    assert (found.status, found.error) == (
+        "failed",
+        {"code": "server_error", "message": "the ingress that had this video made has ended; ask again"},
+    )
+    still = kept.find("a", alive.id)
+    assert still is not None
+    assert (still.status, still.progress) == ("in_progress", 50)
+    assert kept.add("a", FACTS, 2)
+
+
+def test_nobody_finds_what_was_deleted_meanwhile(tmp_path: Path) -> None:
+    clock = Clock(1000.0)
+    kept = kept_videos(tmp_path, clock)
+    id_ = kept.add("a", FACTS, 2).id
+    assert not kept.forget("b", id_)
+    assert kept.forget("a", id_)
+    kept.complete(id_, b"late", "mp4", FACTS)
+    kept.fail(id_, "code", "late")
+    assert not kept.note_progress(id_, 1, has_begun=True)
+    assert kept.find("a", id_) is None
+    assert files(tmp_path) == set()
+
+
+def test_files_that_no_video_is_of_go_after_a_while(tmp_path: Path) -> None:
+    clock = Clock(1e12)  # long after the file was written
+    stray = tmp_path / f"video_{'0' * 32}.mp4.part"
+    stray.write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("not ours")
+    id_ = made(kept_videos(tmp_path, clock), "a", clock)
+    left = {path.name for path in tmp_path.iterdir() if not path.name.startswith("videos.sqlite")}
+    assert left == {"notes.txt", f"{id_}.mp4"}

@@ -1,0 +1,121 @@
+"""From a client's request to diffusers' own frames: the HTTP edge over a real worker's image service, without Ray."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import openai
+import pytest
+import torch
+from kit.seeding import seeded_rng
+from PIL import Image
+from unit.deployments.engine_loops import stream_images
+from unit.deployments.engines.stock.tiny_clips import wan
+from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas
+from unit.deployments.serve_fakes import FakeHandle
+
+from cluster.registry.snapshot import RegistrySnapshot
+from configs.cluster import VideosConfig, WorkerConfig
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
+from deployments.modules.cache import ModuleCache
+from deployments.modules.loading import ComponentBuilder
+from deployments.services.image_service import ImageService
+from deployments.services.step_loop import DeviceThread
+from deployments.text.fallback import FallbackEncoder
+
+pytestmark = pytest.mark.slow  # imports diffusers
+PIX2PIX = "StableDiffusionInstructPix2PixPipeline"
+
+
+class Worker(Replicas):
+    """The registry of the fakes, and a worker whose image service is real."""
+
+    def __init__(self, cache: ModuleCache, classes: dict[str, str]) -> None:
+        super().__init__()
+        self._images = ImageService(cache, WorkerConfig(), DeviceThread())
+        self._encode = FallbackEncoder(cache, DeviceThread(), warnings=()).condition
+        for name, class_name in classes.items():
+            self.states[name] = replace(STATUSES["flux"], id=name, class_name=class_name)
+
+    async def on_stream_images(self, request: Any) -> AsyncIterator[Any]:
+        async with stream_images(self._images, request, self._encode) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def on_stream_clip(self, request: Any) -> AsyncIterator[Any]:
+        told: list[Any] = []
+        result = await self._images.make_clip(request, self._encode, told.append)
+        for piece in (*told, result):
+            yield piece
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> dict[str, Any]:
+    builders = {"wan": wan, "pix": PIPELINES[PIX2PIX][0]}
+    return {name: saved(build, tmp_path / name) for name, build in builders.items()}
+
+
+@pytest.fixture
+async def client(
+    stock: dict[str, Any], tmp_path: Path, open_host: Callable[..., ModuleCache]
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    cache = open_host(ComponentBuilder(WorkerConfig()), {name: tmp_path / name for name in stock})
+    worker = Worker(cache, {"wan": "WanPipeline", "pix": PIX2PIX})
+    ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
+    config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(lambda: worker)
+    handle = FakeHandle(worker)
+    transport = httpx.ASGITransport(create_http_app(Service(config, watch, handle, handle), config))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
+    watch.close()
+
+
+async def test_a_video_of_the_openai_client_has_the_frames_of_diffusers(
+    client: openai.AsyncOpenAI, stock: dict[str, Any]
+) -> None:
+    seed = int(seeded_rng().integers(2**32))
+    video = await client.videos.create_and_poll(
+        model="wan", prompt="a cat", seconds="0.5", size="32x16", poll_interval_ms=5,
+        extra_body={"seed": seed, "num_inference_steps": 2, "guidance_scale": 3.0, "max_sequence_length": 16},
+    )  # fmt: skip
+    assert video.status == "completed", video.error
+    file = (await client.videos.download_content(video.id)).content
+    with av.open(io.BytesIO(file)) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    made = stock["wan"](
+        "a cat", num_frames=9, width=32, height=16, num_inference_steps=2, guidance_scale=3.0, max_sequence_length=16,
+        generator=torch.Generator("cpu").manual_seed(seed), output_type="np",
+    ).frames[0]  # fmt: skip
+    error = (frames - np.asarray(made) * 255.0) @ (0.299, 0.587, 0.114)
+    assert 10 * np.log10(255**2 / np.square(error).mean()) > 30  # decibels of brightness
+    assert (video.size, video.seconds) == ("32x16", f"{9 / 16:.6g}")
+
+
+async def test_an_image_and_further_parameters_reach_the_class(
+    client: openai.AsyncOpenAI, stock: dict[str, Any]
+) -> None:
+    pixels = seeded_rng().integers(0, 256, (16, 16, 3), np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    more = {"init_image": base64.b64encode(buffer.getvalue()).decode(), "seed": 3, "num_inference_steps": 2}
+    more |= {"guidance_scale": 3.0, "extra": {"image_guidance_scale": 1.2}}
+    answer = await client.images.generate(model="pix", prompt="a cat", extra_body=more)
+    assert answer.data is not None
+    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or ""))))
+    made = stock["pix"](
+        "a cat", image=Image.fromarray(pixels), num_inference_steps=2, guidance_scale=3.0, image_guidance_scale=1.2,
+        generator=torch.Generator("cpu").manual_seed(3),
+    ).images[0]  # fmt: skip
+    np.testing.assert_array_equal(found, np.asarray(made))
+    with pytest.raises(openai.BadRequestError, match=f"{PIX2PIX} takes no 'image_scale'; it takes"):
+        await client.images.generate(model="pix", prompt="a cat", extra_body={**more, "extra": {"image_scale": 1.2}})

@@ -1,0 +1,204 @@
+"""Mistakes of a cluster config that its models and this machine show, before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from cluster.registry.importing import import_checkpoint
+from configs.model import ModelConfig
+from deployments.preflight import check_config
+from weights.store import WeightStore
+
+ROOT = Path(__file__).resolve().parents[3]
+DEMO = ROOT / "infra" / "demo" / "models"
+FLUX = {"id": "flux", "path": str(DEMO / "digits-flux")}
+ADDER = {"id": "adder", "path": str(DEMO / "adder")}
+Found = dict[str, str]
+
+
+@pytest.fixture
+def mistakes(tmp_path: Path) -> Callable[..., Found]:
+    """Write a config, and return what is wrong with it by key. Every problem must have the line of its key."""
+
+    def found(**config: Any) -> Found:
+        text = yaml.safe_dump({"store": {"path": "store"}, **config}, sort_keys=False)
+        (tmp_path / "c.yaml").write_text(text)
+        _, _, problems = check_config(tmp_path / "c.yaml")
+        lines = text.splitlines()
+        for problem in problems:
+            last = next(part for part in reversed(problem.key.split(".")) if not part.isdigit())
+            assert problem.line is not None
+            assert problem.key[-1].isdigit() or f"{last}:" in lines[problem.line - 1], problem
+        return {problem.key: problem.text for problem in problems}
+
+    return found
+
+
+def test_the_demo_has_none() -> None:
+    config, sources, problems = check_config(ROOT / "configs" / "clusters" / "demo.yaml")
+    assert problems == []
+    assert config is not None
+    assert sources.keys() == config.entries.keys()
+    assert sources["texts-head"].record.features.in_features == sources["texts-bert"].record.features.out_features
+
+
+def test_a_file_like_a_model_without_a_right_path_is_no_mistake_of_its_own(mistakes: Callable[..., Found]) -> None:
+    file = {"id": "file", "path": str(DEMO / "bold"), "like": "base"}
+    assert mistakes(models=[{"id": "base", "path": "hf://nowhere"}, file]).keys() == {"models.0.path"}
+
+
+def test_a_config_that_is_wrong_everywhere_is_told_all_at_once(mistakes: Callable[..., Found]) -> None:
+    found = mistakes(
+        ray={"num_cpus": 4},
+        worker={"num_replicas": 4000, "nums": 3},
+        models=[FLUX, {"id": "x", "path": "nowhere", "dtype": "fp16"}, {"id": "flux", "path": str(DEMO / "bold")}],
+        adapters=[{"id": "bold", "path": str(DEMO / "bold"), "base": "flux"}],
+        pipelines=[
+            {
+                "id": "p",
+                "inputs": {"text": "text"},
+                "stages": [{"name": "image", "model": "flux", "inputs": {"prompt": "$text", "seed": "$text"}}],
+                "outputs": {"image": "$image"},
+            }
+        ],
+    )
+    assert found.keys() == {
+        "worker.nums",
+        "models.1.path",
+        "models.1.dtype",
+        "models.2.id",
+        "adapters.0.base",
+        "pipelines.0.stages.0.inputs.seed",
+        "ray.num_cpus",
+    }
+    assert "expected int, but $text is text" in found["pipelines.0.stages.0.inputs.seed"]
+    assert "some would wait for ever" in found["ray.num_cpus"]
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("black-forest-labs/FLUX.1-dev", "`hf download black-forest-labs/FLUX.1-dev --local-dir FLUX.1-dev`"),
+        (str(DEMO / "digits-flx"), f"did you mean '{DEMO / 'digits-flux'}'?"),
+        (str(DEMO), "unknown layout; expected model_index.json"),
+        (str(DEMO / "bold"), "a LoRA, no model: an adapter, with its models as base"),
+        (str(DEMO / "outline"), "a ControlNet, no model"),
+    ],
+)
+def test_a_source_that_is_not_there_or_no_model_says_what_to_do(
+    mistakes: Callable[..., Found], path: str, words: str
+) -> None:
+    assert words in mistakes(models=[{"id": "m", "path": path}])["models.0.path"]
+
+
+def test_what_no_engine_runs_is_a_mistake(mistakes: Callable[..., Found], tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO / "adder", tmp_path / "m", ignore=shutil.ignore_patterns("tokenizer*"))
+    found = mistakes(models=[{"id": "m", "path": str(folder)}, {"id": "p", "path": "graph.onnx"}])
+    assert "there is no tokenizer" in found["models.0.path"]
+    (tmp_path / "graph.onnx").write_bytes(b"")
+    assert (
+        "a program can be stored and loaded, not served"
+        in mistakes(models=[{"id": "p", "path": "graph.onnx"}])["models.0.path"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("adapter", "base", "key", "words"),
+    [
+        ("bold", "adder", "base.0", "a LoRA of diffusion pipelines, which cannot change 'adder', of kind 'llm'"),
+        ("outline", "adder", "base.0", "a ControlNet, which 'adder', llm, cannot follow"),
+        ("outline", "sdxl", "base.0", "and 'sdxl' (StableDiffusionXLPipeline) takes a ControlNetModel"),
+        ("adder", "flux", "path", "a model of kind 'llm', no adapter"),
+    ],
+)
+def test_an_adapter_of_another_base_is_a_mistake(
+    mistakes: Callable[..., Found], adapter: str, base: str, key: str, words: str
+) -> None:
+    models = [FLUX, ADDER, {"id": "sdxl", "path": str(DEMO / "digits-sdxl")}]
+    found = mistakes(models=models, adapters=[{"id": "a", "path": str(DEMO / adapter), "base": [base]}])
+    assert words in found[f"adapters.0.{key}"]
+    assert mistakes(models=models, adapters=[{"id": "a", "path": str(DEMO / "bold"), "base": ["flux"]}]) == {}
+
+
+def test_a_lora_of_layers_that_its_base_does_not_have_is_a_mistake(
+    mistakes: Callable[..., Found], tmp_path: Path
+) -> None:
+    lora = tmp_path / "lora"
+    lora.mkdir()
+    (lora / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2}))
+    name = "base_model.model.model.layers.77.self_attn.q_proj"
+    tensors = {f"{name}.lora_A.weight": torch.zeros(2, 8), f"{name}.lora_B.weight": torch.zeros(8, 2)}
+    save_file(tensors, lora / "adapter_model.safetensors")
+    found = mistakes(models=[ADDER], adapters=[{"id": "a", "path": str(lora), "base": ["adder"]}])
+    assert "changes 'model.layers.77.self_attn.q_proj', which 'adder' does not have" in found["adapters.0.base.0"]
+
+
+def test_a_model_that_its_budget_never_holds_is_a_mistake_in_the_configs_words(
+    mistakes: Callable[..., Found],
+) -> None:
+    nbytes = sum(tensor.nbytes for tensor in load_file(DEMO / "adder" / "model.safetensors").values())
+    on_cpu = mistakes(models=[ADDER], store={"path": "store", "node_budget_bytes": nbytes - 1})
+    assert on_cpu["models.0"].startswith("store.node_budget_bytes is ")
+    assert "model of 'adder' need " in on_cpu["models.0"]
+    device = {"device": "sim", "device_budget_bytes": 1000}
+    on_device = mistakes(models=[{**ADDER, "dtype": "float32"}], worker=device)
+    assert on_device["models.0"].startswith("worker.device_budget_bytes is 1000 bytes; model of 'adder' need ")
+    assert "vae of 'flux' need" in mistakes(models=[FLUX], worker=device)["models.0"]  # the denoiser comes in blocks
+    assert mistakes(models=[ADDER], store={"path": "store", "node_budget_bytes": 2**30}) == {}
+
+
+def test_more_memory_than_the_machine_has_is_a_mistake(mistakes: Callable[..., Found]) -> None:
+    total = psutil.virtual_memory().total
+    found = mistakes(models=[ADDER], ray={"object_store_bytes": 2 * total}, worker={"resident_bytes": 2 * total})
+    assert found.keys() == {"ray.object_store_bytes", "worker.resident_bytes"}
+    assert "GiB of memory" in found["worker.resident_bytes"]
+    assert mistakes(models=[ADDER], ray={"object_store_bytes": 2 * total, "address": "auto"}) == {}
+
+
+def test_a_device_that_is_not_there_is_a_mistake(mistakes: Callable[..., Found]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+    assert mistakes(models=[ADDER], worker={"device": "cuda"}).keys() == {"worker.device"}
+
+
+def test_what_the_store_has_needs_no_source_and_is_not_read_again(
+    mistakes: Callable[..., Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(DEMO / "texts-bert", tmp_path / "bert")
+    entry = ModelConfig(id="bert", path=folder, dtype="float32")
+    import_checkpoint(WeightStore(tmp_path / "store"), entry)
+    wrong_edge = {
+        "id": "p",
+        "inputs": {"text": "text"},
+        "stages": [{"name": "v", "model": "bert", "inputs": {"txt": "$text"}}],
+        "outputs": {"v": "$v"},
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("deployments.preflight.read_checkpoint", None)
+        found = mistakes(
+            models=[entry.model_dump(mode="json", include={"id", "path", "dtype"})], pipelines=[wrong_edge]
+        )
+    assert "bert has no parameter 'txt'; did you mean 'text'?" in found["pipelines.0.stages.0.inputs.txt"]
+    shutil.rmtree(folder)
+    assert mistakes(models=[{"id": "bert", "path": str(folder)}]) == {}
+    assert "no such folder" in mistakes(models=[{"id": "other", "path": str(folder)}])["models.0.path"]
+
+
+def test_what_lies_in_object_storage_is_not_looked_at(mistakes: Callable[..., Found]) -> None:
+    pipeline = {
+        "id": "p",
+        "inputs": {"text": "text"},
+        "stages": [{"name": "v", "model": "far", "inputs": {"anything": "$text"}}],
+        "outputs": {"v": "$v"},
+    }
+    assert mistakes(models=[{"id": "far", "path": "s3://bucket/far"}], pipelines=[pipeline]) == {}

@@ -1,0 +1,25 @@
+"""The stock bench: both sides run, and what it prints is what it measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from infra.bench.stock import Effort, measure_stock, print_stock_figures
+from infra.bench.stock_models import CLASSES, Sizes
+
+pytestmark = pytest.mark.slow  # imports diffusers
+
+
+def test_all_parts_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = Sizes(width=64, layers=1, pixels=32, text_width=64, text_layers=1)
+    figures = measure_stock(Effort(num_steps=2, rounds=1, switches=1, tokens=8, sizes=sizes), seed=0)
+    assert [row["class"] for row in figures["steps"]] == list(CLASSES)
+    assert all(row["ours"] > 0 and row["stock"] > 0 for row in figures["steps"])
+    assert figures["switch"]["built"] == ["transformer"]
+    assert 0 < figures["chat"]["step_ms"] < figures["chat"]["beside_ms"]
+    print_stock_figures(figures, as_json=False)
+    assert "a chat's token takes" in capsys.readouterr().out
+    print_stock_figures(figures, as_json=True)
+    assert json.loads(capsys.readouterr().out)["switch"]["class"] == CLASSES[0]

@@ -1,0 +1,143 @@
+"""The kit that tests share: draws that are repeated, waits that end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit import seeding
+from kit.waiting import until, wait_until
+
+from infra.ports import free_port
+
+TESTS = Path(__file__).parents[1]
+DRAWING = """
+import random
+import numpy as np
+import pytest
+import torch
+from kit.seeding import seeded_random, seeded_rng
+
+def draws():
+    return [random.random(), float(np.random.rand()), float(torch.rand(())), seeded_random().random(),
+            float(seeded_rng().random())]
+
+OF_MODULE = draws()
+
+@pytest.fixture(scope="module")
+def wide():
+    return draws()
+
+def test_first(wide):
+    print("first", OF_MODULE, wide, draws())
+
+def test_second(wide):
+    print("second", OF_MODULE, wide, draws())
+    assert False
+"""
+
+
+def drawn(folder: Path, seed: str, *options: str) -> tuple[dict[str, str], str]:
+    """Return what each test has drawn, and all that was printed."""
+    (folder / "test_drawing.py").write_text(DRAWING)
+    words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "test_drawing.py", *options]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    return dict(re.findall(r"(first|second) (\[.*\])", done.stdout)), done.stdout
+
+
+@pytest.mark.slow
+def test_a_seed_gives_a_test_the_same_draws_alone_as_among_others(tmp_path: Path) -> None:
+    both, printed = drawn(tmp_path, "7")
+    assert "ATELIER_TEST_SEED=7 draws the same again" in printed
+    numbers = re.findall(r"0\.\d+", both["first"] + both["second"])
+    assert len(set(numbers)) == 20, "the module's and the fixture's once, five of each test"
+    alone, _ = drawn(tmp_path, "7", "-k", "second")
+    assert alone == {"second": both["second"]}
+
+
+@pytest.mark.slow
+def test_a_seed_gives_hypothesis_the_same_examples(tmp_path: Path) -> None:
+    (tmp_path / "test_examples.py").write_text(
+        "from hypothesis import given, settings, strategies\n\n"
+        "@settings(database=None, max_examples=20)\n@given(strategies.integers())\n"
+        "def test_integers(number):\n    print(number)\n"
+    )
+
+    def shown(seed: str) -> list[str]:
+        words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "--quiet", "test_examples.py"]
+        environment = os.environ | {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed}
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        )
+        return re.findall(r"^-?\d+$", done.stdout, re.MULTILINE)
+
+    first = shown("7")
+    assert len(first) == 20
+    assert shown("7") == first != shown("8")
+
+
+def test_another_seed_gives_other_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = set()
+    for seed, name in (("7", "a"), ("8", "a"), ("7", "b"), ("7", "a")):
+        monkeypatch.setattr(seeding, "SEED", seed)
+        with seeding._seeded_apart(name):
+            found.add((random.random(), float(np.random.rand())))
+    assert len(found) == 3
+
+
+def test_the_python_files_are_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "tests/kit").mkdir(parents=True)
+    seeds = [seeding.default_seed(tmp_path)]
+    for name, text in (("a.py", "one"), ("a.py", "two"), ("b.py", ""), ("kit/b.py", "")):
+        (tmp_path / "tests" / name).write_text(text)
+        seeds.append(seeding.default_seed(tmp_path))
+    assert len(set(seeds)) == 5
+    (tmp_path / "tests/a.txt").write_text("no code")
+    assert seeding.default_seed(tmp_path) == seeds[-1]
+
+
+def test_a_wait_ends_with_the_value_or_says_what_did_not_come() -> None:
+    values = iter([0, 0, 3])
+    assert wait_until(lambda: next(values)) == 3
+    with pytest.raises(TimeoutError, match=r"an answer was not true within 0\.02 s .*test_kit\.py"):
+        wait_until(lambda: False, "an answer", timeout_s=0.02)
+
+
+async def test_tasks_go_on_while_one_awaits_a_condition() -> None:
+    begun = asyncio.Event()
+
+    async def found() -> str:
+        return "it" if begun.is_set() else ""
+
+    asyncio.get_running_loop().call_later(0.01, begun.set)
+    assert await until(found) == "it"
+    with pytest.raises(TimeoutError, match="within 0 s"):
+        await until(lambda: None, timeout_s=0)
+
+
+def test_a_port_is_of_one_process_alone_while_it_lives() -> None:
+    """Also while nobody listens there, as between the choice and the start of a server."""
+    code = "from infra.ports import free_port; print(*[free_port() for _ in range(500)], flush=True); input()"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=TESTS)
+        for _ in range(2)
+    ]
+    given = [free_port(), *range(first := free_port(in_a_row=8), first + 8)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            given += map(int, process.stdout.readline().split())
+    finally:
+        for process in processes:
+            process.communicate(b"\n")
+    assert len(given) == len({*given}) == 1_009

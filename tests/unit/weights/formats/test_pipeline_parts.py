@@ -1,0 +1,77 @@
+"""A pipeline that lacks a part is refused by the name of the part."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ModelUnservable
+from cluster.registry.importing import import_checkpoint
+from configs.model import ModelConfig
+from weights.errors import FormatError
+from weights.formats.checkpoint import read_checkpoint
+from weights.formats.pipeline_parts import PIPELINES, why_incomplete
+from weights.store import WeightStore
+
+MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
+FLUX, SDXL = MODELS / "digits-flux", MODELS / "digits-sdxl"
+
+
+def _copy(source: Path, target: Path, without: tuple[str, ...] = (), **index: object) -> Path:
+    """Copy a pipeline, without files and folders, and with other entries in its index."""
+    shutil.copytree(source, target)
+    for name in without:
+        path = target / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    file = target / "model_index.json"
+    changed = json.loads(file.read_text()) | index
+    file.write_text(json.dumps({name: value for name, value in changed.items() if value != "absent"}))
+    return target
+
+
+@pytest.mark.parametrize("folder", [FLUX, SDXL, MODELS / "adder", MODELS / "bold", MODELS / "texts-bert"])
+def test_what_is_whole_and_what_is_no_pipeline_passes(folder: Path) -> None:
+    assert why_incomplete(read_checkpoint(folder)) is None
+
+
+@pytest.mark.parametrize(
+    ("without", "index", "lack"),
+    [
+        (("vae/diffusion_pytorch_model.safetensors",), {}, "no weights of component 'vae'"),
+        (("unet",), {}, "no weights of component 'unet'"),
+        (("text_encoder_2/config.json",), {}, r"its text_encoder_2 has no config \(text_encoder_2/config.json is not"),
+        (("tokenizer_2",), {}, r"its text_encoder_2 has no tokenizer \(no file in the folder tokenizer_2\)"),
+        (("scheduler",), {}, "it has no solver"),
+        ((), {"text_encoder_2": [None, None]}, "model_index.json names no text_encoder_2"),
+        ((), {"vae": "absent"}, "model_index.json names no vae"),
+        (("text_encoder",), {}, "no weights of component 'text_encoder'"),  # it is named, so somebody lost it
+        (("text_encoder", "tokenizer"), {"text_encoder": [None, None], "tokenizer": [None, None]}, None),
+        ((), {"_class_name": "WanPipeline", "vae": "absent"}, None),
+    ],
+)
+def test_a_lacking_part_is_named(
+    tmp_path: Path, without: tuple[str, ...], index: dict[str, object], lack: str | None
+) -> None:
+    folder = _copy(SDXL, tmp_path / "sdxl", without, **index)
+    store = WeightStore(tmp_path / "store")
+    entry = ModelConfig(id="sdxl", path=str(folder))
+    if lack is None:
+        assert import_checkpoint(store, entry, why_unservable=why_incomplete).class_name
+        return
+    with pytest.raises((FormatError, ModelUnservable), match=lack):
+        import_checkpoint(store, entry, why_unservable=why_incomplete)
+    assert store.model_names() == []
+    assert not list(store.packs.glob("*"))
+
+
+def test_the_parts_are_those_of_the_families() -> None:
+    from deployments.engines.diffusion.families import FAMILIES
+
+    assert PIPELINES.keys() == FAMILIES.keys()
+    for name, parts in PIPELINES.items():
+        family = FAMILIES[name]
+        assert family.denoiser_name == parts.denoiser
+        assert tuple(use.component for use in family.text_encoders(None, "truncate")) == parts.encoders

@@ -1,0 +1,273 @@
+"""Pipelines in one file against the folders that they were made of, and against diffusers' `from_single_file`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, SD3Transformer2DModel, UNet2DConditionModel
+from safetensors.torch import load_file, save_file
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
+from unit.weights.comparing import same
+from unit.weights.formats.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
+
+from weights.base_pipeline import open_base
+from weights.errors import FormatError, SourceRefused, StoreError
+from weights.externalize import externalize
+from weights.formats.checkpoint import read_checkpoint
+from weights.loader import load_from_store
+from weights.repair import repair
+from weights.store import WeightStore
+from weights.verification import verify
+
+Tensors = dict[str, torch.Tensor]
+
+
+def tiny_vae() -> AutoencoderKL:
+    return AutoencoderKL(
+        block_out_channels=(32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        layers_per_block=1,
+        latent_channels=4,
+    )
+
+
+def tiny_unet(**more: Any) -> UNet2DConditionModel:
+    return UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=2,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+        **more,
+    )
+
+
+def tiny_clip(width: int, class_: type = CLIPTextModel) -> Any:
+    config = CLIPTextConfig(
+        vocab_size=99,
+        hidden_size=width,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=width,
+        max_position_embeddings=77,
+    )
+    return class_(config)
+
+
+def write_folder(folder: Path, class_name: str, parts: Mapping[str, Any]) -> Path:
+    """A pipeline's folder in half precision, as those on hubs are, with a solver and a tokenizer."""
+    index: dict[str, Any] = {"_class_name": class_name, "scheduler": ["diffusers", "PNDMScheduler"]}
+    for name, part in parts.items():
+        index[name] = [type(part).__module__.split(".")[0], type(part).__name__]
+        part.half().save_pretrained(folder / name)
+    for name in ("scheduler", "tokenizer"):
+        (folder / name).mkdir()
+        (folder / name / f"{name}_config.json").write_text("{}")
+    index["tokenizer"] = ["transformers", "CLIPTokenizer"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    return folder
+
+
+def without_weights(folder: Path) -> Path:
+    bare = folder.with_name(f"{folder.name}-configs")
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    return bare
+
+
+def weights_of(folder: Path, name: str) -> Tensors:
+    (file,) = (folder / name).glob("*.safetensors")
+    return load_file(file)
+
+
+def sd15(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder, and the same model as one file."""
+    folder = write_folder(
+        tmp_path / "sd15",
+        "StableDiffusionPipeline",
+        {"unet": tiny_unet(), "vae": tiny_vae(), "text_encoder": tiny_clip(32)},
+    )
+    text = weights_of(folder, "text_encoder")
+    prefix = "cond_stage_model.transformer.text_model."
+    tensors = (
+        unet_of_ldm(weights_of(folder, "unet"), layers_per_block=2)
+        | vae_of_ldm(weights_of(folder, "vae"), num_blocks=2)
+        | {prefix + key.removeprefix("text_model."): value for key, value in text.items()}
+        | {prefix + "embeddings.position_ids": torch.arange(77)[None], "betas": torch.rand(5)}
+        | {"model_ema.decay": torch.rand(())}
+    )
+    save_file(_contiguous(tensors), tmp_path / "all-in-one.safetensors")
+    return folder, tmp_path / "all-in-one.safetensors"
+
+
+def sdxl(tmp_path: Path) -> tuple[Path, Path]:
+    unet = tiny_unet(
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+        use_linear_projection=True,
+        transformer_layers_per_block=(2, 1),
+    )
+    parts = {
+        "unet": unet,
+        "vae": tiny_vae(),
+        "text_encoder": tiny_clip(24),
+        "text_encoder_2": tiny_clip(32, CLIPTextModelWithProjection),
+    }
+    folder = write_folder(tmp_path / "sdxl", "StableDiffusionXLPipeline", parts)
+    prefix = "conditioner.embedders.0.transformer.text_model."
+    text = weights_of(folder, "text_encoder")
+    tensors = (
+        unet_of_ldm(weights_of(folder, "unet"), layers_per_block=2)
+        | vae_of_ldm(weights_of(folder, "vae"), num_blocks=2)
+        | {prefix + key.removeprefix("text_model."): value for key, value in text.items()}
+        | open_clip(weights_of(folder, "text_encoder_2"), "conditioner.embedders.1.model.")
+    )
+    save_file(_contiguous(tensors), tmp_path / "xl.safetensors")
+    return folder, tmp_path / "xl.safetensors"
+
+
+def sd3_medium(tmp_path: Path) -> tuple[Path, Path]:
+    """A folder, and its transformer, VAE and T5 as one file: both CLIPs are to come from the base."""
+    transformer = SD3Transformer2DModel(
+        sample_size=8,
+        patch_size=1,
+        in_channels=4,
+        num_layers=2,
+        attention_head_dim=8,
+        num_attention_heads=4,
+        caption_projection_dim=32,
+        joint_attention_dim=32,
+        pooled_projection_dim=64,
+        out_channels=4,
+    )
+    t5 = T5EncoderModel(T5Config(vocab_size=50, d_model=32, d_kv=8, d_ff=37, num_layers=2, num_heads=4))
+    clips = {name: tiny_clip(32, CLIPTextModelWithProjection) for name in ("text_encoder", "text_encoder_2")}
+    parts = {"transformer": transformer, "vae": tiny_vae(), **clips, "text_encoder_3": t5}
+    folder = write_folder(tmp_path / "sd3", "StableDiffusion3Pipeline", parts)
+    tensors = sd3(weights_of(folder, "transformer"), num_layers=2) | vae_of_ldm(weights_of(folder, "vae"), num_blocks=2)
+    text = weights_of(folder, "text_encoder_3")
+    tensors |= {f"text_encoders.t5xxl.transformer.{key}": value for key, value in text.items()}
+    save_file(_contiguous(tensors), tmp_path / "sd3.safetensors")
+    return folder, tmp_path / "sd3.safetensors"
+
+
+def _contiguous(tensors: Tensors) -> Tensors:
+    return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(("make", "like"), [(sd15, "folder"), (sdxl, "model"), (sd3_medium, "model")])
+def test_a_single_file_is_the_folder_that_it_was_made_of_and_costs_no_more_bytes(
+    make: Any, like: str, store: WeightStore, tmp_path: Path
+) -> None:
+    folder, file = make(tmp_path)
+    first = externalize(store, "folder", folder)
+    base = open_base("folder" if like == "model" else folder, store)
+    second = externalize(store, "file", file, like=base)
+    assert set(second.extents) <= set(first.extents)
+    whole, single = load_from_store(store.path, "folder"), load_from_store(store.path, "file")
+    assert whole.keys() == single.keys()
+    for name, component in whole.items():
+        assert same(single[name], component), name
+        assert second.components[name].module_key == first.components[name].module_key
+    assert verify(store, "file", deep=True).damages == ()
+    assert externalize(store, "file", file, like=base) == second
+
+
+def test_configs_alone_are_enough_for_a_file_that_has_everything(store: WeightStore, tmp_path: Path) -> None:
+    folder, file = sd15(tmp_path)
+    externalize(store, "file", file, like=open_base(without_weights(folder), store))
+    found = load_from_store(store.path, "file")
+    for name in found:
+        assert same(found[name], weights_of(folder, name)), name
+
+
+def test_names_are_those_that_diffusers_gives_them(tmp_path: Path) -> None:
+    folder, file = sd15(tmp_path)
+    checkpoint = read_checkpoint(file, like=open_base(without_weights(folder), None))
+    parts = {part.name: part for part in checkpoint.components}
+    for name, class_ in (("unet", UNet2DConditionModel), ("vae", AutoencoderKL)):
+        stock = class_.from_single_file(str(file), config=str(folder), subfolder=name, torch_dtype=torch.float16)
+        for key, tensor in stock.state_dict().items():
+            data = bytearray(parts[name].tensors[key].read())
+            assert torch.equal(torch.frombuffer(data, dtype=torch.float16).view(tensor.shape), tensor), key
+
+
+def test_what_a_file_has_replaces_what_its_base_has(store: WeightStore, tmp_path: Path) -> None:
+    """A VAE alone is a file as well: everything else is the base's."""
+    folder, _ = sd15(tmp_path)
+    other = tiny_vae().half().state_dict()
+    save_file(_contiguous(vae_of_ldm(other, 2, prefix="")), tmp_path / "vae.safetensors")
+    externalize(store, "base", folder)
+    externalize(store, "mine", tmp_path / "vae.safetensors", like=open_base("base", store))
+    found = load_from_store(store.path, "mine")
+    assert same(found["vae"], other)
+    assert same(found["unet"], weights_of(folder, "unet"))
+
+
+def test_one_component_of_a_file_is_a_model_of_its_own(store: WeightStore, tmp_path: Path) -> None:
+    folder, file = sd15(tmp_path)
+    manifest = externalize(store, "clip", file, component="text_encoder", like=open_base(folder, store))
+    assert (manifest.kind, list(manifest.components)) == ("embedding", ["text_encoder"])
+
+
+def test_a_damaged_extent_is_repaired_from_the_single_file(store: WeightStore, tmp_path: Path) -> None:
+    folder, file = sdxl(tmp_path)
+    manifest = externalize(store, "file", file, like=open_base(without_weights(folder), store))
+    for extent in {extent.pack: extent for extent in manifest.extents.values()}.values():
+        data = bytearray((store.packs / extent.pack).read_bytes())
+        data[extent.offset] ^= 1
+        (store.packs / extent.pack).write_bytes(data)
+    assert verify(store, "file", deep=True).damages
+    repair(store)
+    assert verify(store, "file", deep=True).damages == ()
+    assert same(load_from_store(store.path, "file")["unet"], weights_of(folder, "unet"))
+
+
+def test_what_is_not_like_its_base_is_refused_in_words(store: WeightStore, tmp_path: Path) -> None:
+    folder, file = sd15(tmp_path)
+    tensors = load_file(file)
+    bare = open_base(without_weights(folder), store)
+
+    def refusal(change: Mapping[str, torch.Tensor | None], base: Any = bare) -> str:
+        changed = {key: value for key, value in (tensors | change).items() if value is not None}
+        save_file(changed, tmp_path / "changed.safetensors")
+        with pytest.raises(FormatError) as caught:
+            externalize(store, "changed", tmp_path / "changed.safetensors", like=base)
+        return str(caught.value)
+
+    lost = "model.diffusion_model.out.0.weight"
+    assert "its unet lacks 1 of" in refusal({lost: None})
+    assert "conv_norm_out.weight" in refusal({lost: None})
+    assert "conv_norm_out.weight has shape [3], that of" in refusal({lost: torch.rand(3)})
+    without_vae = {key: None for key in tensors if key.startswith("first_stage_model")}
+    assert f"has no vae, and neither has '{bare.name}'" in refusal(without_vae)
+    assert "8-bit floats with scales" in refusal({"model.diffusion_model.x.scale_weight": torch.rand(1)})
+    save_file({"a": torch.rand(3)}, tmp_path / "changed.safetensors")
+    with pytest.raises(FormatError, match=r"its unet|none of its 1 tensors"):
+        externalize(store, "changed", tmp_path / "changed.safetensors", like=open_base(folder, store))
+    with pytest.raises(FormatError, match="a folder in the layout of diffusers; `like` is for a single"):
+        externalize(store, "changed", folder, like=bare)
+    assert store.find_manifest("changed") is None
+
+
+def test_what_is_no_base_is_refused(store: WeightStore, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=r"no pipeline's folder \(no model_index.json\)"):
+        open_base(tmp_path, store)
+    with pytest.raises(StoreError, match="nothing"):
+        open_base("nothing", store)
+    folder, _ = sd15(tmp_path)
+    with pytest.raises(SourceRefused):
+        open_base(folder, store, [tmp_path / "elsewhere"])
+    externalize(store, "clip", folder, component="text_encoder")
+    with pytest.raises(FormatError, match="of kind 'embedding', expected a diffusion pipeline"):
+        open_base("clip", store)

@@ -1,0 +1,82 @@
+"""The parts that a pipeline of diffusers must have to be served, and the first of them that a checkpoint lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from weights.formats.encoder_files import tokenizer_folder
+from weights.formats.weight_files import read_json
+
+if TYPE_CHECKING:
+    from weights.formats.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineParts:
+    """The components of a pipeline class beside its VAE and solver. Of `encoders`, stock does without `optional`."""
+
+    denoiser: str
+    encoders: tuple[str, ...]
+    optional: frozenset[str] = frozenset()
+
+
+_STABLE_DIFFUSION: Final = PipelineParts("unet", ("text_encoder",))
+_XL: Final = PipelineParts("unet", ("text_encoder", "text_encoder_2"), frozenset({"text_encoder"}))
+_THREE: Final = PipelineParts(
+    "transformer", ("text_encoder", "text_encoder_2", "text_encoder_3"), frozenset({"text_encoder_3"})
+)
+_FLUX: Final = PipelineParts("transformer", ("text_encoder", "text_encoder_2"))
+_ONE_ENCODER: Final = PipelineParts("transformer", ("text_encoder",))
+PIPELINES: Final[Mapping[str, PipelineParts]] = {
+    f"{name}{task}Pipeline": parts
+    for name, parts in {
+        "StableDiffusion": _STABLE_DIFFUSION,
+        "StableDiffusionXL": _XL,
+        "StableDiffusion3": _THREE,
+        "Flux": _FLUX,
+        "QwenImage": _ONE_ENCODER,
+        "ZImage": _ONE_ENCODER,
+    }.items()
+    for task in ("", "Img2Img", "Inpaint")
+} | {"Flux2Pipeline": _ONE_ENCODER, "Flux2KleinPipeline": _ONE_ENCODER}
+
+
+def why_incomplete(checkpoint: Checkpoint) -> str | None:
+    """Return why a pipeline of a known class cannot be served, naming the component, or None.
+
+    None for whatever else it is: other classes and kinds are not looked at. Raises FormatError.
+    """
+    parts = PIPELINES.get(checkpoint.class_name or "")
+    if checkpoint.kind != "diffusion" or parts is None:
+        return None
+    index = read_json(checkpoint.root / "model_index.json")
+    weights = {component.name for component in checkpoint.components}
+    lack = _lacking_part(parts, index, weights, {file.as_posix() for file in checkpoint.skeleton_files()})
+    return None if lack is None else f"{checkpoint.path}: this {checkpoint.class_name} cannot be served: {lack}"
+
+
+def _lacking_part(
+    parts: PipelineParts, index: Mapping[str, Any], weights: Collection[str], files: Collection[str]
+) -> str | None:
+    """Return what a pipeline lacks, in words, or None.
+
+    `index` is its model_index.json, `weights` are the components that have any, `files` the names of its other files.
+    """
+    for name in (parts.denoiser, "vae", *parts.encoders):
+        entry = index.get(name)
+        if name in parts.optional and isinstance(entry, list) and not any(entry):
+            continue
+        if not isinstance(entry, list) or not any(entry):
+            return f"model_index.json names no {name}"
+        if name not in weights:
+            return f"its {name} has no weights (no safetensors file in the folder {name})"
+        if f"{name}/config.json" not in files:
+            return f"its {name} has no config ({name}/config.json is not there)"
+        folder = tokenizer_folder(name)
+        if folder != name and not any(file.startswith(f"{folder}/") for file in files):
+            return f"its {name} has no tokenizer (no file in the folder {folder})"
+    if "scheduler/scheduler_config.json" not in files:
+        return "it has no solver (scheduler/scheduler_config.json is not there)"
+    return None

@@ -1,0 +1,454 @@
+"""Language models as others quantize and publish them, read as plain ones: AWQ, GPTQ, compressed-tensors and fp8.
+
+Where every row of a matrix has whole groups of consecutive elements with one scale, and integers of at most 8 bits, the
+matrix becomes int8 with float32 scales (`quantization/group_int8.py`): the same values, bit for bit, since a difference
+of integer and zero point fits. All others become wide: of the type that most other tensors have, rounded once.
+
+Formats, in elements x of (outputs, inputs), by module:
+
+- AWQ, gemm: qweight (in, out/8), qzeros (groups, out/8), scales (groups, out). Of 8 outputs in an int32, nibble 0 is
+  the first, then 2, 4, 6, 1, 3, 5, 7. x = (q - zero) * scale.
+- GPTQ: qweight (in * bits/32, out), qzeros (groups, out * bits/32), scales (groups, out), g_idx (in,), the group of
+  each input. The zero points are one less than they are stored to be, modulo 2^bits, but for "gptq_v2".
+- compressed-tensors: "pack-quantized" weight_packed (out, in * bits/32) of q + 2^(bits-1), weight_scale (out, groups);
+  "int-quantized" and "float-quantized" weight (out, in). "naive-quantized" is either.
+- fp8: weight (out, in) in F8_E4M3, weight_scale_inv for each block of `weight_block_size`.
+
+Elements of an int32 are in order, from its lowest bits on, unless said otherwise. Sources: AutoAWQ `packing_utils.py`;
+AutoGPTQ `qlinear_cuda_old.py`; compressed-tensors `pack_quantized.py`; transformers 5.23 `finegrained_fp8.py`. What
+these do to activations when they run is not done here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from weights.dtypes import GROUP_INT8_METHOD, tensor_nbytes
+from weights.errors import FormatError
+from weights.formats.tensors import SourceTensor
+from weights.formats.untrusted import shown
+
+_Array = npt.NDArray[Any]
+_Tensors = Mapping[str, SourceTensor]
+_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)  # of an int32's outputs among its nibbles
+_DTYPES: Final[Mapping[str, Any]] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "I8": np.int8,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+_FLOATS: Final = ("F32", "F16", "BF16")
+_SUFFIXES: Final = (  # of a module's tensors, the one that the module is found by first
+    *("qweight", "weight_packed", "weight_scale", "weight_scale_inv"),
+    *("qzeros", "scales", "g_idx", "weight", "weight_zero_point", "weight_shape", "weight_g_idx"),
+    *("input_scale", "input_zero_point", "input_global_scale"),
+)
+# Scales of what a server might quantize while it runs.
+_UNREAD: Final = ("k_scale", "v_scale", "q_scale", "output_scale")
+_MAX_SCHEMES: Final = 64
+# Classes of transformers whose decoders compute with int8 by groups. A test compares them with the engine's.
+INT8_CLASSES: Final = frozenset(
+    f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe")
+)
+METHODS: Final = ("awq", "gptq", "compressed-tensors", "fp8")
+
+
+class Unquantized(NamedTuple):
+    """The tensors of a quantized checkpoint as plain ones, and the config.json that goes with them."""
+
+    tensors: dict[str, SourceTensor]
+    config: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedTensor:
+    """A tensor that is computed of others when it is read; `file` has the first of them."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    compute: Callable[[], _Array]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the result."""
+        return tensor_nbytes(self.dtype, self.shape)
+
+    def read(self) -> bytes:
+        """Return the bytes. Raises FormatError naming the file."""
+        return np.ascontiguousarray(self.compute()).tobytes()
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A quantized matrix (rows, columns): how its `integers` of at most 8 bits, int16 without the zero point, are read.
+
+    `scales` are float32 (rows, groups), each of `columns / groups` consecutive elements; None for what `wide` alone can
+    compute, which makes float32 (rows, columns).
+    """
+
+    file: Path
+    rows: int
+    columns: int
+    groups: int
+    integers: Callable[[], _Array] | None
+    scales: Callable[[], _Array]
+    wide: Callable[[], _Array]
+
+
+def read_quantized(path: Path, config: Mapping[str, Any], class_name: str, tensors: _Tensors) -> Unquantized | None:
+    """Return a published quantized model as a plain one; None for what is none of `METHODS`.
+
+    All matrices of a class that is none of `INT8_CLASSES` become wide.
+
+    Only headers are looked at: each matrix is computed when it is read. Raises FormatError naming config.json or the
+    tensor, for settings that are not supported and for shapes and types that do not fit them.
+    """
+    given = config.get("quantization_config")
+    if not isinstance(given, dict) or given.get("quant_method") not in METHODS:
+        return None
+    where = path / "config.json"
+    open_matrix = _OPENERS[given["quant_method"]](where, given)
+    modules, plain = _sorted_out(tensors)
+    if not modules:
+        raise FormatError(f"{where}: quantization_config {shown(given)}, but no tensor is quantized so")
+    matrices = {name: open_matrix(_Module(name, parts)) for name, parts in modules.items()}
+    if class_name not in INT8_CLASSES:
+        matrices = {name: replace(one, integers=None) for name, one in matrices.items()}
+    unit = math.gcd(*(one.columns // one.groups for one in matrices.values() if one.integers))
+    floats = Counter(tensor.dtype for tensor in plain.values() if tensor.dtype in _FLOATS)
+    wide = floats.most_common(1)[0][0] if floats else "BF16"
+    found = dict(plain)
+    for name, one in matrices.items():
+        shape = (one.rows, one.columns)
+        if one.integers is None:
+            found[f"{name}.weight"] = ComputedTensor(one.file, wide, shape, _rounded(one.wide, wide))
+            continue
+        found[f"{name}.weight"] = ComputedTensor(one.file, "I8", shape, _as_int8(one, name))
+        num_scales = one.rows * one.columns // unit
+        found[f"{name}.scales"] = ComputedTensor(one.file, "F32", (num_scales,), _repeated(one, unit))
+    plainer = {key: value for key, value in config.items() if key != "quantization_config"}
+    if unit:
+        plainer["quantization_config"] = {"quant_method": GROUP_INT8_METHOD, "group_size": unit}
+    return Unquantized(found, json.dumps(plainer, indent=2).encode())
+
+
+def _sorted_out(tensors: _Tensors) -> tuple[dict[str, dict[str, SourceTensor]], dict[str, SourceTensor]]:
+    """Return the parts of each quantized module by its name, and all other tensors."""
+    quantized = {name.rpartition(".")[0] for name in tensors if name.rpartition(".")[2] in _SUFFIXES[:4]}
+    modules: dict[str, dict[str, SourceTensor]] = {name: {} for name in quantized}
+    plain: dict[str, SourceTensor] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.rpartition(".")
+        if module in modules and part in _SUFFIXES:
+            modules[module][part] = tensor
+        elif part not in _UNREAD:
+            plain[name] = tensor
+    return modules, plain
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """The tensors of a quantized layer by their last name."""
+
+    name: str
+    parts: Mapping[str, SourceTensor]
+
+    @property
+    def file(self) -> Path:
+        return next(iter(self.parts.values())).file
+
+    def shape(self, part: str, *dtypes: str, rank: int = 2) -> tuple[int, ...]:
+        """Return the shape of a part. Raises FormatError unless it is there, of one of the types and of that rank."""
+        tensor = self.parts.get(part)
+        if tensor is None:
+            raise FormatError(f"{self.file}: {shown(self.name)} has no {part}")
+        if tensor.dtype not in dtypes or len(tensor.shape) != rank or 0 in tensor.shape:
+            raise self.misfit(part, f"expected {' or '.join(dtypes)} of {rank} axes")
+        return tensor.shape
+
+    def check(self, part: str, shape: tuple[int, ...], *dtypes: str) -> None:
+        """Raise FormatError unless a part has that shape and one of the types."""
+        if self.shape(part, *dtypes, rank=len(shape)) != shape:
+            raise self.misfit(part, f"expected {list(shape)}")
+
+    def misfit(self, part: str, expected: str) -> FormatError:
+        """Return the error for a part of another shape or type."""
+        tensor = self.parts[part]
+        name = shown(f"{self.name}.{part}")
+        return FormatError(f"{self.file}: tensor {name} is {tensor.dtype} {list(tensor.shape)}, {expected}")
+
+    def array(self, part: str) -> _Array:
+        """Read a part."""
+        tensor = self.parts[part]
+        return np.frombuffer(tensor.read(), _DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def floats(self, part: str) -> _Array:
+        """Read a part as float32."""
+        return self.array(part).astype(np.float32)
+
+
+def _unpacked(words: _Array, bits: int) -> _Array:
+    """Return the unsigned integers of int32 words as uint8: (..., n) -> (..., n * 32/bits), the lowest bits first."""
+    parts = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return parts
+    return np.stack((parts & 15, parts >> 4), axis=-1).reshape(*words.shape[:-1], -1)
+
+
+def _open_awq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
+    if given.get("bits", given.get("w_bit")) != 4 or str(given.get("version", "gemm")).lower() != "gemm":
+        raise _unsupported(where, given, "AWQ of 4 bits in the layout 'gemm'")
+
+    def ordered(words: _Array) -> _Array:
+        packed = _unpacked(words, 4)
+        return packed.reshape(*packed.shape[:-1], -1, 8)[..., _AWQ_PLACES].reshape(packed.shape)
+
+    def opened(module: _Module) -> _Matrix:
+        columns, packed_rows = module.shape("qweight", "I32")
+        groups, rows = module.shape("scales", *_FLOATS)
+        _check_packing(module, "qweight", packed_rows * 8, rows)
+        _check_groups(module, "scales", columns, groups)
+        module.check("qzeros", (groups, packed_rows), "I32")
+
+        def integers() -> _Array:
+            zeros = np.repeat(ordered(module.array("qzeros")), columns // groups, axis=0)
+            return (ordered(module.array("qweight")).astype(np.int16) - zeros).T
+
+        return _grouped(module, rows, columns, groups, integers, lambda: module.floats("scales").T)
+
+    return opened
+
+
+def _open_gptq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
+    bits, version = given.get("bits"), given.get("checkpoint_format", "gptq")
+    if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
+        raise _unsupported(where, given, "GPTQ of 4 or 8 bits in the format 'gptq' or 'gptq_v2'")
+    per_word, offset, largest = 32 // bits, int(version == "gptq"), 2**bits - 1
+
+    def opened(module: _Module) -> _Matrix:
+        packed_columns, rows = module.shape("qweight", "I32")
+        columns, groups = packed_columns * per_word, module.shape("scales", *_FLOATS)[0]
+        module.check("scales", (groups, rows), *_FLOATS)
+        if rows % per_word:
+            raise module.misfit("qweight", f"expected a multiple of {per_word} outputs")
+        module.check("qzeros", (groups, rows // per_word), "I32")
+        is_ordered = given.get("desc_act") is True
+        if "g_idx" in module.parts or is_ordered:
+            module.check("g_idx", (columns,), "I32")
+        if not is_ordered:
+            _check_groups(module, "scales", columns, groups)
+
+        def groups_of() -> _Array:
+            if "g_idx" not in module.parts:
+                return np.arange(columns) // (columns // groups)
+            found = module.array("g_idx")
+            if found.min() < 0 or found.max() >= groups:
+                raise FormatError(f"{module.file}: {module.name}.g_idx names groups beyond its {groups}")
+            return found
+
+        def integers() -> _Array:
+            found = groups_of()
+            if not is_ordered and (found != np.arange(columns) // (columns // groups)).any():
+                raise FormatError(f"{module.file}: {module.name}.g_idx is out of order, and desc_act is not true")
+            zeros = (_unpacked(module.array("qzeros"), bits).astype(np.int16) + offset) & largest
+            values = _unpacked(module.array("qweight").T, bits).T.astype(np.int16)
+            return (values - zeros[found]).T
+
+        def scales() -> _Array:
+            return module.floats("scales").T
+
+        if is_ordered or not (bits == 4 or given.get("sym") is True):
+
+            def wide() -> _Array:
+                return integers() * scales()[:, groups_of()]
+
+            return _Matrix(module.file, rows, columns, groups, None, scales, wide)
+        return _grouped(module, rows, columns, groups, integers, scales)
+
+    return opened
+
+
+def _open_compressed(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
+    schemes = given.get("config_groups")
+    groups = list(schemes.values()) if isinstance(schemes, dict) and len(schemes) <= _MAX_SCHEMES else []
+    weights = [one.get("weights") for one in groups if isinstance(one, dict)]
+    rules = [rule for rule in weights if isinstance(rule, dict)]
+    if not rules or len(rules) < len(weights) or given.get("transform_config") or _is_sparse(given):
+        raise _unsupported(where, given, "compressed-tensors with quantized, dense weights")
+    bits = rules[0].get("num_bits")
+    if bits not in (4, 8) or any(rule.get("num_bits") != bits for rule in rules):
+        raise _unsupported(where, given, "compressed-tensors of 4 or 8 bits")
+
+    def opened(module: _Module) -> _Matrix:
+        if "weight_g_idx" in module.parts:
+            raise FormatError(f"{module.file}: {module.name}.weight_g_idx: activation order is not supported here")
+        if "weight_packed" in module.parts:
+            return _open_packed(module, bits)
+        if module.shape("weight", "I8", "F8_E4M3") and module.parts["weight"].dtype == "I8":
+            return _open_int8(module)
+        return _open_float8(module, "weight_scale")
+
+    return opened
+
+
+def _open_packed(module: _Module, bits: int) -> _Matrix:
+    rows, packed_columns = module.shape("weight_packed", "I32")
+    columns = packed_columns * 32 // bits
+    groups = _check_row_scales(module, rows, columns)
+    has_zeros = "weight_zero_point" in module.parts
+    if has_zeros:
+        if bits != 4:
+            raise module.misfit("weight_zero_point", "expected none beside 8 bits")
+        module.check("weight_zero_point", (-(-rows // 8), groups), "I32")
+    middle = 2 ** (bits - 1)
+
+    def integers() -> _Array:
+        values = _unpacked(module.array("weight_packed"), bits).astype(np.int16)
+        if not has_zeros:
+            return values - middle
+        zeros = _unpacked(module.array("weight_zero_point").T, bits).T[:rows]
+        return values - np.repeat(zeros, columns // groups, axis=1)
+
+    return _grouped(module, rows, columns, groups, integers, lambda: _row_scales(module, rows, groups))
+
+
+def _open_int8(module: _Module) -> _Matrix:
+    rows, columns = module.shape("weight", "I8")
+    groups = _check_row_scales(module, rows, columns)
+    if "weight_zero_point" in module.parts:
+        raise module.misfit("weight_zero_point", "expected none: 8 bits without a middle are not supported")
+
+    return _grouped(
+        module, rows, columns, groups, lambda: module.array("weight"), lambda: _row_scales(module, rows, groups)
+    )
+
+
+def _open_fp8(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Matrix]:
+    block = given.get("weight_block_size")
+    is_block = isinstance(block, list) and len(block) == 2 and all(type(one) is int and one > 0 for one in block)
+    if not (block is None or is_block):
+        raise _unsupported(where, given, "fp8 with weight_block_size [rows, columns], or none")
+
+    def opened(module: _Module) -> _Matrix:
+        part = "weight_scale_inv" if "weight_scale_inv" in module.parts else "weight_scale"
+        return _open_float8(module, part, tuple(block) if block else None)
+
+    return opened
+
+
+def _open_float8(module: _Module, part: str, block: tuple[int, int] | None = None) -> _Matrix:
+    rows, columns = module.shape("weight", "F8_E4M3")
+    scale = module.parts.get(part)
+    blocked = (-(-rows // block[0]), -(-columns // block[1])) if block else (rows, 1)
+    allowed = {(), (1,), (1, 1), blocked} | (set() if block else {(rows,)})
+    if scale is None or scale.dtype not in _FLOATS or scale.shape not in allowed:
+        if scale is None:
+            raise FormatError(f"{module.file}: {shown(module.name)} has no {part}")
+        raise module.misfit(part, f"expected floats of one number, or {list(blocked)}")
+
+    def wide() -> _Array:
+        factors = module.floats(part)
+        if factors.size == 1:
+            factors = factors.reshape(1, 1)
+        elif block:
+            factors = np.repeat(np.repeat(factors, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
+        else:
+            factors = factors.reshape(rows, 1)
+        return module.floats("weight") * factors
+
+    return _Matrix(module.file, rows, columns, 1, None, wide, wide)
+
+
+_OPENERS: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], Callable[[_Module], _Matrix]]]] = {
+    "awq": _open_awq,
+    "gptq": _open_gptq,
+    "compressed-tensors": _open_compressed,
+    "fp8": _open_fp8,
+}
+
+
+def _check_packing(module: _Module, part: str, held: int, expected: int) -> None:
+    if held != expected:
+        raise module.misfit(part, f"expected {expected} outputs, as the scales have")
+
+
+def _check_groups(module: _Module, part: str, columns: int, groups: int) -> None:
+    if columns % groups:
+        raise module.misfit(part, f"expected whole groups of {columns} inputs")
+
+
+def _check_row_scales(module: _Module, rows: int, columns: int) -> int:
+    """Return the groups of each row by the shape of `weight_scale`: (rows, groups), (rows,) or of one number."""
+    scale = module.parts.get("weight_scale")
+    if scale is None:
+        raise FormatError(f"{module.file}: {shown(module.name)} has no weight_scale")
+    if scale.dtype not in _FLOATS:
+        raise module.misfit("weight_scale", f"expected {' or '.join(_FLOATS)}")
+    if scale.shape in ((), (1,), (1, 1), (rows,)):
+        return 1
+    if len(scale.shape) != 2 or scale.shape[0] != rows or scale.shape[1] == 0 or columns % scale.shape[1]:
+        raise module.misfit("weight_scale", f"expected whole groups of rows of [{rows}, {columns}]")
+    return scale.shape[1]
+
+
+def _row_scales(module: _Module, rows: int, groups: int) -> _Array:
+    found = module.floats("weight_scale")
+    return np.broadcast_to(found.reshape(1 if found.size == 1 else rows, -1), (rows, groups))
+
+
+def _grouped(
+    module: _Module,
+    rows: int,
+    columns: int,
+    groups: int,
+    integers: Callable[[], _Array],
+    scales: Callable[[], _Array],
+) -> _Matrix:
+    def wide() -> _Array:
+        return integers() * np.repeat(scales(), columns // groups, axis=1)
+
+    return _Matrix(module.file, rows, columns, groups, integers, scales, wide)
+
+
+def _as_int8(matrix: _Matrix, name: str) -> Callable[[], _Array]:
+    def compute() -> _Array:
+        assert matrix.integers is not None
+        found = matrix.integers()
+        if found.min() < -128 or found.max() > 127:
+            raise FormatError(f"{matrix.file}: {name} has zero points that are not in the middle, as sym says")
+        return found.astype(np.int8)
+
+    return compute
+
+
+def _repeated(matrix: _Matrix, unit: int) -> Callable[[], _Array]:
+    """Return what computes flat scales, one for each `unit` elements."""
+    times = matrix.columns // matrix.groups // unit
+    return lambda: np.repeat(matrix.scales(), times, axis=1).astype(np.float32).ravel()
+
+
+def _rounded(wide: Callable[[], _Array], dtype: str) -> Callable[[], _Array]:
+    return lambda: wide().astype(_DTYPES[dtype])
+
+
+def _is_sparse(given: Mapping[str, Any]) -> bool:
+    sparsity = given.get("sparsity_config")
+    return isinstance(sparsity, dict) and sparsity.get("format", "dense") != "dense"
+
+
+def _unsupported(where: Path, given: Mapping[str, Any], supported: str) -> FormatError:
+    return FormatError(f"{where}: quantization_config {shown(given)} is not supported; supported is {supported}")

@@ -1,0 +1,240 @@
+"""Pipelines in one file, as trainers and UIs write them: the file's tensors, under diffusers' names.
+
+diffusers translates the names (by the tables of its `from_single_file`), with a mapped file in the place of loaded
+tensors: nothing is read before it is hashed but what diffusers computes itself. A tensor has the bytes that it has in
+the folder form of the same model, so the store keeps it once.
+
+Imported by `weights.formats.checkpoint` alone, when a file comes with a pipeline that it is like.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import diffusers
+import torch
+import transformers
+from diffusers.loaders import single_file_utils
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from safetensors.torch import load_file
+from torch.overrides import TorchFunctionMode
+
+from weights.base_pipeline import BasePipeline
+from weights.errors import FormatError
+from weights.formats.checkpoint import Checkpoint, SourceComponent, weighted_parts
+from weights.formats.safetensors import read_header
+from weights.formats.torch_file import TorchTensor
+from weights.formats.weight_files import read_json
+from weights.torch_dtypes import DTYPE_NAMES
+
+_Tensors = dict[str, torch.Tensor]
+_Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
+_VAE_PREFIXES: Final = ("first_stage_model.", "vae.")
+_VAE_NAMES: Final = ("decoder.conv_in.weight", "encoder.conv_in.weight")
+_TEXT_PREFIXES: Final = ("cond_stage_model.", "conditioner.", "text_encoders.")
+_MAX_NAMES: Final = 3
+
+
+def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
+    """Return the pipeline of `path` with the skeleton of `base`, and of its components those that the file lacks.
+
+    HAZARD: the file is mapped, so one that is cut short while it is open ends the process with SIGBUS.
+    Raises FormatError: no tensors of any component, a component of which only a part is there, one that neither has,
+    names that diffusers cannot translate, the scales of an 8-bit file.
+    """
+    header = read_header(path)
+    if scaled := next((name for name in header.tensors if name.endswith((".scale_weight", "scaled_fp8"))), None):
+        raise FormatError(f"{path}: {scaled}: 8-bit floats with scales of their own are not read; import it as float16")
+    mapped = load_file(path)
+    classes = weighted_parts(base.folder)
+    components, found = [], list[str]()
+    for name, (library, class_name) in classes.items():
+        tensors = _translated(path, mapped, base, name, library, class_name)
+        if tensors is not None:
+            components.append(_component(path, name, library, class_name, tensors))
+            found.append(name)
+        elif name in base.components:
+            components.append(base.components[name])
+        else:
+            raise FormatError(f"{path}: has no {name}, and neither has {base.name!r}, which it is said to be like")
+    if not found:
+        known = ", ".join(classes)
+        raise FormatError(f"{path}: none of its {len(mapped)} tensors are of a component of {base.name!r} ({known})")
+    class_name = str(read_json(base.folder / "model_index.json").get("_class_name"))
+    return Checkpoint(path, "diffusion", class_name, tuple(components), skeleton=base.folder)
+
+
+def read_vae_file(path: Path, checkpoint: Checkpoint) -> SourceComponent:
+    """Return the VAE of a single file, as the class and config of a pipeline's own one read it. Raises FormatError."""
+    own = next(part for part in checkpoint.components if part.name == "vae")
+    base = BasePipeline(str(checkpoint.path), checkpoint.root, "", {})
+    read_header(path)
+    tensors = _translated(path, load_file(path), base, "vae", own.library, str(own.class_name))
+    if tensors is None:
+        raise FormatError(f"vae: {path}: has no tensors of a VAE")
+    return _component(path, "vae", own.library, str(own.class_name), tensors)
+
+
+def _component(path: Path, name: str, library: str, class_name: str, tensors: _Tensors) -> SourceComponent:
+    sources = {key: TorchTensor(path, DTYPE_NAMES[tensor.dtype], tensor) for key, tensor in tensors.items()}
+    file = "diffusion_pytorch_model.safetensors" if library == "diffusers" else "model.safetensors"
+    return SourceComponent(name, library, class_name, name, dict(sources), {"format": "pt"}, (file,))
+
+
+def _translated(
+    path: Path, mapped: Mapping[str, torch.Tensor], base: BasePipeline, name: str, library: str, class_name: str
+) -> _Tensors | None:
+    """Return the component's tensors under its own names, None if the file has none of them."""
+    model_class = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
+    if model_class is None:
+        return None
+    own = _own_tensors(mapped, name, model_class)
+    if not own:
+        return None
+    convert = _text_encoder if library == "transformers" else convert_denoiser
+    try:
+        expected = expected_shapes(blank_model(model_class, base.folder / name))
+        with WithoutCopies(own.values()):
+            tensors = convert(own, model_class, base.folder, name)
+    except Exception as error:
+        raise unreadable(path, name, class_name, base, error) from None
+    kept = _Tensors()
+    for key, shape in matched(path, name, base, expected, tensors).items():
+        if tuple(tensors[key].shape) != shape:
+            raise unlike(path, name, key, tensors[key].shape, base, shape)
+        kept[key] = tensors[key]
+    return kept
+
+
+def unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
+    """Return the error for tensors that diffusers' conversion cannot take."""
+    return FormatError(
+        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}: "
+        f"{type(error).__name__}: {str(error)[:300]}"
+    )
+
+
+def unlike(
+    path: Path, name: str, key: str, found: Sequence[int], base: BasePipeline, shape: Sequence[int]
+) -> FormatError:
+    """Return the error for a tensor of another shape than the base's config asks for."""
+    return FormatError(
+        f"{path}: {name}: {key} has shape {list(found)}, that of {base.name!r} is {list(shape)}: "
+        "it is not like that model"
+    )
+
+
+def matched(
+    path: Path, name: str, base: BasePipeline, expected: _Shapes, tensors: Collection[str]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shape that each weight of a model should have, by the name that it has in `tensors`.
+
+    Raises FormatError for those that are not there.
+    """
+    kept, missing = dict[str, tuple[int, ...]](), []
+    for names, shape in expected.items():
+        key = next((key for key in names if key in tensors), None)
+        if key is None:
+            missing.append(names[0])
+        else:
+            kept[key] = shape
+    if missing:
+        shown = ", ".join(missing[:_MAX_NAMES])
+        raise FormatError(
+            f"{path}: its {name} lacks {len(missing)} of {len(expected)} tensors of {base.name!r}: {shown}"
+        )
+    return kept
+
+
+def _own_tensors(mapped: Mapping[str, torch.Tensor], name: str, model_class: type) -> _Tensors:
+    """Return the file's tensors for one component, under the file's names: what diffusers takes them from."""
+    if model_class.__module__.startswith("transformers."):
+        is_there = single_file_utils.is_clip_model_in_single_file(model_class, mapped) or (
+            model_class.__name__ == "T5EncoderModel" and single_file_utils.is_t5_in_single_file(mapped)
+        )
+        return {key: value for key, value in mapped.items() if key.startswith(_TEXT_PREFIXES)} if is_there else {}
+    if name == "vae":
+        is_bare = any(key in mapped for key in _VAE_NAMES)
+        return {key: value for key, value in mapped.items() if is_bare or key.startswith(_VAE_PREFIXES)}
+    if any(key in mapped for key in _VAE_NAMES):
+        return {}
+    others = (*_VAE_PREFIXES, *_TEXT_PREFIXES)
+    return {key: value for key, value in mapped.items() if not key.startswith(others)}
+
+
+def convert_denoiser(tensors: _Tensors, model_class: Any, folder: Path, name: str) -> _Tensors:
+    """Return a model's tensors under diffusers' names. Raises ValueError for a class that it reads from no file."""
+    entry = next(
+        (
+            entry
+            for known, entry in SINGLE_FILE_LOADABLE_CLASSES.items()
+            if issubclass(model_class, getattr(diffusers, known))
+        ),
+        None,
+    )
+    if entry is None:
+        raise ValueError(f"diffusers reads no {model_class.__name__} from a single file")
+    convert: Callable[..., _Tensors] = entry["checkpoint_mapping_fn"]
+    config = model_class.load_config(folder / name)
+    takes = inspect.signature(convert).parameters
+    more = {"config": config} if "config" in takes or "kwargs" in takes else {}
+    return convert(checkpoint=dict(tensors), **more)
+
+
+def _text_encoder(tensors: _Tensors, model_class: Any, folder: Path, name: str) -> _Tensors:
+    make = (
+        single_file_utils.create_diffusers_t5_model_from_checkpoint
+        if model_class.__name__ == "T5EncoderModel"
+        else single_file_utils.create_diffusers_clip_model_from_ldm
+    )
+    dtype = next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())  # of what is computed
+    model = make(model_class, tensors, subfolder=name, config=str(folder), torch_dtype=dtype, local_files_only=True)
+    return {key: tensor for key, tensor in model.state_dict().items() if not tensor.is_meta}
+
+
+def blank_model(model_class: Any, folder: Path) -> Any:
+    """Return a model with the config in `folder`, built without memory."""
+    with torch.device("meta"):
+        if model_class.__module__.startswith("diffusers."):
+            return model_class.from_config(model_class.load_config(folder))
+        return model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
+
+
+def expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """Return the shape of each weight of a model, by its names: tied ones have several."""
+    names: dict[int, list[str]] = {}
+    weights = model.state_dict(keep_vars=True)
+    for key, tensor in weights.items():
+        names.setdefault(id(tensor), []).append(key)
+    return {tuple(keys): tuple(weights[keys[0]].shape) for keys in names.values()}
+
+
+class WithoutCopies(TorchFunctionMode):
+    """Gives the tensor itself where diffusers copies a mapped one as it is: copies of a file would fill the memory."""
+
+    def __init__(self, mapped: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._files = {tensor.untyped_storage().data_ptr() for tensor in mapped}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.clone, torch.Tensor.to) and self._is_mapped(args[0]):
+            return args[0]
+        if func is torch.cat and len(args[0]) == 1 and self._is_mapped(args[0][0]):
+            return args[0][0]
+        if func is torch.split and isinstance(args[1], tuple) and (kwargs or {}).get("dim", 0) == 0:
+            args = args[0], _scaled(args[1], len(args[0]))
+        return func(*args, **(kwargs or {}))
+
+    def _is_mapped(self, tensor: torch.Tensor) -> bool:
+        return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._files
+
+
+def _scaled(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
+    """Return sizes in the same proportions whose sum is `total`: diffusers splits a Flux at the sizes of FLUX.1's."""
+    scaled = tuple(size * total // sum(sizes) for size in sizes)
+    return scaled if sum(scaled) == total else sizes

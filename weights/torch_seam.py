@@ -1,0 +1,198 @@
+"""The only module of `weights` that uses private names of torch; `SHIMS` lists them by purpose.
+
+`atelier doctor` prints what this torch lacks of them (`private_names.problems`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+from weights.errors import WeightsError
+from weights.private_names import Shim
+
+SHIMS: Final = (
+    Shim(
+        "modules: rebinding parameters and buffers",
+        "no model is loaded",
+        used=tuple(
+            f"torch.nn:Module.{name}"
+            for name in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_non_persistent_buffers_set")
+        ),
+    ),
+    Shim(
+        "memory that several models share, for as long as one uses it",
+        "no model is loaded on a device",
+        used=("torch:UntypedStorage._new_with_weak_ptr",),
+    ),
+    Shim(
+        "exported programs with other tensors",
+        "no exported program is stored or loaded",
+        changed={
+            f"torch.export:ExportedProgram.{name}": "torch.export.exported_program"
+            for name in ("_state_dict", "_constants", "_example_inputs")
+        },
+        is_needed=False,
+    ),
+    Shim(
+        "simulated devices",
+        "device: sim does not start",
+        changed={"torch:_has_compatible_shallow_copy_type": "torch.nn.modules.module"},
+        used=(
+            "torch.utils.backend_registration:_setup_privateuseone_for_python_backend",
+            "torch._ops:OpOverload._schema",
+            *(
+                f"torch._C:{name}"
+                for name in (
+                    "DispatchKey",
+                    "DispatchKeySet",
+                    "TensorBase.data",
+                    "_AutoDispatchBelowAutograd",
+                    "_construct_storage_from_data_pointer",
+                    "_dispatch_get_all_op_names",
+                    "_dispatch_has_kernel_for_dispatch_key",
+                    "_swap_tensor_impl",
+                )
+            ),
+        ),
+        is_needed=False,
+    ),
+)
+
+# Of simulated devices, which call it for every op. None where this torch has none: whoever asks is told so by SHIMS.
+below_autograd: Final[Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", None)  # a context manager
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the table of a module's own parameters: what is put into it is in the module."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the table of a module's own buffers: what is put into it is in the module."""
+    return module._buffers
+
+
+def forward_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
+    """Return the table of the hooks that are called after a module's own forward."""
+    return module._forward_hooks
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the table of a module's own submodules."""
+    return module._modules
+
+
+def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
+    """Return a module that has all that `module` has, the tensors as well, but for its submodule of that name."""
+    changed = copy.copy(module)
+    changed._modules = {**module._modules, name: child}
+    return changed
+
+
+def is_persistent(module: nn.Module, buffer: str) -> bool:
+    """Return whether a checkpoint of the module has the buffer."""
+    return buffer not in module._non_persistent_buffers_set
+
+
+def storage_at(weak_pointer: Any) -> torch.UntypedStorage | None:
+    """Return the storage of a StorageWeakRef's `cdata`, None once nobody uses its memory."""
+    return cast("torch.UntypedStorage | None", torch.UntypedStorage._new_with_weak_ptr(weak_pointer))
+
+
+def with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """Return the same graph with other tensors and without example inputs.
+
+    A shallow copy, because the constructor would change the graph it is given and forget its guards. Raises
+    WeightsError when this torch keeps a program's tensors elsewhere.
+    """
+    changed = copy.copy(program)
+    changed._state_dict = {name: tensors.get(name, value) for name, value in program.state_dict.items()}
+    changed._constants = {name: tensors.get(name, value) for name, value in program.constants.items()}
+    changed._example_inputs = None
+    found = {**changed.state_dict, **changed.constants}
+    if changed.example_inputs is not None or any(found[name] is not tensors[name] for name in found.keys() & tensors):
+        raise WeightsError(f"torch {torch.__version__} does not let an exported program have other tensors")
+    return changed
+
+
+def host_keys() -> Any:
+    """Return the dispatch keys of the host's kernels."""
+    return torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+def has_kernel(op: str, key: str) -> bool:
+    """Return whether torch's dispatcher has a kernel of an op (aten::add.out) for the key (CPU)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def op_names() -> list[str]:
+    """Return the names of all ops of torch's dispatcher, such as aten::add.out."""
+    return list(torch._C._dispatch_get_all_op_names())
+
+
+def schema_of(op: Any) -> Any:
+    """Return the schema of a torch.ops overload."""
+    return op._schema
+
+
+def storage_with_address(address: int, device: torch.device, num_bytes: int) -> torch.UntypedStorage:
+    """Return a storage that says it is at the address. It owns nothing there."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    return cast("torch.UntypedStorage", make(address, device, num_bytes))
+
+
+def register_device(name: str, module: Any) -> None:
+    """Make torch know devices of that name, with `module` as `torch.<name>`. Experimental in torch."""
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(name, backend_module=module)
+
+
+def patch_storages(name: str, make: Callable[[torch.device, int], torch.UntypedStorage]) -> None:
+    """Let `make` make the storages (device, bytes) of devices of that name, for the life of the process.
+
+    torch's own have no memory there, and kill the process when they are touched.
+    """
+    plain = torch.UntypedStorage.__new__
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is None or torch.device(device).type != name:
+            return plain(cls, *args, **kwargs)
+        (size,) = args or (0,)
+        return make(torch.device(device), int(size))
+
+    torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
+def patch_data(name: str) -> None:
+    """Let `tensor.data = other` cross between the host and devices of that name, for the life of the process.
+
+    As it may for CUDA: the tensor stays the same object.
+    """
+    inherited: Any = torch._C.TensorBase.data
+    compatible = torch._has_compatible_shallow_copy_type
+
+    def get(self: torch.Tensor) -> torch.Tensor:
+        plain: torch.Tensor = inherited.__get__(self)
+        return plain
+
+    def put(self: torch.Tensor, value: torch.Tensor) -> None:
+        if self.device == value.device or name not in (self.device.type, value.device.type):
+            inherited.__set__(self, value)
+            return
+        fresh = value.detach().requires_grad_(self.requires_grad)
+        torch._C._swap_tensor_impl(self, fresh)
+
+    def has_compatible_shallow_copy_type(input: torch.Tensor, from_: torch.Tensor) -> bool:
+        kinds = {input.device.type, from_.device.type}
+        return kinds <= {"cpu", name} or compatible(input, from_)
+
+    torch.Tensor.data = property(get, put)  # type: ignore[assignment]
+    torch._has_compatible_shallow_copy_type = has_compatible_shallow_copy_type
