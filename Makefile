@@ -11,6 +11,7 @@ ONCE ?=
 DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
+TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
 .PHONY: help setup judges judges-long judge-node judge-axe judge-llama demo test test-gpu test-long abuse faults fuzz unit coverage check docs format lint types contracts bench quality clean
 
@@ -64,9 +65,9 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
-	$(PYTEST) tests/unit -n 2 --dist worksteal --durations=25
-	$(PYTEST) tests/device
-	$(PYTEST) tests/e2e tests/integration -m "not faults and not long"
+	$(PYTEST) tests/unit -n 2 --dist worksteal --durations=25 $(TWICE)
+	$(PYTEST) tests/device $(TWICE)
+	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" $(TWICE)
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm
 	$(PYTEST) tests/e2e -m long

@@ -74,6 +74,16 @@ def _seeded_apart(name: str) -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "hypothesis_seed", "no plugin") is None:
         config.option.hypothesis_seed = SEED
+        _draw_by_the_seed_alone()
+
+
+def _draw_by_the_seed_alone() -> None:
+    """Have hypothesis draw the same everywhere: where CI is set it ignores seeds, and elsewhere it keeps a database."""
+    from hypothesis import HealthCheck, settings
+
+    slow = (HealthCheck.too_slow,)  # as the deadline: a matter of the machine
+    settings.register_profile("seeded", deadline=None, database=None, derandomize=False, suppress_health_check=slow)
+    settings.load_profile("seeded")
 
 
 def pytest_report_header() -> str:

@@ -66,16 +66,18 @@ def test_a_seed_gives_a_test_the_same_draws_alone_as_among_others(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_seed_gives_hypothesis_the_same_examples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["CI", "NO_CI"])
+def test_a_seed_gives_hypothesis_the_same_examples(tmp_path: Path, where: str) -> None:
     (tmp_path / "test_examples.py").write_text(
         "from hypothesis import given, settings, strategies\n\n"
-        "@settings(database=None, max_examples=20)\n@given(strategies.integers())\n"
+        "@settings(max_examples=20)\n@given(strategies.integers())\n"
         "def test_integers(number):\n    print(number)\n"
     )
 
     def shown(seed: str) -> list[str]:
         words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "--quiet", "test_examples.py"]
-        environment = os.environ | {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed}
+        environment = {name: value for name, value in os.environ.items() if name != "CI"}
+        environment |= {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed, where: "true"}
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )
