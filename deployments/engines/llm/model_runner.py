@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
-from deployments.engines.llm.models.registry import CPU_ROW_MULTIPLE, LoadedModel
+from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.prompt_images import PromptImages
 from weights.memory.devices import computes_on_host
@@ -33,7 +34,8 @@ class ModelRunner:
         stored = NativeDecoder.cache_dtype(model)
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored)
         self._decoder = NativeDecoder.create(model, self._cache)
-        self._row_multiple = CPU_ROW_MULTIPLE if model.pads_rows and computes_on_host(model.device) else 1
+        # On the host, products of few rows round by their number: a token's result must not depend on its company.
+        self._row_multiple = settled_rows() if model.pads_rows and computes_on_host(model.device) else 1
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -176,7 +178,7 @@ def _row_adapters(
         start, end = end, end + (int(chunk.has_logits) if of_head and not all_rows else chunk.num_tokens)
         for lora in chunk.sequence.loras:
             rows.setdefault(lora, []).extend(range(start, end))
-    row_multiple = CPU_ROW_MULTIPLE if computes_on_host(device) else 1
+    row_multiple = settled_rows() if computes_on_host(device) else 1
     found = []
     for lora in sorted(rows, key=lambda lora: lora.place):
         pairs = lora.fitted.head if of_head else lora.fitted.layers

@@ -1,9 +1,13 @@
 """Layers whose result for a row does not depend on the rows beside it, bit for bit, on the CPU.
 
 Torch chooses its float32 kernels on a CPU by the number of rows (2.13). MKL multiplies one row, two or three, and four
-or more in three ways, and with several threads the first dozen rows in yet others; a convolution goes to oneDNN or
-elsewhere by the size of the batch. Here few rows are padded, and every convolution goes to oneDNN, whose fixed cost of
-about 60 us is felt by convolutions of less than a million multiplications only. A half precision product goes to oneDNN
+or more in three ways, with AVX-512 up to 16 rows in two more, by the size of the weight, and with several threads the
+first dozen rows in yet others; a convolution goes to oneDNN or elsewhere by the size of the batch. Here few rows are
+padded, and every convolution goes to oneDNN, whose fixed cost of about 60 us is felt by convolutions of less than a
+million multiplications only. HAZARD: on Intel's processors, with several threads, products of a thousand inputs and
+more differ even so where there are 70 rows or more, and with AVX2 alone every product does; MKL_CBWR=AUTO,STRICT in
+the environment of the processes is MKL's own way to have all of them alike (as fast from 16 rows on, and up to half as
+fast with one). A half precision product goes to oneDNN
 where the processor has its instructions, but for those of 16^3 multiplications and less (mkldnn_gemm_min_size), so that
 a row of a small layer alone goes elsewhere: it is padded beyond that. Other operations that diffusers' models use need
 nothing of this (tests/unit/deployments/engines/nn/test_batch_invariant.py looks at each), as long as a row has a
@@ -14,6 +18,7 @@ computed by other code in an elementwise function.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -24,9 +29,17 @@ from torch.nn import functional as F
 
 _uninitialized_memory: Any = torch.utils.deterministic  # a module with properties, which its types do not have
 _HOSTS: Final = ("cpu", "sim")  # a simulated accelerator computes on the host
-MIN_ROWS: Final = 4
-MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
+_MIN_ROWS_PER_THREAD: Final = 8  # with more than one thread; found with two
 _MAX_SMALL_PRODUCT: Final = 16**3  # multiplications; of half precision, a larger one goes to oneDNN
+
+
+@functools.cache
+def settled_rows() -> int:
+    """Return from how many rows on one thread's product gives a row the same bits whatever their number.
+
+    A multiple of it does so on every processor that was tried; with AVX-512 of 250 shapes of weights each did.
+    """
+    return 16 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 4
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -51,8 +64,10 @@ def _min_rows(x: torch.Tensor, weight: torch.Tensor) -> int:
         return 0
     if x.dtype == torch.float32:
         num_threads = torch.get_num_threads()
-        return MIN_ROWS if num_threads == 1 else MIN_ROWS_PER_THREAD * num_threads
-    return _MAX_SMALL_PRODUCT // weight.numel() + 1 if x.dtype in (torch.bfloat16, torch.float16) else 0
+        return settled_rows() if num_threads == 1 else max(settled_rows(), _MIN_ROWS_PER_THREAD * num_threads)
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    return max(settled_rows(), _MAX_SMALL_PRODUCT // weight.numel() + 1)
 
 
 def conv2d(

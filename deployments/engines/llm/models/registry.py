@@ -24,6 +24,7 @@ from deployments.engines.llm.models.packed import PackedSource, compute_dtype, p
 from deployments.engines.llm.models.stock import StockModel, create_stock_model
 from deployments.engines.llm.models.stock_classes import OWN_CACHE
 from deployments.engines.llm.paged_attention import LayerAttention, Planner
+from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8
 from deployments.engines.nn.rotary import Rotary
@@ -32,10 +33,6 @@ from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 
-# On the CPU, matrix products of 1 to 11 rows take other kernels, with other rounding, than products of more,
-# unless the rows are a multiple of 4 (measured: torch 2.13, MKL, AVX-512; larger products agree bit for bit).
-# Padding to it makes a token's result independent of how many others share the product.
-CPU_ROW_MULTIPLE = 4
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
@@ -143,7 +140,7 @@ def create_model(
     pads_rows = uses_torch_products(module)
     for part in module.modules():
         if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(device):
-            part.row_multiple = CPU_ROW_MULTIPLE
+            part.row_multiple = settled_rows()
     return LoadedModel(module.eval(), rotary, spec, dtype, device, pads_rows)
 
 

@@ -12,9 +12,10 @@ from torch.nn import functional as F
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.llm.model_runner import CPU_ROW_MULTIPLE, ModelRunner
+from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.scheduler import Scheduler, Sequence
+from deployments.engines.nn.batch_invariant import settled_rows
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -161,7 +162,7 @@ def test_logits_do_not_depend_on_company(tiny, prompt_of):
     weight, rows = model.tensors["lm_head.weight"], torch.randn(64, 32)
     is_exact = all(
         torch.equal(F.linear(rows[:n], weight), F.linear(rows, weight)[:n])
-        for n in range(CPU_ROW_MULTIPLE, 64, CPU_ROW_MULTIPLE)
+        for n in range(settled_rows(), 64, settled_rows())
     )
     prompts = [prompt_of(length) for length in (1, 2, 15, 16, 17, 40)]
     together = runner_logits(model, prompts)

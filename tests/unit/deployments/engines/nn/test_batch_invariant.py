@@ -45,7 +45,7 @@ def test_linear(dtype: torch.dtype, width: int, out: int, length: int | None) ->
     assert torch.allclose(linear(x[:1], weight, bias), F.linear(x[:1], weight, bias), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize(("width", "out"), [(6, 16), (100, 33), (320, 640)])
+@pytest.mark.parametrize(("width", "out"), [(6, 16), (100, 33), (128, 128), (320, 640), (768, 768), (1024, 24)])
 def test_linear_of_sums_that_cancel(width: int, out: int) -> None:
     """Of such a sum rounding errors alone are left, so that any other order of its terms shows in each result."""
     half, weights = torch.randn(max(BATCHES), width // 2), torch.randn(out, width // 2)
