@@ -11,6 +11,7 @@ from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 
@@ -51,6 +52,7 @@ def make_controls(
             raise EngineError(f"control: {use.name!r} is no known ControlNet (known: {nets or 'none'})")
         if reason := _misfit(family, net, denoiser, codec.scale_factor):
             raise EngineError(f"control: {use.name!r} {reason}")
+        make_batch_invariant(net)
         pixels = unit_pixels(use.image, device).expand(request.num_images, -1, -1, -1)
         with torch.no_grad():
             image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae)
