@@ -35,7 +35,9 @@ def demo(kind: str, load: float, switch: float, seed: int) -> Scenario:
     return Scenario(models, workers, tuple(bursts(15, every_s, list(SHARES), duration_s, chance, every_s / 5)))
 
 
-@pytest.mark.parametrize("load", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize(
+    "load", [pytest.param(0.3, marks=pytest.mark.long), 0.6, pytest.param(0.9, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("switch", [0.01, 0.1, 0.3, 1.0, 2.0, 3.0])
 @pytest.mark.parametrize("kind", ["poisson", "bursts"])
 def test_it_is_no_slower_than_multiplexing(kind: str, load: float, switch: float) -> None:

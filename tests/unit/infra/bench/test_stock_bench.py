@@ -12,6 +12,7 @@ from infra.bench.stock_models import CLASSES, Sizes
 pytestmark = pytest.mark.slow  # imports diffusers
 
 
+@pytest.mark.long
 def test_all_parts_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = Sizes(width=64, layers=1, pixels=32, text_width=64, text_layers=1)
     figures = measure_stock(Effort(num_steps=2, rounds=1, switches=1, tokens=8, sizes=sizes), seed=0)
