@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from configs.changes import BEYOND, DONE, RULES, Change, Concern, changes, concerns_of, values_of
+from configs.changes import BEYOND, DONE, RULES, Change, Concern, changes, concerns_of, values_of, with_live_values
 from configs.cluster import ClusterConfig
 
 MODELS = [{"id": "m", "path": "/m"}, {"id": "n", "path": "/n"}]
@@ -105,3 +105,18 @@ def test_the_values_of_a_concern_change_with_its_keys_alone() -> None:
 def test_what_no_running_cluster_takes_is_known_by_its_concern() -> None:
     beyond: list[Change] = [one for one in changes(config(), config(name="other")) if BEYOND & {*one.concerns}]
     assert [one.key for one in beyond] == ["name"]
+
+
+def test_what_is_taken_live_is_all_that_needs_no_other_replica() -> None:
+    before = config(text_encoder={"cache_bytes": "3 MiB"})
+    after = config(
+        models=[*MODELS, {"id": "new", "path": "/new"}],
+        admission={"max_waiting": 5},
+        text_encoder={"cache_bytes": "9 MiB", "batching": {"max_queue_delay_us": 7}},
+        worker={"num_replicas": 2},
+    )
+    live = with_live_values(before, after)
+    kept = {"text_encoder.cache_bytes", "worker.num_replicas"}
+    assert {change.key for change in changes(live, after)} == kept
+    assert {change.key for change in changes(before, after)} - kept == {change.key for change in changes(before, live)}
+    assert live.text_encoder.cache_bytes == 3 * 2**20
