@@ -10,7 +10,7 @@
     ingress             config.ingress               Serve; bound below
 
 The first three are named, detached actors. Whoever needs one gets it by name, and starts it when it is not there: all
-of them are back after a crash. They end with the last replica of their config (`cluster/registry/users.py`).
+of them are back after a crash. They end with the last replica (`cluster/registry/users.py`).
 `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up`
 both come through here.
 """

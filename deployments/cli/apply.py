@@ -48,8 +48,8 @@ def apply(
 
     registry, running = running_config(wanted)
     found = changes(running, wanted)
-    beyond = [change.key for change in found if BEYOND & {*change.concerns}]
-    is_other = any(Concern.IDENTITY in change.concerns for change in found)
+    of_another = [change.key for change in found if Concern.IDENTITY in change.concerns]
+    beyond = of_another or [change.key for change in found if BEYOND & {*change.concerns}]
     if not as_json:
         _print_plan(wanted.name, found)
     problems: Sequence[str] = ()
@@ -58,7 +58,7 @@ def apply(
     if as_json:
         print_json({"cluster": wanted.name, "changes": list(map(asdict, found)), "problems": problems})
     if beyond and not plan:
-        why = "another value makes it another cluster" if is_other else "no running cluster takes another value"
+        why = "another value makes it another cluster" if of_another else "no running cluster takes another value"
         raise SessionError(
             f"{', '.join(beyond)}: {why}, and nothing was changed; `atelier down {wanted.name}`, then `atelier up "
             f"{config}`"

@@ -21,6 +21,7 @@ from kit.waiting import wait_until
 
 from cluster.actor_names import NAMESPACE, keeper_nodes, registry_name
 from cluster.ending import named_actors
+from cluster.ray_seam.serve_control import deployed_app
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
@@ -41,7 +42,7 @@ def main(folder: Path) -> None:
         observed |= change_models(file, fields, config, client)
         observed |= change_replicas(file, fields, config)
         observed["not taken"] = apply(file, fields | {"store": fields["store"] | {"verify": False}})
-        observed["elsewhere"] = apply(file, fields | {"store": {"path": str(folder / "elsewhere")}})
+        observed["elsewhere"] = apply(file, fields | {"store": fields["store"] | {"path": str(folder / "else")}})
         observed["another name"] = apply(file, fields | {"name": "two"})
         before = client.num_right
         wait_until(lambda: client.num_right >= before + 3, "answers at the end")
@@ -71,7 +72,10 @@ def change_models(file: Path, fields: dict[str, Any], config: ClusterConfig, cli
 def change_replicas(file: Path, fields: dict[str, Any], config: ClusterConfig) -> dict[str, Any]:
     before = processes(config)
     fields["worker"] |= {"kv_cache_bytes": "65 MiB"}
-    observed: dict[str, Any] = {"before replicas": before, "another worker": apply(file, fields)}
+    observed: dict[str, Any] = {"before replicas": before}
+    with Workers(config.name) as workers:
+        observed["another worker"] = apply(file, fields)
+    observed["workers meanwhile"] = sorted(workers.seen)
     observed["after a worker"] = processes(config)
     fields["worker"] |= {"num_replicas": 2}
     fields["http"] |= {"web": False}
@@ -119,6 +123,28 @@ class Client:
 
     def max_waiting(self) -> int:
         return int(self._http.get("/admin/admission").json()["admission"]["max_waiting"])
+
+
+class Workers:
+    """Who counts the workers that run, as often as Serve's controller changes them, for the length of the block."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._count)
+        self.seen: set[int] = set()
+
+    def __enter__(self) -> Workers:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _count(self) -> None:
+        while not self._stop.wait(0.1):
+            self.seen.add(deployed_app(self._name).replicas["worker"].num_running)
 
 
 def first_fields(folder: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from integration.harness import run_scenario
+from ray.serve.schema import DeploymentSchema
 
 pytestmark = pytest.mark.ray
 
@@ -56,6 +57,11 @@ def test_only_the_replicas_that_a_value_concerns_are_replaced(observed: dict[str
     assert same(first, second) == ALL - {"worker"}
     assert same(second, third) == ALL - {"ingress"}
     assert [len(when["worker"]) for when in (first, second, third)] == [1, 1, 2]
+
+
+@pytest.mark.skipif("max_surge_percent" not in DeploymentSchema.model_fields, reason="Serve ends a replica first")
+def test_a_worker_ends_after_its_successor_runs(observed: dict[str, Any]) -> None:
+    assert observed["workers meanwhile"][:1] == [1]
 
 
 @pytest.mark.parametrize(
