@@ -1,15 +1,18 @@
-"""Names of the cluster's detached actors: `role:cluster:hash of the config`, followed by the node for a keeper.
+"""Names of the cluster's detached actors: `role:cluster:hash`, followed by the node for a keeper.
 
-The hash keeps a cluster that starts with another config from finding the actors of an earlier life. The name of a
-cluster has no colon.
+The hash is of what the control plane cannot change while it runs. It keeps a cluster that starts with another store or
+Ray from finding the actors of an earlier life, and lets those of this one stay when a model or a worker's setting
+changes. The name of a cluster has no colon.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from typing import Final
 
+from configs.changes import BEYOND, Concern, values_of
 from configs.cluster import ClusterConfig
 
 NAMESPACE: Final = "atelier"
@@ -22,8 +25,14 @@ _HASH_CHARS: Final = 12
 
 
 def cluster_key(config: ClusterConfig) -> str:
-    """Return the cluster's name and the hash of its whole config, joined by a colon."""
-    return f"{config.name}:{hashlib.sha256(config.model_dump_json().encode()).hexdigest()[:_HASH_CHARS]}"
+    """Return the cluster's name and the hash of what no running control plane takes, joined by a colon."""
+    return f"{config.name}:{hash_of(config, *BEYOND)}"
+
+
+def hash_of(config: ClusterConfig, *concerns: Concern) -> str:
+    """Return a short hash of the values that concern one of these, the same in every process."""
+    values = json.dumps(values_of(config, *concerns), sort_keys=True)
+    return hashlib.sha256(values.encode()).hexdigest()[:_HASH_CHARS]
 
 
 def registry_name(config: ClusterConfig) -> str:
@@ -65,7 +74,7 @@ def clusters_of(names: Iterable[str]) -> list[str]:
 
 
 def names_beside_registry(config: ClusterConfig, names: Iterable[str]) -> list[str]:
-    """Return the names of the other actors of the registry's own config, in the order of ending them."""
+    """Return the names of the other actors of the registry's own key, in the order of ending them."""
     key = cluster_key(config).split(":")
     found = names_of_cluster(config.name, names)
     return [name for name in found if name.split(":")[1:3] == key and name != registry_name(config)]

@@ -10,12 +10,13 @@
     ingress             config.ingress               Serve; bound below
 
 The first three are named, detached actors. Whoever needs one gets it by name, and starts it when it is not there: all
-of them are back after a crash. They end with the last replica of their config (`cluster/registry/users.py`).
+of them are back after a crash. They end with the last replica (`cluster/registry/users.py`).
 `serve run deployments.app:build_app config=configs/clusters/demo.yaml` and `atelier up`
 both come through here.
 """
 
 # No `from __future__ import annotations` here: Serve reads the builder's annotation to validate its arguments.
+from collections.abc import Mapping
 from typing import Any, Final
 
 from pydantic import BaseModel, ConfigDict
@@ -23,17 +24,21 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from cluster.actor_names import hash_of
 from cluster.placement.actor import connect_controller
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.process_starts import template_environment
-from cluster.registry.actor import connect_registry
+from cluster.ray_seam.serve_control import replaced_by_version
+from cluster.registry.actor import connect_registry, tell_registry
+from configs.changes import BEYOND, Concern
 from configs.cluster import ClusterConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 
-__all__ = ["AppArgs", "build_app"]
+__all__ = ["AppArgs", "build_app", "start_control_plane", "versioned_app"]
 
+_CONCERNS: Final = {"text_encoder": Concern.TEXT_ENCODER, "worker": Concern.WORKER, "ingress": Concern.INGRESS}
 ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
 
 
@@ -47,15 +52,36 @@ class AppArgs(BaseModel):
 def build_app(args: AppArgs) -> Application:
     """Bind the text encoder, the worker that calls it and the ingress in front of both.
 
-    Raises ConfigFileError or pydantic's ValidationError for a config that cannot be used.
+    A control plane that goes on under this config learns of it here. Raises ConfigFileError or pydantic's
+    ValidationError for a config that cannot be used.
     """
     config = (
         load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
-    encoder = _deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
+    tell_registry(config)
+    return _bind(config, {})
+
+
+def versioned_app(config: ClusterConfig, environments: Mapping[str, Mapping[str, str]] | None = None) -> Application:
+    """Return the application such that Serve, where it runs already, replaces what its config now concerns alone.
+
+    `environments` are those of the replicas by deployment; default: those of this process's templates.
+    """
+    return _bind(config, {name: hash_of(config, concern, *BEYOND) for name, concern in _CONCERNS.items()}, environments)
+
+
+def _bind(
+    config: ClusterConfig, versions: Mapping[str, str], environments: Mapping[str, Mapping[str, str]] | None = None
+) -> Application:
+    def deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
+        variables = template_environment(name) if environments is None else environments.get(name, {})
+        made = _deployment(class_, name, settings, variables if isinstance(class_, str) else {})
+        return replaced_by_version(made, versions[name]) if name in versions else made
+
+    encoder = deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
     encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)
-    worker = _deployment(WORKER, "worker", config.worker).bind(config, encoder)
-    return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
+    worker = deployment(WORKER, "worker", config.worker).bind(config, encoder)
+    return deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
 
 
 def start_control_plane(config: ClusterConfig) -> None:
@@ -68,11 +94,13 @@ def start_control_plane(config: ClusterConfig) -> None:
         connect_controller(config)
 
 
-def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
+def _deployment(
+    class_: type | str, name: str, settings: ReplicaConfig, variables: Mapping[str, str]
+) -> serve.Deployment:
     """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
     options = settings.ray_options
-    if isinstance(class_, str) and (variables := template_environment(name)):
-        options["runtime_env"] = {"env_vars": variables}
+    if variables:
+        options["runtime_env"] = {"env_vars": dict(variables)}
     placed = RequestRouterConfig(request_router_class=PLACED_ROUTER)
     return serve.deployment(
         name=name,

@@ -1,4 +1,5 @@
-"""Serve's controller: the number of a deployment's replicas, the address of its proxies, and the paths they serve.
+"""Serve's controller: the number of a deployment's replicas and when they are replaced, the address of its proxies,
+and the paths they serve.
 
 Serve lets somebody else decide the number in an application that was run with `external_scaler_enabled` (Ray 2.60).
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import ray
@@ -43,6 +44,20 @@ class ServeReplicas:
             await controller.update_deployment_replicas.remote(DeploymentID(self._deployment, self._app), num_replicas)
 
 
+def replaced_by_version(deployment: Any, version: str) -> Any:
+    """Return the deployment such that Serve replaces its replicas when `version` is another one, and not otherwise.
+
+    By itself Serve replaces them whenever the application is run. With an equal version replicas that start later get
+    the arguments of the first time. Replacements start before those that they replace end, one by one.
+    """
+    from ray.serve.schema import DeploymentSchema  # Serve takes a second to import
+
+    shims.require(shims.SERVE_CONTROL)
+    can_surge = "max_surge_percent" in DeploymentSchema.model_fields  # Ray 2.60; before, one ends and the next starts
+    one_by_one = {"max_surge_percent": 1} if can_surge else {}  # of the replicas, rounded up
+    return deployment.options(version=version, _internal=True, **one_by_one)
+
+
 @dataclass(frozen=True, slots=True)
 class ReplicaCount:
     """The replicas of a deployment: those that run, those whose process has not begun, and how many are wanted."""
@@ -54,10 +69,15 @@ class ReplicaCount:
 
 @dataclass(frozen=True, slots=True)
 class DeployedApp:
-    """An application on Serve: its replicas by deployment, and why it could not be deployed, "" while it can."""
+    """An application on Serve: its replicas by deployment, and why it could not be deployed, "" while it can.
+
+    `environments` are those of the replicas by deployment. `is_settled`: all replicas are as they were asked for.
+    """
 
     replicas: Mapping[str, ReplicaCount]
     failure: str = ""
+    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    is_settled: bool = False
 
 
 def deployed_app(app: str) -> DeployedApp:
@@ -68,8 +88,19 @@ def deployed_app(app: str) -> DeployedApp:
     shims.require(shims.SERVE_CONTROL)
     details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
     found = details.get("applications", {}).get(app, {})
-    replicas = {name: _counted(deployment) for name, deployment in found.get("deployments", {}).items()}
-    return DeployedApp(replicas, str(found["message"]) if found.get("status") == "DEPLOY_FAILED" else "")
+    deployments = found.get("deployments", {})
+    status = found.get("status")
+    return DeployedApp(
+        {name: _counted(deployment) for name, deployment in deployments.items()},
+        str(found["message"]) if status == "DEPLOY_FAILED" else "",
+        {name: _environment(deployment) for name, deployment in deployments.items()},
+        status == "RUNNING",
+    )
+
+
+def _environment(deployment: Mapping[str, Any]) -> dict[str, str]:
+    options = deployment["deployment_config"].get("ray_actor_options") or {}
+    return dict((options.get("runtime_env") or {}).get("env_vars") or {})
 
 
 def _counted(deployment: Mapping[str, Any]) -> ReplicaCount:

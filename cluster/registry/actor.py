@@ -18,7 +18,6 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
@@ -27,15 +26,17 @@ import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
 from cluster.ending import end_control_plane, named_everywhere
+from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.peers.messages import Located, Question
 from cluster.placement.overrides import Overrides
+from cluster.ray_calls import call_actor, get
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes
-from cluster.registry.registrations import OverridesFile, Registrations
+from cluster.registry.registrations import AppliedFile, OverridesFile, Registrations
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
 from configs.admission import AdmissionConfig
@@ -48,9 +49,19 @@ from weights.processor import auto_dtype, processor_flags
 from weights.sources.mirrors import SOURCES_FOLDER, mirror_folder, remove_mirror
 from weights.store import WeightStore
 
-__all__ = ["WAITING", "WATCHING", "Method", "WeightRegistry", "connect_registry", "registry_class"]
+__all__ = [
+    "WAITING",
+    "WATCHING",
+    "Method",
+    "WeightRegistry",
+    "connect_registry",
+    "find_registry",
+    "registry_class",
+    "tell_registry",
+]
 
 _NODE_POLL_S: Final = 5.0
+_TELL_TIMEOUT_S: Final = 30.0
 _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
 # The engines, on a floor above, know what can be served: found by name, and in the import process alone.
@@ -126,13 +137,13 @@ class _Imports:
             auto_dtype=auto_dtype(config.worker.device, processor_flags()),
             check=_SERVABLE,
         )
-        self._config = config
+        self.config = config  # whose sources are trusted; the registry sets another one
         self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
 
     def import_model(self, entry: Entry) -> ModelSummary:
         """Import the model; block until that is done. Raises what `ImportProcess.import_model` does."""
         process = self._local if isinstance(entry.path, Path) else self._remote
-        return process.import_model(entry, _roots_of(entry, self._config))
+        return process.import_model(entry, _roots_of(entry, self.config))
 
     def import_progress(self) -> list[ImportProgress]:
         """Return how far the imports are that run."""
@@ -145,6 +156,10 @@ class WeightRegistry:
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
+        self._applied = AppliedFile(store.path / "applied" / f"{config.name}.json")
+        first, config = config, await asyncio.to_thread(_applied_config, self._applied, config)
+        self._config = config
+        self._configuring = asyncio.Lock()
         registrations = Registrations(store.path / "registrations" / config.name)
         self._imports = _Imports(config, store)
         self._models = ServedModels(
@@ -153,7 +168,7 @@ class WeightRegistry:
             registrations,
             self._imports.import_model,
             epoch=uuid.uuid4().hex,
-            check_source=partial(_check_source, config=config),
+            check_source=lambda entry: _check_source(entry, self._config),
             forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
         )
         self._keepers = NodeKeepers(
@@ -171,8 +186,42 @@ class WeightRegistry:
         self._overrides = OverridesFile(store.path / "overrides" / f"{config.name}.json")
         self._encoder_batching: BatchingConfig | None = None
         self._admission: AdmissionConfig | None = None
+        self._remember_limits(first, config)
         await self._models.begin_imports()
         self._polling = asyncio.ensure_future(self._follow_nodes(config))
+
+    # config
+
+    async def config(self) -> ClusterConfig:
+        """Return the config that holds now."""
+        return self._config
+
+    async def configure(self, config: ClusterConfig) -> None:
+        """Use another config, also after a restart: begin to take in its models, remove those that it has no more.
+
+        Does not wait for imports. Raises RegistrationRefused for a config that needs another control plane, or that
+        the disk does not take; nothing has changed then.
+        """
+        async with self._configuring:
+            if config == self._config:
+                return
+            if cluster_key(config) != cluster_key(self._config):
+                raise RegistrationRefused(
+                    f"the control plane of {self._config.name!r} has to start anew for this config"
+                )
+            await asyncio.to_thread(self._applied.save, config)
+            before, self._config = self._config, config
+            self._imports.config = config
+            self._remember_limits(before, config)
+            for model in await self._models.configure(config.entries):
+                await self._keepers.set_pinned(model, False)
+
+    def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
+        """Give limits that differ from those of a config before to replicas that start with that one."""
+        if config.admission != before.admission:
+            self._admission = config.admission
+        if config.text_encoder.batching != before.text_encoder.batching:
+            self._encoder_batching = config.text_encoder.batching
 
     # models
 
@@ -324,6 +373,15 @@ def _is_restarted() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
+def _applied_config(file: AppliedFile, first: ClusterConfig) -> ClusterConfig:
+    """Return the config to begin with: the one that was applied to this very actor before it died, or the first."""
+    if not _is_restarted():
+        file.remove()
+        return first
+    applied = file.read_config()
+    return applied if applied is not None and cluster_key(applied) == cluster_key(first) else first
+
+
 def _keeper_settings(config: ClusterConfig) -> KeeperSettings:
     return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify)
 
@@ -359,6 +417,23 @@ def registry_class(max_calls: int = MAX_CALLS) -> Any:
     """Return WeightRegistry as an actor class. Calls that watch or wait, however many, do not delay the others."""
     groups = {WATCHING: max_calls, WAITING: max_calls}
     return ray.remote(concurrency_groups=groups, max_concurrency=max_calls)(WeightRegistry)
+
+
+def tell_registry(config: ClusterConfig) -> None:
+    """Let the cluster's registry use this config, if one runs that can: one that starts later is started with it.
+
+    Blocks. Raises RegistrationRefused.
+    """
+    if ray.is_initialized() and (registry := find_registry(registry_name(config))) is not None:
+        get(call_actor(registry, WeightRegistry.configure, config), _TELL_TIMEOUT_S)
+
+
+def find_registry(name: str) -> Any:
+    """Return the handle of the registry of that name, None without one."""
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:  # Ray's own, for no actor of that name
+        return None
 
 
 def connect_registry(config: ClusterConfig) -> Any:

@@ -1,7 +1,8 @@
 """Orders of operators while the cluster ran, as files that survive the registry. They appear by rename only.
 
 One small JSON file for each model that was registered, <store>/registrations/<cluster>/<id>.json, and one for what
-operators order over the controller's head, <store>/overrides/<cluster>.json.
+operators order over the controller's head, <store>/overrides/<cluster>.json. The config that `atelier apply` has put in
+the place of the one that the registry started with is <store>/applied/<cluster>.json.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from cluster.errors import OverrideRefused, RegistrationRefused
 from cluster.placement.overrides import Overrides
 from cluster.registry.directory import Entry
+from configs.cluster import ClusterConfig
 from configs.model import ModelId, StrictModel
 from weights.storage.durable import make_folder, move, remove_path, sync
 
@@ -95,6 +97,34 @@ class OverridesFile:
             _write(self._file, overrides.model_dump_json())
         except OSError as error:
             raise OverrideRefused(f"{self._file}: cannot be written: {error.strerror or error}") from error
+
+
+class AppliedFile:
+    """The file of one cluster with the config that was applied to it while it ran."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def read_config(self) -> ClusterConfig | None:
+        """Return the applied config; None where there is no file, or a damaged one."""
+        try:
+            return ClusterConfig.model_validate_json(self._file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValidationError) as error:
+            logger.warning("%s: the applied config cannot be read, the first one holds: %s", self._file, _reason(error))
+            return None
+
+    def save(self, config: ClusterConfig) -> None:
+        """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
+        try:
+            _write(self._file, config.model_dump_json(exclude_defaults=True))
+        except OSError as error:
+            raise RegistrationRefused(f"{self._file}: cannot be written: {error.strerror or error}") from error
+
+    def remove(self) -> None:
+        """Remove the file, if there is one: it is of an earlier life."""
+        self._file.unlink(missing_ok=True)
 
 
 def _write(target: Path, text: str) -> None:

@@ -116,16 +116,40 @@ class ServedModels:
                 raise self._unknown(id_)
             if id_ in self._configured:
                 raise RegistrationConflict(f"model {id_!r} is in the cluster config: take it out there")
-            await asyncio.to_thread(self._registrations.remove, id_)
-            gone = self._wanted.pop(id_, None)
-            self._note_extents(id_, ())
-            self.directory.remove(id_)
-            self._wake_watchers()
+            gone = await self._take_out(id_)
         if gone:
             await self._leave_source(gone)
         if purge:
             await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
         return tuple(record.id for record in self.directory if id_ in record.base)
+
+    async def configure(self, configured: Mapping[str, Entry]) -> list[str]:
+        """Serve the entries of another config in the place of the one before; return the ids that are gone.
+
+        Does not wait for imports. What was registered beside the config stays, unless the config has changed its mind
+        about that id. Requests that run with a model that goes finish.
+        """
+        async with self._writing:
+            before, self._configured = self._configured, configured
+            gone = [id_ for id_ in before if id_ not in configured]
+            left = [await self._take_out(id_) for id_ in gone if id_ in self.directory]
+            for id_, entry in configured.items():
+                if entry != before.get(id_):
+                    await asyncio.to_thread(self._registrations.remove, id_)
+                    self._begin(entry)
+        for was in left:
+            if was:
+                await self._leave_source(was)
+        return gone
+
+    async def _take_out(self, id_: str) -> Entry | None:
+        """Remove a model from the directory, and its registration. Return what was wanted of it."""
+        await asyncio.to_thread(self._registrations.remove, id_)
+        wanted = self._wanted.pop(id_, None)
+        self._note_extents(id_, ())
+        self.directory.remove(id_)
+        self._wake_watchers()
+        return wanted
 
     async def find_model(self, model: str) -> ModelRecord:
         """Return the model's record; wait while its first version is imported. Raises ModelUnknown with known names."""

@@ -33,6 +33,11 @@ _out = Console()
 
 DEFAULT_CONFIG: Final = Path("configs/clusters/demo.yaml")
 ConfigPath = Annotated[Path, typer.Argument(help="Cluster YAML.")]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Accept everybody who reaches an address beyond this machine.")
+]
+Address = Annotated[str | None, typer.Option(help="Of the Ray that it is on; default: this machine's.")]
 
 _POLL_S: Final = 0.2
 _HEADER: Final = (
@@ -44,10 +49,8 @@ _HEADER: Final = (
 def up(
     config: ConfigPath = DEFAULT_CONFIG,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Return when the cluster is ready.")] = False,
-    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Instead of the config's http.port.")] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Accept everybody who reaches an address beyond this machine.")
-    ] = False,
+    port: Port = None,
+    insecure: Insecure = False,
     timeout_s: Annotated[
         float | None,
         typer.Option("--timeout", min=1.0, help="Seconds to wait until it is ready; default: while anything moves."),
@@ -60,7 +63,7 @@ def up(
 @app.command()
 def down(
     name: Annotated[str | None, typer.Argument(help="Cluster name; default: every cluster of yours.")] = None,
-    address: Annotated[str | None, typer.Option(help="Of the Ray that it is on; default: this machine's.")] = None,
+    address: Address = None,
 ) -> None:
     """Stop clusters, with everything that belongs to them: those of `atelier up` here, and those of a Ray by name."""
     from cluster.session import record_folder, running_sessions, stop_session
@@ -82,7 +85,7 @@ def _end_deployed(name: str | None, address: str | None) -> None:
     """
     from cluster.errors import SessionError
 
-    names, problem = _clusters_at(address or "auto")
+    names, problem = clusters_at(address or "auto")
     if not names and not (name or address):
         _out.print("no cluster is up")  # said, but no error: it is down
         return
@@ -99,7 +102,7 @@ def _end_deployed(name: str | None, address: str | None) -> None:
     _out.print(f"cluster {ended!r} is down")
 
 
-def _clusters_at(address: str) -> tuple[list[str], str]:
+def clusters_at(address: str) -> tuple[list[str], str]:
     """Return the clusters of a Ray, and why there are none where there are none."""
     from cluster.session import join_ray
 
@@ -185,8 +188,8 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     return _HEADER + yaml.safe_dump(document, sort_keys=False)
 
 
-def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
-    """Load the config with the options of `up`. Raises ConfigError when it may not start so."""
+def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
+    """Load the config with the options of `up` and `apply`. Raises ConfigError when it may not start so."""
     from configs.loading import locate_problems
     from deployments.ingress.access.keys_file import KeysFileError, read_key_store
     from deployments.preflight import check_config
@@ -212,7 +215,7 @@ def _load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConf
 
 def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
     """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
-    config = _load_for_start(path, port, insecure)
+    config = load_for_start(path, port, insecure)
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
         from deployments.cli.running import cluster_up, stop_on_signals
@@ -235,7 +238,7 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
     from deployments.cli.logs import begin_log
 
-    config = _load_for_start(path, port, insecure)
+    config = load_for_start(path, port, insecure)
     log = begin_log(config.name)
     command = [sys.executable, "-m", "deployments.cli.main", "up", str(path)]
     if port is not None:

@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from configs.errors import ConfigError
 from deployments.cli import (
+    apply,
     bench,
     chat,
     cluster,
@@ -55,7 +56,7 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, doctor, logs, status, models, orders, generate, chat, quantize, simulate, trace):
+for group in (cluster, apply, doctor, logs, status, models, orders, generate, chat, quantize, simulate, trace):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")

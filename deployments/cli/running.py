@@ -39,14 +39,18 @@ from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 from weights.externalize import unpacked_bytes
 
 if TYPE_CHECKING:
+    from ray.serve import Application
+
     from cluster.registry.directory import ModelRecord
     from cluster.registry.importing import ImportProgress
 
 __all__ = [
     "check_devices",
     "cluster_up",
+    "run_application",
     "stop_on_signals",
     "unpacked_line",
+    "unplaced_lines",
     "widened_line",
 ]
 
@@ -206,12 +210,12 @@ def _start_state(config: ClusterConfig, url: str) -> StartState:
         {record.id: record.state for record in records},
         {record.id: record.error for record in records if record.error},
         _imports(config),
-        _unplaced_lines(config, app),
+        unplaced_lines(config, app),
         _health(url),
     )
 
 
-def _unplaced_lines(config: ClusterConfig, app: DeployedApp) -> dict[str, str]:
+def unplaced_lines(config: ClusterConfig, app: DeployedApp) -> dict[str, str]:
     """Return a line for each deployment with replicas that no node has room for."""
     import ray
 
@@ -288,11 +292,10 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     """Start Serve with the config's HTTP options, and begin to deploy the application on it. Needs a connected Ray."""
     from ray import serve
 
-    from deployments.app import AppArgs, build_app, start_control_plane
+    from deployments.app import start_control_plane, versioned_app
 
     environment = _serve_environment(config, door) | template_environment(_SERVE_TEMPLATE)
     start_control_plane(config)  # models enter the store while Serve starts
-    app = build_app(AppArgs(config=config.model_dump(mode="json")))
     serve.start(
         http_options={
             "host": config.http.haproxy.replica_host if door else config.http.host,
@@ -301,6 +304,13 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         },
         controller_options={"runtime_env": {"env_vars": environment}},
     )
+    run_application(config, versioned_app(config))
+
+
+def run_application(config: ClusterConfig, app: Application) -> None:
+    """Let Serve begin to run the application of a cluster, in the place of the one that it runs."""
+    from ray import serve
+
     scales = config.controller.scaling is not None
     target = serve.RunTarget(
         app, name=config.name, route_prefix=config.http.route_prefix, external_scaler_enabled=scales

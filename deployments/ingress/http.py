@@ -325,6 +325,10 @@ class Ingress:
             async for chunk in chunks:
                 yield chunk
 
+    async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
+        """Follow another config as `Operations.follow`: `atelier apply` asks one ingress for all of them."""
+        return await self._service.operations.follow(before, after)
+
     def _watch_replicas(self) -> None:
         """Follow the replicas from now on: Serve's thread tells, and this event loop listens."""
         gc.collect()

@@ -114,7 +114,11 @@ class ModelReplica:
             kept=provider if keeps else None,
         )
         provider.start_beating()
-        await prepare_models(self._module_cache, config.models, self._kinds, self._wants, builder.prepare)
+        records = await self._call_registry(
+            WeightRegistry.list_models
+        )  # the config may have changed since it was bound
+        models = [record.entry for record in records if isinstance(record.entry, ModelConfig)]
+        await prepare_models(self._module_cache, models, self._kinds, self._wants, builder.prepare)
 
     async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
         """Return the extents of this node's keeper; with `keeps`, those that are leased here may be called back."""

@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
     shared = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "object_store_memory": STORE_BYTES})
     observed: dict[str, Any] = {}
     port = free_port()
-    old, new = (config("one", folder, shared.address, port, max_tokens) for max_tokens in (64, 65))
+    old, new = (config("one", folder, shared.address, port, num_mib) for num_mib in (64, 65))
     other = config("other", folder, shared.address, port, 64)
     try:
         with ray_session(old):
@@ -45,6 +45,7 @@ def main(folder: Path) -> None:
             wait_until(lambda: roles_of(old) == ROLES, "the whole control plane")
             observed["one alone"] = ask(port)
             observed |= replace(old, new, port)
+            observed["kept registry"] = change_models(new)
             serve.delete("one")
             wait_until(lambda: not roles_of(new), "the end of the last control plane", GONE_S)
             observed["other"] = roles_of(other)
@@ -68,6 +69,16 @@ def replace(old: ClusterConfig, new: ClusterConfig, port: int) -> dict[str, Any]
     return {"kept": kept, "new": roles_of(new), "new answers": [answers, ask(port)]}
 
 
+def change_models(new: ClusterConfig) -> list[Any]:
+    """Deploy a config that differs in its models. Return whether the same registry goes on, and with which models."""
+    registry = connect_registry(new)
+    epoch = ray.get(registry.watch.remote(0, "", 0.0)).epoch
+    models = tuple(model.model_copy(update={"id": id_}) for model in new.models for id_ in (model.id, "second"))
+    deploy(new.model_copy(update={"models": models}))
+    known = [record.id for record in ray.get(connect_registry(new).list_models.remote())]
+    return [ray.get(registry.watch.remote(0, "", 0.0)).epoch == epoch, known]
+
+
 @ray.remote(num_cpus=0)
 class Draining:
     """An actor that is to Ray what a replica is that finishes its requests."""
@@ -80,16 +91,16 @@ def users_of(registry: Any) -> list[str]:
     return sorted(registry._users.names)
 
 
-def config(name: str, folder: Path, address: str, port: int, max_tokens: int) -> ClusterConfig:
+def config(name: str, folder: Path, address: str, port: int, num_mib: int) -> ClusterConfig:
     fields = {
         "name": name,
         "http": {"port": port},
         "ray": {"address": address},
-        "store": {"path": str(folder / name), "node_budget_bytes": "64 MiB"},
+        "store": {"path": str(folder / name), "node_budget_bytes": f"{num_mib} MiB"},
         "models": [{"id": "adder", "path": str(DEMO_MODELS / "adder")}],
         "ingress": {"num_replicas": 2, "num_cpus": 0.1},
         "text_encoder": {"num_cpus": 0.1},
-        "worker": {"num_cpus": 0.1, "kv_cache_bytes": f"{max_tokens} MiB"},
+        "worker": {"num_replicas": 2, "num_cpus": 0.1, "kv_cache_bytes": "64 MiB"},
     }
     return ClusterConfig.model_validate(fields)
 

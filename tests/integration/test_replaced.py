@@ -24,5 +24,9 @@ def test_the_old_control_plane_ends_once_its_replicas_have_and_the_new_one_serve
     assert observed["new answers"] == ["19.", "19."]
 
 
+def test_a_config_with_other_models_keeps_the_control_plane_which_learns_of_them(observed: dict[str, Any]) -> None:
+    assert observed["kept registry"] == [True, ["adder", "second"]]
+
+
 def test_a_cluster_of_another_name_stays_though_nobody_uses_it(observed: dict[str, Any]) -> None:
     assert observed["other"][-1:] == ["registry"], "its keeper ends after a minute without a replica"

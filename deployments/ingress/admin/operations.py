@@ -19,6 +19,7 @@ from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
+from configs.cluster import ClusterConfig
 from deployments.errors import (
     Conflict,
     InvalidRequest,
@@ -201,6 +202,21 @@ class Operations:
         await self._call_registry(WeightRegistry.set_admission, admission)
         await self._queues.retune(admission)
         return await describe_admission(self._queues)
+
+    async def follow(self, before: ClusterConfig, after: ClusterConfig) -> list[str]:
+        """Use the limits of another config from now on, and let replicas go of models that it has no more.
+
+        The registry has it already. Return what went wrong.
+        """
+        problems = []
+        if after.admission != before.admission:
+            await self.retune_admission(after.admission)
+        if after.text_encoder.batching != before.text_encoder.batching:
+            retuned = await self.retune(after.text_encoder.batching)
+            problems += [f"a text encoder: {problem}" for problem in retuned.text_encoders if problem]
+        for model in before.entries.keys() - after.entries.keys():
+            await self._in_replicas("unpin", model, _DESCRIBE_TIMEOUT_S)
+        return problems
 
     async def restore_admission(self) -> None:
         """Give the queue of this process the settings that the registry remembers."""

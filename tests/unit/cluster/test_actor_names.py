@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from cluster.actor_names import (
     cluster_key,
     clusters_of,
     controller_name,
+    hash_of,
     keeper_name,
     keeper_nodes,
     names_beside_registry,
     names_of_cluster,
     registry_name,
 )
+from configs.changes import Concern
 from configs.cluster import ClusterConfig
 
 
@@ -31,15 +35,32 @@ def names(config: ClusterConfig) -> list[str]:
     ]
 
 
-def test_whatever_the_config_says_is_in_the_names() -> None:
+def test_what_no_control_plane_takes_is_in_the_names() -> None:
     changes: list[dict[str, Any]] = [{}, {"http": {"port": 8123}}, {"store": {"path": "/s"}}, {"name": "two"}]
     found = [names(config(**change)) for change in changes]
     assert len({name for some in found for name in some}) == 4 * len(changes)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"worker": {"num_replicas": 3, "kv_cache_bytes": "64 MiB"}},
+        {"models": [{"id": "other", "path": "/other"}], "model_roots": ["/"]},
+        {"adapters": [{"id": "a", "path": "/a", "base": ["m"]}]},
+        {"admission": {"max_waiting": 3}, "ingress": {"limits": {"max_images": 1}}},
+        {"http": {"web": False}, "access": {"insecure": True}},
+        {"text_encoder": {"batching": {"max_batch_size": 3}, "device": "cuda"}},
+    ],
+)
+def test_the_control_plane_stays_for_what_it_takes_or_replicas_alone_need(change: dict[str, Any]) -> None:
+    assert names(config(**change)) == names(config())
+
+
 def test_every_process_makes_the_same_names_of_a_config() -> None:
-    sent = ClusterConfig.model_validate(config().model_dump(mode="json"))
-    assert names(sent) == names(config())
+    ops = [f"aten::op{number}" for number in range(20)]  # a set, whose order is the process's own
+    sent = ClusterConfig.model_validate(config(simulated={"host_ops": ops}).model_dump(mode="json"))
+    assert names(sent) == names(config(simulated={"host_ops": ops[::-1]}))
+    assert hash_of(sent, Concern.WORKER) == hash_of(config(simulated={"host_ops": ops[::-1]}), Concern.WORKER)
 
 
 def test_a_clusters_actors_are_told_from_all_others_and_end_in_order() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from configs.cluster import ClusterConfig
 from deployments import app as root
-from deployments.app import AppArgs, build_app, start_control_plane
+from deployments.app import AppArgs, build_app, start_control_plane, versioned_app
 
 pytestmark = pytest.mark.slow  # imports the services
 
@@ -32,6 +32,46 @@ def test_every_deployment_is_bound_and_no_actor_starts_whom_nobody_would_end(sta
     bound = [ingress, encoder._bound_deployment, worker._bound_deployment]
     assert [deployment.name for deployment in bound] == ["ingress", "text_encoder", "worker"]
     assert config.name == "one"
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"models": [{"id": "other", "path": "/other"}]}, set()),
+        ({"admission": {"max_waiting": 3}}, set()),
+        ({"worker": {"num_replicas": 3}}, set()),
+        ({"worker": {"kv_cache_bytes": "64 MiB"}}, {"worker"}),
+        ({"worker": {"max_num_seqs": 7}}, {"worker", "ingress"}),
+        ({"text_encoder": {"cache_bytes": "3 MiB"}}, {"text_encoder"}),
+        ({"http": {"web": False}}, {"ingress"}),
+        ({"store": {"verify": False}}, {"ingress", "text_encoder", "worker"}),
+    ],
+)
+def test_serve_replaces_only_the_replicas_whose_part_of_the_config_has_changed(
+    change: dict[str, Any], expected: set[str]
+) -> None:
+    before, after = (
+        versions(versioned_app(ClusterConfig.model_validate(fields))) for fields in (CONFIG, CONFIG | change)
+    )
+    assert {name for name in before if before[name] != after[name]} == expected
+    assert all(before.values())
+
+
+def test_a_config_that_is_deployed_by_others_has_no_versions_and_their_environment_is_kept() -> None:
+    assert set(versions(build_app(AppArgs(config=CONFIG))).values()) == {None}
+    app = versioned_app(ClusterConfig.model_validate(CONFIG), {"worker": {"A": "1"}})
+    found = {name: one.ray_actor_options.get("runtime_env") for name, one in deployments(app).items()}
+    assert found == {"worker": {"env_vars": {"A": "1"}}, "text_encoder": None, "ingress": None}
+
+
+def deployments(app: Any) -> dict[str, Any]:
+    ingress = app._bound_deployment
+    _, encoder, worker = ingress.init_args
+    return {found.name: found for found in (ingress, encoder._bound_deployment, worker._bound_deployment)}
+
+
+def versions(app: Any) -> dict[str, str | None]:
+    return {name: found._version for name, found in deployments(app).items()}
 
 
 @pytest.mark.parametrize(

@@ -334,6 +334,59 @@ def test_a_method_of_a_part_is_exposed_under_its_own_name() -> None:
     assert WeightRegistry.find_model.__doc__ == ServedModels.find_model.__doc__
 
 
+@pytest.mark.usefixtures("imports_here")
+async def test_an_applied_config_holds_at_once_and_after_a_restart_and_not_in_another_life(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    first = await models.config()
+    fields = first.model_dump(mode="json") | {"models": [{"id": "near", "path": checkpoint, "description": "nearer"}]}
+    fields["admission"]["max_waiting"] = 7
+    applied = ClusterConfig.model_validate(fields)
+    await models.configure(applied)
+    assert (await models.config(), await models.admission()) == (applied, applied.admission)
+    assert await models.encoder_batching() is None
+    assert [(record.id, record.description) for record in await models.list_models()] == [("near", "nearer")]
+    monkeypatch.setattr("cluster.registry.actor._is_restarted", lambda: True)
+    again = await registry(tmp_path, checkpoint, endpoint)  # Ray starts it with the first config
+    assert (await again.config(), await again.admission()) == (applied, applied.admission)
+    assert [record.id for record in await again.list_models()] == ["near"]
+    monkeypatch.setattr("cluster.registry.actor._is_restarted", lambda: False)
+    assert await (await registry(tmp_path, checkpoint, endpoint)).config() == first
+    monkeypatch.setattr("cluster.registry.actor._is_restarted", lambda: True)
+    assert await (await registry(tmp_path, checkpoint, endpoint)).config() == first
+
+
+@pytest.mark.usefixtures("imports_here")
+async def test_a_config_of_another_control_plane_is_refused_and_so_is_one_that_the_disk_does_not_take(
+    tmp_path: Path, checkpoint: Path, endpoint: str
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    first = await models.config()
+    with pytest.raises(RegistrationRefused, match="has to start anew"):
+        await models.configure(first.model_copy(update={"name": "other"}))
+    (tmp_path / "store").mkdir(exist_ok=True)
+    (tmp_path / "store" / "applied").write_text("no folder")
+    with pytest.raises(RegistrationRefused, match="cannot be written"):
+        await models.configure(first.model_copy(update={"models": first.models[1:]}))
+    assert await models.config() == first
+    assert len(await models.list_models()) == 2
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"name": "atelier"}', "other"])
+@pytest.mark.usefixtures("imports_here")
+async def test_a_registry_that_restarts_beside_a_damaged_config_begins_with_its_first(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    first = await models.config()
+    file = tmp_path / "store" / "applied" / "atelier.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(first.model_copy(update={"name": "other"}).model_dump_json() if damage == "other" else damage)
+    monkeypatch.setattr("cluster.registry.actor._is_restarted", lambda: True)
+    assert await (await registry(tmp_path, checkpoint, endpoint)).config() == first
+
+
 def test_calls_that_watch_or_wait_have_groups_of_their_own() -> None:
     """Ray's groups of calls: whatever is not named here has a limit of its own."""
     groups = registry_class().__ray_metadata__.method_meta.concurrency_group_for_methods

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kit.waiting import until
 from safetensors.numpy import save_file
 from unit.counting import operations
 
@@ -289,6 +290,40 @@ async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tm
     changed = model(tmp_path / "c", description="edited since")
     assert (await (await life.begin(changed)).find_model("m")).entry == changed
     assert (await (await life.begin(configured)).find_model("m")).entry == configured
+
+
+async def test_another_config_takes_the_place_of_the_one_before_and_leaves_what_it_does_not_name(
+    life: Life, tmp_path: Path
+) -> None:
+    paths = [checkpoint(tmp_path / str(seed), seed) for seed in range(4)]
+    stays, goes, changes = (model(path, id_) for path, id_ in zip(paths, ("stays", "goes", "changes"), strict=False))
+    models = await life.begin(stays, goes, changes)
+    await models.register(model(paths[3], "beside"))
+    await models.register(model(paths[3], "stays"))  # by an operator, over the config
+    await models.register(model(paths[3], "goes"))
+    before = {id_: await models.find_model(id_) for id_ in ("stays", "beside", "changes")}
+    changed, new = model(paths[3], "changes", description="another"), model(paths[0], "new")
+    assert await models.configure({entry.id: entry for entry in (new, stays, changed)}) == ["goes"]
+    assert (await models.find_model("new")).state == "ready"
+    await until(lambda: record(models, "changes").state == "ready")
+    assert [found.id for found in models.directory] == ["stays", "changes", "beside", "new"]
+    assert [record(models, id_) for id_ in ("stays", "beside")] == [before["stays"], before["beside"]]
+    assert record(models, "changes").description == "another"
+    assert record(models, "changes").fingerprint != before["changes"].fingerprint
+    assert (await models.manifest("changes", before["changes"].fingerprint)).nbytes == before["changes"].nbytes
+    again = await life.begin(new, stays, changed)
+    assert {found.id for found in again.directory} == {found.id for found in models.directory}
+    with pytest.raises(ModelUnknown):
+        await models.find_model("goes")
+
+
+async def test_a_changed_entry_that_cannot_be_used_leaves_the_version_before(life: Life, tmp_path: Path) -> None:
+    models = await life.begin(model(checkpoint(tmp_path / "c")))
+    before = await models.find_model("m")
+    await models.configure({"m": model(tmp_path / "nowhere")})
+    await until(lambda: record(models).state == "ready")
+    assert (record(models).fingerprint, record(models).entry) == (before.fingerprint, before.entry)
+    assert "nowhere: no such folder" in record(models).error
 
 
 @pytest.mark.parametrize(

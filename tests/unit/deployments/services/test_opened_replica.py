@@ -19,6 +19,7 @@ from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, ray_get
 from cluster.errors import WeightsUnavailable
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.records import Recall
+from cluster.registry.directory import ModelRecord
 from cluster.registry.model_files import read_files, write_files
 from configs.cluster import ClusterConfig, StoreConfig
 from deployments.modules.loading import ComponentBuilder, is_denoise_component
@@ -64,6 +65,7 @@ class Cluster:
         self.store = store
         models = [{"id": MODEL, "path": str(DEMO / MODEL)}]
         self.config = ClusterConfig.model_validate({"store": {"path": str(store.path)}, "models": models})
+        entry = self.config.entries[MODEL]
         self.keeper = NodeKeeper(
             str(store.packs), 2**30, "node", KeeperSettings(audit_bytes_per_s=0), store=FakeStore()
         )
@@ -71,6 +73,7 @@ class Cluster:
             keeper=SimpleNamespace(remote=lambda node_id, replica: Answer(ActorHandle(self.keeper))),
             manifest=SimpleNamespace(remote=lambda model, version: Answer(store.manifest(model))),
             report_attach=SimpleNamespace(remote=lambda model, error: Answer(None)),
+            list_models=SimpleNamespace(remote=lambda: Answer([ModelRecord(MODEL, "ready", entry=entry)])),
         )
 
     async def damage(self, replica: ModelReplica, component: str) -> None:

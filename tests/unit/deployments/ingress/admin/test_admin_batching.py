@@ -64,6 +64,8 @@ class Encoders:
         if method == "retune":
             self.tuned = list(arguments) * 2
             answers: list[Any] = [None, None]
+        elif method == "unpin":
+            answers = [None, None]
         else:
             assert method == "describe"
             answers = [
@@ -150,6 +152,23 @@ async def test_what_cannot_be_is_refused_before_anything_changes(
     assert (refused.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
     assert text in error["message"]
     assert (registry.batching, encoders.calls) == (None, [])
+
+
+async def test_replicas_follow_another_config_in_what_has_changed_of_it(registry: Registry, encoders: Encoders) -> None:
+    """`atelier apply` asks one ingress. Replicas keep nothing for models that are gone."""
+    watch = RegistrySnapshot(lambda: registry)
+    operations = Service(CONFIG, watch, encoders, encoders).operations
+    fields = CONFIG.model_dump(mode="json")
+    assert await operations.follow(CONFIG, ClusterConfig.model_validate(fields | {"worker": {"num_threads": 2}})) == []
+    assert encoders.calls == []
+    after = ClusterConfig.model_validate(
+        fields | {"models": [{"id": "new", "path": "/new"}], "text_encoder": {"batching": {"max_batch_size": 9}}}
+    )
+    encoders.others = [RayTaskError("retune", "Traceback", Overloaded("busy"))]
+    assert await operations.follow(CONFIG, after) == ["a text encoder: busy"]
+    assert registry.batching == after.text_encoder.batching
+    assert encoders.calls == [("retune", after.text_encoder.batching), *[("unpin", "base")] * 2]
+    watch.close()
 
 
 async def test_without_a_registry_nothing_changes(

@@ -1,0 +1,143 @@
+"""What `atelier apply` does to a running cluster: its registry learns of the config, and Serve replaces replicas."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import ray
+
+from cluster.actor_names import names_of_cluster, registry_name
+from cluster.ending import named_actors
+from cluster.errors import SessionError
+from cluster.ray_calls import call_actor, get
+from cluster.ray_seam.serve_control import DeployedApp, deployed_app
+from cluster.registry.actor import WeightRegistry, find_registry
+from configs.changes import Concern, changes, with_live_values
+from configs.cluster import ClusterConfig
+
+if TYPE_CHECKING:
+    from cluster.registry.directory import ModelRecord
+
+_CALL_S: Final = 30.0
+_POLL_S: Final = 0.2
+NO_ROOM_S: Final = 30.0
+REPLACED: Final = frozenset({Concern.NUMBER, Concern.TEXT_ENCODER, Concern.WORKER, Concern.INGRESS})
+
+
+def running_config(wanted: ClusterConfig) -> tuple[Any, ClusterConfig]:
+    """Return the registry of the cluster of that name, and the config that it follows now.
+
+    Raises SessionError when it does not answer.
+    """
+    found = [name for name in names_of_cluster(wanted.name, named_actors()) if name.startswith("registry:")]
+    own = registry_name(wanted)
+    registry = find_registry(own if own in found else found[0]) if found else None
+    if registry is None:
+        raise SessionError(f"the registry of cluster {wanted.name!r} is restarting; try again")
+    return registry, _ask(registry, WeightRegistry.config)
+
+
+def carry_out(
+    registry: Any, running: ClusterConfig, wanted: ClusterConfig, say: Callable[[str], None]
+) -> Sequence[str]:
+    """Change a running cluster from one config to another; return what went wrong. Blocks until all of it is done.
+
+    Nothing of it may be beyond a running cluster. The registry keeps the rest of the new config once Serve has it,
+    too. Raises SessionError.
+    """
+    concerns = {concern for change in changes(running, wanted) for concern in change.concerns}
+    problems = []
+    if concerns & {Concern.MODELS, Concern.LIMITS}:
+        _ask(registry, WeightRegistry.configure, with_live_values(running, wanted))
+        problems += _await_models(registry, running, wanted, say)
+        problems += _follow(running, wanted)
+        say("models, adapters and limits are those of the config")
+    if concerns & REPLACED:
+        _replace(wanted)
+        _ask(registry, WeightRegistry.configure, wanted)
+        _await_replicas(wanted)
+        say("replicas are those of the config")
+    return problems
+
+
+def _ask(registry: Any, method: Any, *arguments: Any) -> Any:
+    try:
+        return get(call_actor(registry, method, *arguments), _CALL_S)
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+        raise SessionError(f"the registry does not answer ({type(error).__name__}); try again") from None
+
+
+def _await_models(
+    registry: Any, running: ClusterConfig, wanted: ClusterConfig, say: Callable[[str], None]
+) -> list[str]:
+    """Wait until all models that are new or changed are in the store, or are known to be unusable: that is returned."""
+    ids = {id_ for id_, entry in wanted.entries.items() if running.entries.get(id_) != entry}
+    while True:
+        records: Sequence[ModelRecord] = _ask(registry, WeightRegistry.list_models)
+        mine = [record for record in records if record.id in ids]
+        if not any(record.state in ("registering", "updating") for record in mine):
+            break
+        time.sleep(_POLL_S)
+    gone = running.entries.keys() - wanted.entries.keys()
+    if orphans := [record.id for record in records if not gone.isdisjoint(record.base)]:
+        say(f"adapters of models that are gone, registered beside the config: {', '.join(orphans)}")
+    return [f"{record.id}: {record.error}" for record in mine if record.error]
+
+
+def _follow(running: ClusterConfig, wanted: ClusterConfig) -> list[str]:
+    """Let the ingresses follow, and through them the replicas. Return what went wrong."""
+    from ray import serve
+
+    try:
+        followed = serve.get_app_handle(wanted.name).follow.remote(running, wanted)
+        problems: list[str] = followed.result(timeout_s=_CALL_S)
+    except (TimeoutError, ray.exceptions.RayError) as error:
+        return [f"the ingress does not follow: {str(error).strip().partition(chr(10))[0] or type(error).__name__}"]
+    return problems
+
+
+def _replace(wanted: ClusterConfig) -> None:
+    """Let Serve begin to replace what differs. Where the controller scales, there are as many workers as before.
+
+    Raises SessionError.
+    """
+    from deployments.app import versioned_app
+    from deployments.cli.running import run_application
+
+    app = _deployed(wanted)
+    if not app.replicas:
+        raise SessionError(f"Serve runs no application {wanted.name!r} now; `atelier up` starts it")
+    if wanted.controller.scaling is not None:
+        worker = wanted.worker.model_copy(update={"num_replicas": max(1, app.replicas["worker"].num_wanted)})
+        wanted = wanted.model_copy(update={"worker": worker})
+    run_application(wanted, versioned_app(wanted, app.environments))
+
+
+def _deployed(wanted: ClusterConfig) -> DeployedApp:
+    """Return the application. Raises SessionError while Serve does not say."""
+    try:
+        return deployed_app(wanted.name)
+    except (ValueError, ray.exceptions.RayError) as error:
+        raise SessionError(f"Serve does not answer ({type(error).__name__}); try again") from None
+
+
+def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S) -> None:
+    """Wait until Serve has replaced all. Raises SessionError when it cannot, or no node has room for one more."""
+    from deployments.cli.running import unplaced_lines
+
+    moved_s, last = time.monotonic(), None
+    while True:
+        app = _deployed(wanted)
+        if app.failure:
+            raise SessionError(f"replicas could not be replaced: {app.failure}")
+        if app.is_settled:
+            return
+        is_stuck = app.replicas == last and any(count.num_unplaced for count in app.replicas.values())
+        if not is_stuck:
+            moved_s, last = time.monotonic(), app.replicas
+        elif time.monotonic() - moved_s >= no_room_s:
+            lines = unplaced_lines(wanted, app).values()
+            raise SessionError("\n".join(["the replicas before serve on until there is room for one more", *lines]))
+        time.sleep(_POLL_S)
