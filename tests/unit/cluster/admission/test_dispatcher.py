@@ -101,7 +101,7 @@ async def test_a_request_that_leaves_the_queue_makes_room_at_once() -> None:
 
 
 async def test_what_was_lost_goes_first_and_not_to_where_it_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.admission.dispatcher.AVOID_S", 0.01)
+    monkeypatch.setattr("cluster.admission.dispatcher.AVOID_S", 0.3)
     queue = dispatcher("a")
     lost, other = queue.submit(ask(share=1.0)), queue.submit(ask(share=1.0))
     assert await queue.slot(lost) == "a"
