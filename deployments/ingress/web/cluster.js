@@ -107,7 +107,7 @@ function Sections({ picture, aheadS }) {
       <${Models} picture=${picture} />
       <div class="stack">
         <${Decisions} picture=${picture} aheadS=${aheadS} />
-        <${Tenants} tenants=${picture.tenants} />
+        <${Tenants} shares=${picture.shares} />
       </div>
     </div>`;
 }

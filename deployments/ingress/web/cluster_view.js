@@ -256,13 +256,27 @@ export function Decisions({ picture, aheadS }) {
   </section>`;
 }
 
-export function Tenants({ tenants }) {
+// Who waits and who was refused, by tenant and model. The queue tells the pairs with most of it.
+export function Tenants({ shares }) {
   const id = useId("tenants");
-  const rows = Object.entries(tenants).sort((one, other) => other[1] - one[1]).slice(0, MAX_ROWS);
+  const rank = (one) => one.waiting * 1e9 + one.refused * 1e3 + Math.min(999, one.started);
+  const rows = Object.entries(shares ?? {}).sort(([, one], [, other]) => rank(other) - rank(one)).slice(0, MAX_ROWS);
+  const names = [words.requests, words.oldest, words.waited, words.started, words.refusedShort];
   return html`<section class="panel part" aria-labelledby=${id}>
     <div class="section-head"><h2 id=${id}>${words.tenants}</h2></div>
     ${rows.length
-      ? html`<dl>${rows.map(([name, count]) => html`<div key=${name}><dt>${name}</dt><dd>${count}</dd></div>`)}</dl>`
-      : html`<p class="muted">${words.nobodyWaits}</p>`}
+      ? html`<div class="scroll" tabindex="0" role="region" aria-label=${words.tenantsTable}><table class="table">
+          <thead><tr><th scope="col">${words.tenant}</th><th scope="col">${words.model}</th>${names.map((name) => html`<th scope="col" class="number">${name}</th>`)}</tr></thead>
+          <tbody>${rows.map(([key, one]) => html`<${TenantRow} key=${key} load=${one} />`)}</tbody>
+        </table></div>`
+      : html`<p class="muted">${words.nobodyAsked}</p>`}
   </section>`;
+}
+
+function TenantRow({ load }) {
+  return useMemo(() => {
+    const mean = load.started ? seconds(load.waited_s / load.started) : "";
+    const numbers = [load.waiting || "", load.waiting ? seconds(load.oldest_age_s) : "", mean, load.started || "", load.refused || ""];
+    return html`<tr><th scope="row">${load.tenant}</th><td>${load.model}</td>${numbers.map((value) => html`<td class="number">${value}</td>`)}</tr>`;
+  }, [load]);
 }
