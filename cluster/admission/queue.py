@@ -33,7 +33,7 @@ from cluster.admission.records import (
 from cluster.admission.replica_slots import NO_PART, Assignment, Ended, Options, held_until_s
 from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
 from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
-from cluster.admission.tenant_counts import Key, TenantCounts, key_of
+from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
 from configs.admission import AdmissionConfig
 
@@ -335,15 +335,11 @@ class AdmissionQueue:
         waiting: Counter[str] = Counter()
         running: Counter[str] = Counter()
         tenants: Counter[str] = Counter()
-        shares: Counter[Key] = Counter()
-        oldest_shares: dict[Key, float] = {}
         for pool in self._pools.values():
             running += pool.slots.running()
             waiting += pool.num_by_model
             for one in pool.lanes:
                 tenants[one.demand.tenant] += 1
-                shares[key := key_of(one.demand)] += 1
-                oldest_shares[key] = min(one.arrived_s, oldest_shares.get(key, math.inf))
                 oldest[one.demand.model] = min(one.arrived_s, oldest.get(one.demand.model, math.inf))
                 if one.demand.deadline_s < math.inf:
                     earliest[one.demand.model] = min(one.demand.deadline_s, earliest.get(one.demand.model, math.inf))
@@ -367,12 +363,9 @@ class AdmissionQueue:
                     now_s - max(oldest.get(model, now_s), counts.started_s),
                 )
             )
-        return AdmissionSnapshot(
-            tuple(loads),
-            {name: pool.slots.load() for name, pool in self._pools.items()},
-            dict(tenants),
-            self._tenant_counts.loads(shares, oldest_shares, now_s),
-        )
+        shares = self._tenant_counts.loads((one for pool in self._pools.values() for one in pool.lanes), now_s)
+        replicas = {name: pool.slots.load() for name, pool in self._pools.items()}
+        return AdmissionSnapshot(tuple(loads), replicas, dict(tenants), shares)
 
     def _make_room(self, pool: Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the queue has no room for the request; None if it has, perhaps that of another one."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cluster.admission.demand import Demand
+from cluster.admission.demand import Demand, Waiting
 
 MAX_TENANT_LOADS: Final = 256
 Key = tuple[str, str, str]  # pool, model, tenant
@@ -39,7 +39,7 @@ class _Counts:
     refused: int = 0
 
 
-def key_of(demand: Demand) -> Key:
+def _key_of(demand: Demand) -> Key:
     """Return where a request is counted."""
     return demand.pool, demand.model, demand.tenant
 
@@ -61,21 +61,27 @@ class TenantCounts:
         self._counts_of(demand).refused += 1
 
     def _counts_of(self, demand: Demand) -> _Counts:
-        key = key_of(demand)
+        key = _key_of(demand)
         counts = self._counts.setdefault(key, _Counts())
         self._counts.move_to_end(key)
         if len(self._counts) > MAX_TENANT_LOADS:
             self._counts.popitem(last=False)
         return counts
 
-    def loads(self, waiting: Mapping[Key, int], oldest_s: Mapping[Key, float], now_s: float) -> tuple[TenantLoad, ...]:
-        """Return what is known, beside how many wait, and since when the first of them."""
+    def loads(self, waiting: Iterable[Waiting], now_s: float) -> tuple[TenantLoad, ...]:
+        """Return what is known, beside how many of the `waiting` are whose, and since when the first of them."""
+        counts: Counter[Key] = Counter()
+        oldest_s: dict[Key, float] = {}
+        for one in waiting:
+            key = _key_of(one.demand)
+            counts[key] += 1
+            oldest_s[key] = min(one.arrived_s, oldest_s.get(key, one.arrived_s))
         found = []
-        for key in {**self._counts, **waiting}:
-            counts = self._counts.get(key) or _Counts()
+        for key in {**self._counts, **counts}:
+            known = self._counts.get(key) or _Counts()
             age_s = now_s - oldest_s.get(key, now_s)
-            found.append(TenantLoad(*key, waiting.get(key, 0), age_s, counts.started, counts.waited_s, counts.refused))
-        return most_telling(found)
+            found.append(TenantLoad(*key, counts[key], age_s, known.started, known.waited_s, known.refused))
+        return _most_telling(found)
 
 
 def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
@@ -84,7 +90,7 @@ def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     for one in loads:
         known = found.get(one.key)
         found[one.key] = one if known is None else _both(known, one)
-    return most_telling(found.values())
+    return _most_telling(found.values())
 
 
 def _both(one: TenantLoad, other: TenantLoad) -> TenantLoad:
@@ -98,7 +104,7 @@ def _both(one: TenantLoad, other: TenantLoad) -> TenantLoad:
     )
 
 
-def most_telling(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
+def _most_telling(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     """Return those with most that wait, then most refusals; no more than `MAX_TENANT_LOADS`."""
     ordered = sorted(loads, key=lambda one: (-one.waiting, -one.refused, -one.started, one.key))
     return tuple(ordered[:MAX_TENANT_LOADS])

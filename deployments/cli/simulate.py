@@ -18,6 +18,7 @@ from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from cluster.simulator.world import World
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Column, Json, Wide, print_json, print_table
+from deployments.cli.pictures import write_file
 
 app = typer.Typer()
 _err = Console(stderr=True)
@@ -89,7 +90,7 @@ def simulate_trace(
     )
     scenario = Scenario(made, found, tuple(requests), read.faults)
     if record is not None:
-        _write(record, "".join(trace_lines(scenario)))
+        write_file(record, "".join(trace_lines(scenario)))
     if sizing is not None:
         _print_sizing(scenario, policies, sizing, as_json)
         return
@@ -111,7 +112,7 @@ def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigure
     if chart is not None:
         from cluster.simulator.chart import chart_of
 
-        _write(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
+        write_file(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
     return figures, world
 
 
@@ -124,7 +125,7 @@ def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
         raise OptionError(f"--html {path}: {reason}")
     num_requests, num_models = runs[0][0].requests, len(runs[0][1].models)
     title = f"{num_requests} requests for {num_models} models, simulated"
-    _write(path, simulated_page(title, [recording_of(world, figures) for figures, world in runs]))
+    write_file(path, simulated_page(title, [recording_of(world, figures) for figures, world in runs]))
 
 
 def _print_sizing(scenario: Scenario, policies: list[str], share: float, as_json: bool) -> None:
@@ -206,11 +207,3 @@ def _read(path: Path) -> Trace:
     if not trace.requests:
         raise OptionError(f"{path}: no line is a request that can be used")
     return trace
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}") from None

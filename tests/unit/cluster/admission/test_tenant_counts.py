@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.admission.demand import Demand
+from cluster.admission.demand import Demand, Waiting
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.tenant_counts import MAX_TENANT_LOADS, TenantCounts, TenantLoad, joined_loads
 from configs.admission import AdmissionConfig
@@ -32,10 +32,9 @@ def test_those_who_came_last_are_kept_and_who_waits_comes_first() -> None:
     counts = TenantCounts()
     for number in range(3 * MAX_TENANT_LOADS):
         counts.note_refusal(ask(f"t{number}"))
-    key = ("worker", "m", "old")
-    loads = counts.loads({key: 2}, {key: 1.0}, 4.0)
+    loads = counts.loads([Waiting(number, ask("old"), number, 1.0 + number, 1.0) for number in range(2)], 4.0)
     assert len(loads) == MAX_TENANT_LOADS
-    assert loads[0] == TenantLoad(*key, waiting=2, oldest_age_s=3.0)
+    assert loads[0] == TenantLoad("worker", "m", "old", waiting=2, oldest_age_s=3.0)
     latest = {f"t{number}" for number in range(2 * MAX_TENANT_LOADS, 3 * MAX_TENANT_LOADS)}
     assert {load.tenant for load in loads[1:]} < latest
 
