@@ -33,6 +33,7 @@ from cluster.admission.records import (
 from cluster.admission.replica_slots import NO_PART, Assignment, Ended, Options, held_until_s
 from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
 from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
+from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
 from configs.admission import AdmissionConfig
 
@@ -80,6 +81,7 @@ class AdmissionQueue:
         self._forecast = Forecast(self._times)
         self._pool_of: dict[int, str] = {}  # of every ticket, waiting or running
         self._counts = ModelCounts()
+        self._tenant_counts = TenantCounts()
         self._placement = Placement()
         self._holds = True  # the placement, as far as was looked
         self._allowed: dict[tuple[str, str], list[str]] = {}  # by pool and replica: the models that it lets start there
@@ -119,6 +121,7 @@ class AdmissionQueue:
         refusal = self._forecast.why_untimely(pool, demand, now_s) or self._make_room(pool, waiting, now_s)
         if refusal is not None:
             counts.refused += 1
+            self._tenant_counts.note_refusal(demand)
             self._refused.append(Refused(ticket, refusal))
             return
         pool.lanes.add(waiting)
@@ -360,9 +363,9 @@ class AdmissionQueue:
                     now_s - max(oldest.get(model, now_s), counts.started_s),
                 )
             )
-        return AdmissionSnapshot(
-            tuple(loads), {name: pool.slots.load() for name, pool in self._pools.items()}, dict(tenants)
-        )
+        shares = self._tenant_counts.loads((one for pool in self._pools.values() for one in pool.lanes), now_s)
+        replicas = {name: pool.slots.load() for name, pool in self._pools.items()}
+        return AdmissionSnapshot(tuple(loads), replicas, dict(tenants), shares)
 
     def _make_room(self, pool: Pool, waiting: Waiting, now_s: float) -> Refusal | None:
         """Return why the queue has no room for the request; None if it has, perhaps that of another one."""
@@ -455,6 +458,7 @@ class AdmissionQueue:
             self._close_full(starting, (where.replica,))
         counts = self._counts.counts_of(demand.model, demand.pool)
         counts.started, counts.started_s = counts.started + 1, now_s
+        self._tenant_counts.note_start(demand, now_s - waiting.arrived_s)
         pool.num_started += 1
         return Started(waiting.ticket, where.replica)
 
@@ -484,6 +488,7 @@ class AdmissionQueue:
         pool.forget_waiting(waiting.demand.model)
         del self._pool_of[waiting.ticket]
         self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1
+        self._tenant_counts.note_refusal(waiting.demand)
         self._refused.append(Refused(waiting.ticket, refusal))
 
     def _pool(self, name: str) -> Pool:

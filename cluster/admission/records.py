@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.admission.replica_slots import OnDemandSwitch, ReplicaLoad
+from cluster.admission.tenant_counts import TenantLoad
 
 Reason = Literal["model_full", "queue_full", "late", "crowded", "hopeless", "expired", "unservable", "unread"]
 
@@ -106,8 +107,9 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionSnapshot:
-    """The queue at one moment. `tenants` are waiting requests by tenant."""
+    """The queue at one moment. `tenants` are waiting requests by tenant, `shares` those of a tenant for a model."""
 
     models: tuple[ModelLoad, ...] = ()
     replicas: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     tenants: Mapping[str, int] = field(default_factory=dict)
+    shares: tuple[TenantLoad, ...] = ()

@@ -14,6 +14,7 @@ from typing import Final
 
 from cluster.admission.records import AdmissionSnapshot, ModelLoad
 from cluster.admission.replica_slots import ReplicaLoad
+from cluster.admission.tenant_counts import joined_loads
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import ON_DEMAND_REQUESTS
 from cluster.placement.overrides import Overrides
@@ -150,7 +151,10 @@ class Observations:
                     found[load.name] = _both_loads(found[load.name], load) if load.name in found else load
         models = [load for pool in sorted(pools) for load in self._loads(pool).values()]
         return AdmissionSnapshot(
-            tuple(models), {pool: tuple(found.values()) for pool, found in replicas.items()}, dict(tenants)
+            tuple(models),
+            {pool: tuple(found.values()) for pool, found in replicas.items()},
+            dict(tenants),
+            joined_loads(load for snapshot in snapshots for load in snapshot.shares),
         )
 
     def wanted_extents(self) -> dict[str, tuple[str, ...]]:

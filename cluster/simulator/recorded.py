@@ -47,16 +47,21 @@ def recorded_scenario(
     switches = [one["switch_s"] for one in kept if one["switch_s"] > _ENOUGH_S]
     fixed_s = switch_s if switch_s is not None else statistics.mean(switches) if switches else 0.0
     described = [each for each in workers if "budget_bytes" in each]
+    ids = {worker["name"]: _id(number) for number, worker in enumerate(described) if "name" in worker}
     return Scenario(
         models,
         tuple(_worker(number, worker, slots, fixed_s) for number, worker in enumerate(described)),
-        tuple(_request(one, began_s, usual[one["model"]]) for one in kept),
+        tuple(_request(one, began_s, usual[one["model"]], ids.get(one["replica"])) for one in kept),
     )
+
+
+def _id(number: int) -> str:
+    return f"w{number:03d}"
 
 
 def _worker(number: int, worker: Record, slots: int, fixed_s: float) -> SimWorker:
     return SimWorker(
-        f"w{number:03d}",
+        _id(number),
         str(worker.get("node", "node")),
         worker["budget_bytes"],
         slots,
@@ -65,7 +70,7 @@ def _worker(number: int, worker: Record, slots: int, fixed_s: float) -> SimWorke
     )
 
 
-def _request(one: Record, began_s: float, usual: float) -> SimRequest:
+def _request(one: Record, began_s: float, usual: float, worker: str | None) -> SimRequest:
     return SimRequest(
         one["arrived_s"] - began_s,
         one["model"],
@@ -73,6 +78,8 @@ def _request(one: Record, began_s: float, usual: float) -> SimRequest:
         one["work"] / usual,
         one["started_s"] - began_s,
         one["ended_s"] - began_s if one["is_answered"] else None,
+        worker,
+        one["switch_s"] if one["switch_s"] > _ENOUGH_S else None,
     )
 
 

@@ -63,7 +63,8 @@ class SimWorker:
 class SimRequest:
     """A request of a trace; times count from its start. `work` is in requests of its model's usual size.
 
-    A recorded one says when it was started and when it ended, None where it did not; the simulation ignores both.
+    A recorded one says when it was started and when it ended, None where it did not, on which worker, and how long it
+    waited there for its model; the simulation ignores all four.
     """
 
     at_s: float
@@ -72,6 +73,8 @@ class SimRequest:
     work: float = 1.0
     started_s: float | None = None
     ended_s: float | None = None
+    worker: str | None = None
+    switch_s: float | None = None
 
 
 _RECORDS: Final[dict[str, type[Any]]] = {"model": SimModel, "worker": SimWorker, "request": SimRequest}

@@ -72,13 +72,14 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a worker's time: it switched to a model, or had it ready."""
+    """A stretch of a worker's time: it switched to a model, for which `moved_bytes` came, or had it ready."""
 
     worker: str
     model: str
     start_s: float
     end_s: float
     is_switch: bool
+    moved_bytes: int = 0
 
 
 class SimulatedDispatcher(Protocol):
@@ -232,8 +233,11 @@ class World:
         self.moved_bytes += sum(missing.values())
         worker.resident.update(missing)
         worker.loading, worker.ready_at_s = model_id, self.now_s + took_s
-        started_s, epoch = self.now_s, worker.epoch
-        self.call_at(self.now_s + took_s, lambda: self._end_load(worker, model_id, started_s, epoch))
+        span = Span(
+            spec.id, model_id, self.now_s, self.now_s + took_s, is_switch=True, moved_bytes=sum(missing.values())
+        )
+        epoch = worker.epoch
+        self.call_at(span.end_s, lambda: self._end_load(worker, span, epoch))
         return True
 
     def evict(self, worker: WorkerInWorld, model_id: str) -> None:
@@ -282,11 +286,11 @@ class World:
                 break
             room += worker.resident.pop(key)
 
-    def _end_load(self, worker: WorkerInWorld, model_id: str, started_s: float, epoch: int) -> None:
+    def _end_load(self, worker: WorkerInWorld, span: Span, epoch: int) -> None:
         if worker.epoch != epoch:
             return
-        worker.loading = None
-        self.spans.append(Span(worker.spec.id, model_id, started_s, self.now_s, is_switch=True))
+        worker.loading, model_id = None, span.model
+        self.spans.append(span)
         if self._failing[model_id] > 0:
             self._failing[model_id] -= 1
             self.num_failed_loads += 1

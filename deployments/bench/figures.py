@@ -5,10 +5,28 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+_Result = TypeVar("_Result")
+OnProgress = Callable[[int, int], None]  # done, total
 _MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
+
+
+class Parts:
+    """Counts the parts of a measurement that are done, as their results go by."""
+
+    def __init__(self, total: int, progress: OnProgress | None) -> None:
+        self._total = total
+        self._progress = progress
+        self._done = 0
+
+    def done(self, result: _Result) -> _Result:
+        """Return the result of a part that has just ended."""
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+        return result
 
 
 def percentile(samples: Sequence[float], share: float) -> float:

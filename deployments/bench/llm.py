@@ -114,8 +114,10 @@ class _Row:
     test_time: str = ""
 
 
-def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> list[dict[str, Any]]:
-    """Run every case on ours and on the peer; one row for each.
+def measure_llm(
+    model: Path, settings: BenchSettings, *, peer: bool = True, progress: Callable[[int, int], None] = lambda *_: None
+) -> list[dict[str, Any]]:
+    """Run every case on ours and on the peer; one row for each. `progress` gets the runs that are done, and all.
 
     A GGUF file's peer is llama.cpp, where it is installed; that of a folder of safetensors is transformers.
     """
@@ -135,9 +137,11 @@ def measure_llm(model: Path, settings: BenchSettings, *, peer: bool = True) -> l
         elif peer and any(model.glob("*.safetensors")):
             stock = Transformers(model)
             runs["transformers"] = lambda case: stock.time_run(**case.sizes)
-        for case in settings.cases:
+        num_rounds = settings.repetitions + 1
+        for number, case in enumerate(settings.cases):
             turn = [_Row(backend, case) for backend in runs]
-            for repetition in range(settings.repetitions + 1):
+            for repetition in range(num_rounds):
+                progress(number * num_rounds + repetition, len(settings.cases) * num_rounds)
                 for row in turn:
                     ns = runs[row.backend](case)
                     if repetition:  # the first is the warm-up

@@ -32,6 +32,7 @@ from xxhash import xxh3_128
 from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
 from deployments.bench import load_peers
+from deployments.bench.figures import OnProgress, Parts
 from deployments.bench.machine import private_ray, touch_memory
 from deployments.bench.synthetic import write_flux_transformer
 from deployments.cli.output import Column, print_line, print_table
@@ -192,12 +193,18 @@ class _Bench:
 
 
 def measure_load(
-    source: Path | None, shape: str, rounds: int, with_peers: bool, work: Path | None = None, seed: int = 0
+    source: Path | None,
+    shape: str,
+    rounds: int,
+    with_peers: bool,
+    work: Path | None = None,
+    seed: int = 0,
+    progress: OnProgress | None = None,
 ) -> dict[str, Any]:
     """Measure loads of one model; returns a JSON-able object; GB/s are 10^9 bytes per second of tensor bytes.
 
     `source` None makes a Flux transformer of `shape` with random weights. `work` is where the copies go: the disk
-    that is measured. `seed` is that of the orders.
+    that is measured. `seed` is that of the orders. `progress` gets the loads that are done, and all.
     """
     peers = tuple(load_peers.LOADERS) if with_peers else ()
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-load-") as folder:
@@ -213,7 +220,7 @@ def measure_load(
         # A model and a half: while one keeper's copy is freed, the next one's is made.
         with private_ray(int(bench.manifest.nbytes * 2.6)):
             bench.start_keepers()
-            samples = _take_turns(bench, orders)
+            samples = _take_turns(bench, orders, progress)
             report = _stage_report(bench)
     tensors = [ref for component in bench.manifest.components.values() for ref in component.tensors.values()]
     return {
@@ -235,13 +242,16 @@ def _draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list
     return {mode: [rng.sample(names, len(names)) for _ in range(rounds)] for mode in MODES}
 
 
-def _take_turns(bench: _Bench, orders: dict[str, list[list[str]]]) -> dict[str, dict[str, _Samples]]:
+def _take_turns(
+    bench: _Bench, orders: dict[str, list[list[str]]], progress: OnProgress | None
+) -> dict[str, dict[str, _Samples]]:
     loaders = bench.loaders()
+    parts = Parts(sum(len(order) for rounds in orders.values() for order in rounds), progress)
     samples = {mode: {name: _Samples() for name in loaders} for mode in MODES}
     for number in range(len(orders[MODES[0]])):
         for mode in MODES:
             for name in orders[mode][number]:
-                loaded = loaders[name](mode)
+                loaded = parts.done(loaders[name](mode))
                 found = samples[mode][name]
                 found.gbps.append(loaded.nbytes / loaded.seconds / 1e9)
                 found.peak_rss_bytes = max(found.peak_rss_bytes, loaded.peak_rss_bytes)

@@ -25,6 +25,7 @@ from rich.table import Table
 
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
+from deployments.bench.figures import OnProgress, Parts
 from deployments.bench.peer import Peer
 from deployments.cli.client import Client
 from deployments.cli.running import cluster_up
@@ -114,23 +115,26 @@ def _fresh_questions(seed: int) -> Iterator[str]:
     return (f"What is {first} + {second}?" for first, second in sums)
 
 
-def measure_serve(config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0) -> dict[str, Any]:
+def measure_serve(
+    config: ClusterConfig, config_path: str, rounds: int = 15, seed: int = 0, progress: OnProgress | None = None
+) -> dict[str, Any]:
     """Start a cluster with a fresh store, measure, stop it; returns all figures as a JSON-able object.
 
     `seed` is that of the texts, of which there are enough for 80 rounds.
     """
+    done = Parts(5, progress).done
     prompts, questions = _fresh_prompts(seed), _fresh_questions(seed)
     paths = {model.id: str(model.path) for model in config.models}
     with tempfile.TemporaryDirectory() as folder:
         fresh = config.model_copy(update={"store": config.store.model_copy(update={"path": Path(folder) / "store"})})
-        peer, stock_start_ms = _timed(lambda: _start_peer(fresh, paths))
+        peer, stock_start_ms = done(_timed(lambda: _start_peer(fresh, paths)))
         start = time.perf_counter()
         with cluster_up(fresh, config_path) as url:
             lines = [_Line("cold start until every model answers", (time.perf_counter() - start) * 1e3, stock_start_ms)]
-            client = Client(url)
-            lines += _first_and_warm(client, peer, rounds, prompts, questions)
-            lines += _switches(client, peer, paths, rounds, prompts)
-            overhead = _http_overhead(config.name, client, rounds, prompts, questions)
+            client = done(Client(url))
+            lines += done(_first_and_warm(client, peer, rounds, prompts, questions))
+            lines += done(_switches(client, peer, paths, rounds, prompts))
+            overhead = done(_http_overhead(config.name, client, rounds, prompts, questions))
         peer.close()
     return {
         "figures": [line.as_dict() for line in lines],

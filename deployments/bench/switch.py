@@ -19,7 +19,7 @@ from typing import Any
 
 import ray
 
-from deployments.bench.figures import summary
+from deployments.bench.figures import OnProgress, Parts, summary
 from deployments.bench.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
 from deployments.bench.peer import Peer
 from deployments.bench.switch_node import Models, Node, node_of
@@ -47,8 +47,11 @@ class SwitchRounds:
     num_kills: int = 5
 
 
-def measure_switch(stock: Path, settings: SwitchRounds, work: Path | None = None) -> dict[str, Any]:
+def measure_switch(
+    stock: Path, settings: SwitchRounds, work: Path | None = None, progress: OnProgress | None = None
+) -> dict[str, Any]:
     """Measure; returns a JSON-able object. `stock` holds the demo pipelines; `work` is where 8 GB of files go."""
+    done = Parts(10, progress).done
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-switch-") as folder:
         models = Models(Path(folder) / "store", write_pipelines(Path(folder) / "models", stock))
         demo = Models(Path(folder) / "demo", {name: stock / source for name, source in DEMO.items()})
@@ -56,19 +59,19 @@ def measure_switch(stock: Path, settings: SwitchRounds, work: Path | None = None
         touch_memory(2 * store_bytes)
         with private_ray(store_bytes):
             found = {
-                "attach_ms": _attaches(models, settings),
-                **_legs(models, settings.rounds),
-                "sibling": _sibling(models, settings.rounds),
-                "flood": _flood(models),
-                "recovery": _recovery(models, settings.num_kills),
-                "demo": _legs(demo, settings.rounds) | {"sibling": _sibling(demo, settings.rounds)},
+                "attach_ms": done(_attaches(models, settings)),
+                **done(_legs(models, settings.rounds)),
+                "sibling": done(_sibling(models, settings.rounds)),
+                "flood": done(_flood(models)),
+                "recovery": done(_recovery(models, settings.num_kills)),
+                "demo": done(_legs(demo, settings.rounds)) | {"sibling": done(_sibling(demo, settings.rounds))},
             }
         with private_ray(_store_bytes(models), preallocate=False):
-            found["pss"] = _shared(models)
-            found["churn"] = _churn(models, settings.num_switches)
+            found["pss"] = done(_shared(models))
+            found["churn"] = done(_churn(models, settings.num_switches))
     flux = models.manifests[FLUX]
     return found | {
-        "simulated": measure_simulated(stock),
+        "simulated": done(measure_simulated(stock)),
         "pss_ratio": found["pss"]["ratio"],
         "bytes_moved": found["sibling"]["host"]["bytes_moved"],
         "bytes_different": found["sibling"]["bytes_different"],

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
+from deployments.cli.bars import progress_bar
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Json
+from deployments.cli.pictures import check_plot, write_file
 
 if TYPE_CHECKING:
     from deployments.bench.llm import Case
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine, beside the peers.")
 _err = Console(stderr=True)
+Plot = Annotated[Path | None, typer.Option("--plot", help="Write a picture of the figures, an SVG file.")]
 
 
 @app.command("serve")
@@ -25,14 +28,17 @@ def bench_serve(
     config: ConfigPath = DEFAULT_CONFIG,
     rounds: Annotated[int, typer.Option(min=1, max=80, help="Every request is made this often, in turn.")] = 15,
     seed: Annotated[int, typer.Option(help="Of the texts.")] = 0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Measure the demo cluster beside stock diffusers and transformers in one process."""
+    check_plot(plot)
     from configs.loading import load_cluster_config
     from deployments.bench.serve import measure_serve, print_serve_figures
 
-    with _err.status("measuring: starts a cluster and a stock process, takes some minutes"):
-        figures = measure_serve(load_cluster_config(config), str(config), rounds, seed)
+    with progress_bar("measuring: a cluster and a stock process, some minutes", "steps") as progress:
+        figures = measure_serve(load_cluster_config(config), str(config), rounds, seed, progress)
+    _write_plot(plot, "serve", figures)
     print_serve_figures(figures, as_json)
 
 
@@ -44,13 +50,16 @@ def bench_load(
     peers: Annotated[bool, typer.Option("--peers/--no-peers", help="Beside other loaders.")] = True,
     work_dir: Annotated[Path | None, typer.Option(help="On the disk to be measured; default: temporary.")] = None,
     seed: Annotated[int, typer.Option(help="Of the order in which loaders take turns.")] = 0,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Measure cold and warm loads into shared memory, beside other loaders and the raw disk."""
+    check_plot(plot)
     from deployments.bench.load import measure_load, print_load_figures
 
-    with _err.status("measuring: writes some 35 GB and takes some minutes"):
-        figures = measure_load(model, shape, rounds, peers, work_dir, seed)
+    with progress_bar("measuring: writes some 35 GB, some minutes", "steps") as progress:
+        figures = measure_load(model, shape, rounds, peers, work_dir, seed, progress)
+    _write_plot(plot, "load", figures)
     print_load_figures(figures, as_json)
 
 
@@ -61,16 +70,18 @@ def bench_switch(
     rounds: Annotated[int, typer.Option(min=1, help="Ours and the peer switch this often, in turn.")] = 9,
     attaches: Annotated[int, typer.Option(min=1, help="In as many new processes.")] = 20,
     work_dir: Annotated[Path | None, typer.Option(help="Where the models are made; default: temporary.")] = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
+    check_plot(plot)
     from deployments.bench.switch import SwitchRounds, measure_switch
     from deployments.bench.switch_tables import print_switch_figures
 
-    with _err.status("measuring: writes some 6 GB and takes some minutes"):
-        figures = measure_switch(
-            demo, SwitchRounds(num_attaches=attaches, rounds=rounds, num_switches=switches), work_dir
-        )
+    settings = SwitchRounds(num_attaches=attaches, rounds=rounds, num_switches=switches)
+    with progress_bar("measuring: writes some 6 GB, some minutes", "steps") as progress:
+        figures = measure_switch(demo, settings, work_dir, progress)
+    _write_plot(plot, "switch", figures)
     print_switch_figures(figures, as_json)
 
 
@@ -106,6 +117,7 @@ def bench_llm(
     requests: Annotated[int, typer.Option(min=1, help="Of the serving mode, each of -p and -n tokens.")] = 50,
     max_ttft_ms: Annotated[float, typer.Option(help="To the first token of a request that is served well.")] = 2000.0,
     max_tpot_ms: Annotated[float, typer.Option(help="For each of its other tokens.")] = 200.0,
+    plot: Plot = None,
 ) -> None:
     """Measure prompt processing and generation as llama-bench does, beside llama.cpp (`make judge-llama`).
 
@@ -113,6 +125,7 @@ def bench_llm(
     serving mode: Poisson arrivals, TTFT, TPOT, goodput, and what prompts cost a running stream. With --opening,
     processes of their own open the model, answer a prompt of -p tokens with -n, and say what that took.
     """
+    check_plot(plot)
     _check_language_model(model)
     from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_serving
     from deployments.bench.llm_opening import measure_opening
@@ -145,11 +158,20 @@ def bench_llm(
             else:
                 serving = Serving(rate, requests, prompts[0], answers[0], max_ttft_ms, max_tpot_ms)
                 figures = measure_serving(model, settings, serving)
+        _write_plot(plot, "llm", figures)
         typer.echo(json.dumps(figures, indent=2) if output == "json" else formatted_figures(figures))
         return
-    with _err.status("measuring"):
-        rows = measure_llm(model, settings, peer=peer)
+    with progress_bar("measuring", "steps") as progress:
+        rows = measure_llm(model, settings, peer=peer, progress=progress)
+    _write_plot(plot, "llm", rows)
     typer.echo(formatted(rows, output))  # type: ignore[arg-type]
+
+
+def _write_plot(path: Path | None, name: str, figures: Any) -> None:
+    from deployments.plots.benches import PLOTS
+
+    if path is not None:
+        write_file(path, PLOTS[name](figures))
 
 
 def _check_language_model(path: Path) -> None:

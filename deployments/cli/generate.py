@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deployments.cli.bars import progress_bar
 from deployments.cli.client import Client, ClientError, Images, Key, Url, find_client
 from deployments.cli.cluster import DEFAULT_CONFIG
 from deployments.cli.output import Json, print_json
@@ -135,12 +135,8 @@ def _generate_locally(body: dict[str, Any], path: Path, *, quiet: bool) -> Image
     except ValidationError as error:
         first = error.errors()[0]
         raise ClientError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-        task = progress.add_task(f"denoising with {request.model}", total=None)
-        result = LocalModels(config).generate(
-            request, lambda done, total: progress.update(task, completed=done, total=total)
-        )
+    with progress_bar(f"denoising with {request.model}", "steps", quiet=quiet) as progress:
+        result = LocalModels(config).generate(request, progress)
     details = {
         "model": result.model,
         "seed": result.seed,

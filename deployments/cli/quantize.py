@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import tempfile
 from dataclasses import asdict
@@ -10,16 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
-from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deployments.cli.bars import OnProgress, progress_bar
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Column, Json, Wide, print_json, print_line, print_table
 from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     import numpy as np
     import numpy.typing as npt
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
     from weights.quantization.report import QuantizationReport, QuantizedTensor
 
 app = typer.Typer()
-_err = Console(stderr=True)
+
 
 _FormName = Literal["kuiper-int8", "gguf-f32", "gguf-q8_0", "gguf-q4_0", "int8-group", "fp8-row", "fp8-tensor"]
 _OF_PIPELINES: Final = ("fp8-row", "fp8-tensor")
@@ -73,7 +71,7 @@ def quantize(
     content = None if text is None else _read_text(text.expanduser())
     # Before the long work: it tells too whether the engine knows such a model, and whether the text is one.
     before = None if content is None else _perplexity("before", source, content, max_tokens, as_json)
-    with _bar("quantize", as_json) as progress:
+    with progress_bar("quantize", "share", quiet=as_json) as progress:
         report = _quantized(source, target, to, group_size, progress)
     record: dict[str, Any] = {
         "source": str(source),
@@ -87,8 +85,8 @@ def quantize(
         after = _perplexity("after", target, content, max_tokens, as_json)
         record["perplexity"] = {"before": before, "after": after, "change": after / before - 1}
     if prompt:
-        with _err.status("making images") if not as_json else contextlib.nullcontext():
-            record["images"] = _image_change(source, target, prompt, size, steps)
+        with progress_bar("images", "steps", quiet=as_json) as progress:
+            record["images"] = _image_change(source, target, prompt, size, steps, progress)
     if model is not None:
         record["model"] = _import_into_store(target, model, store)
     if as_json:
@@ -143,7 +141,7 @@ def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: boo
     from deployments.engines.protocol import EngineError
     from weights.loading.mapped_checkpoint import mapped_tensors
 
-    with tempfile.TemporaryDirectory() as alone, _bar(f"perplexity {when}", as_json) as progress:
+    with tempfile.TemporaryDirectory() as alone, progress_bar(f"perplexity {when}", "share", quiet=as_json) as progress:
         if model.is_file():  # the engine takes all GGUF files of a folder for one model
             link = Path(alone) / model.name
             link.symlink_to(model.resolve())
@@ -160,7 +158,7 @@ def _perplexity_line(found: dict[str, Any]) -> str:
 
 
 def _image_change(
-    source: Path, target: Path, prompts: Sequence[str], size: int | None, steps: int | None
+    source: Path, target: Path, prompts: Sequence[str], size: int | None, steps: int | None, progress: OnProgress
 ) -> dict[str, Any]:
     """Make an image of each prompt, with equal seeds, by both pipelines; return how far they are apart, of 255.
 
@@ -178,8 +176,12 @@ def _image_change(
 
         def images(model: str) -> npt.NDArray[np.float64]:
             asked = {"width": size, "height": size, "num_inference_steps": steps}
-            requests = [ImageRequest(model=model, prompt=one, seed=n, **asked) for n, one in enumerate(prompts)]
-            return np.stack([local.generate(request).images[0] for request in requests]).astype(np.float64)
+            found = []
+            for number, prompt in enumerate(prompts):
+                request = ImageRequest(model=model, prompt=prompt, seed=number, **asked)
+                found.append(local.generate(request).images[0])
+                progress(len(found) + (len(prompts) if model == "before" else 0), 2 * len(prompts))
+            return np.stack(found).astype(np.float64)
 
         difference = np.abs(images("after") - images("before"))
     mean_square = float(np.square(difference).mean())
@@ -209,11 +211,3 @@ def _import_into_store(target: Path, model: str, store: Path) -> str:
 def _nbytes(path: Path) -> int:
     files = path.rglob("*") if path.is_dir() else [path]
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-@contextlib.contextmanager
-def _bar(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
-    with Progress(*columns, TimeRemainingColumn(), console=_err, transient=True, disable=as_json) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,15 +10,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import POLICIES, RunFigures, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
+from cluster.simulator.world import World
 from deployments.cli.generate import OptionError
 from deployments.cli.output import Column, Json, Wide, print_json, print_table
+from deployments.cli.pictures import write_file
 
 app = typer.Typer()
 _err = Console(stderr=True)
+_KNOWN = policies_and_multiplexed()
+_IN_PAGE = ("latency-first", "serve.multiplexed")
 
 
 @app.command("simulate")
@@ -41,7 +46,9 @@ def simulate_trace(
     service_s: Annotated[float, typer.Option(min=0.0001, max=1e5, help="Of a request alone.")] = 1.0,
     batch_growth: Annotated[float, typer.Option(min=0, max=1, help="1: a batch gains nothing.")] = 0.6,
     slots: Annotated[int, typer.Option(min=1, max=4096, help="Requests that a worker runs at once.")] = 4,
-    policy: Annotated[list[str] | None, typer.Option(help=f"One or more of {', '.join(POLICIES)}; all.")] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help=f"One or more of {', '.join(_KNOWN)}; all but the last.")
+    ] = None,
     target_s: Annotated[
         float | None,
         typer.Option(min=0.001, max=1e6, help="Latency that requests should keep; default: their class's."),
@@ -52,12 +59,16 @@ def simulate_trace(
     ] = None,
     seed: Annotated[int, typer.Option(help="Of arrivals.")] = 0,
     chart: Annotated[Path | None, typer.Option(help="SVG of the first policy's run.")] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help=f"One page of the runs beside each other; without --policy: {' and '.join(_IN_PAGE)}."),
+    ] = None,
     record: Annotated[Path | None, typer.Option(help="Write the scenario as a trace file.")] = None,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a trace under the controller's own functions, and beside them plain queues."""
-    policies, chance = _policies(policy), random.Random(seed)
+    policies, chance = _policies(policy or (list(_IN_PAGE) if html else None)), random.Random(seed)
     read = _read(trace) if trace is not None else Trace((), (), (), (), ())
     made = read.models or _models(_names(read, models), model_gb, shared, service_s, batch_growth)
     if target_s is not None:
@@ -79,27 +90,42 @@ def simulate_trace(
     )
     scenario = Scenario(made, found, tuple(requests), read.faults)
     if record is not None:
-        _write(record, "".join(trace_lines(scenario)))
+        write_file(record, "".join(trace_lines(scenario)))
     if sizing is not None:
         _print_sizing(scenario, policies, sizing, as_json)
         return
-    runs = [_run(scenario, name, chart if name == policies[0] else None) for name in policies]
+    worlds = [_run(scenario, name, chart if name == policies[0] else None) for name in policies]
+    if html is not None:
+        _write_page(html, worlds)
+    runs = [figures for figures, _ in worlds]
     if as_json:
         print_json({"problems": list(read.problems), "runs": [figures.as_record() for figures in runs]})
     else:
         _print_figures(runs, wide=wide)
 
 
-def _run(scenario: Scenario, policy: str, chart: Path | None) -> RunFigures:
+def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigures, World]:
     """Simulate a scenario, and draw it into the file `chart`."""
     num_requests = len(scenario.requests)
     with _err.status(f"simulating {num_requests} requests under {policy}"):
-        figures, world = simulate(scenario, policy)
+        figures, world = simulate(scenario, policy, _KNOWN)
     if chart is not None:
         from cluster.simulator.chart import chart_of
 
-        _write(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
-    return figures
+        write_file(chart, chart_of(world, f"{policy}: {num_requests} requests, {figures.switches} switches"))
+    return figures, world
+
+
+def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
+    """Write the runs into a page that needs no server. Raises OptionError for what it has no room for."""
+    from cluster.simulator.recording import recording_of, why_not_recorded
+    from deployments.ingress.standalone_page import simulated_page
+
+    if reason := why_not_recorded(runs[0][1]):
+        raise OptionError(f"--html {path}: {reason}")
+    num_requests, num_models = runs[0][0].requests, len(runs[0][1].models)
+    title = f"{num_requests} requests for {num_models} models, simulated"
+    write_file(path, simulated_page(title, [recording_of(world, figures) for figures, world in runs]))
 
 
 def _print_sizing(scenario: Scenario, policies: list[str], share: float, as_json: bool) -> None:
@@ -108,7 +134,11 @@ def _print_sizing(scenario: Scenario, policies: list[str], share: float, as_json
     for name in policies:
         with _err.status(f"sizing under {name}"):
             found[name] = least_workers(
-                lambda num: replace(scenario, workers=scenario.workers[:num]), name, share, len(scenario.workers)
+                lambda num: replace(scenario, workers=scenario.workers[:num]),
+                name,
+                share,
+                len(scenario.workers),
+                _KNOWN,
             )
     if as_json:
         print_json({"share": share, "workers": found})
@@ -138,10 +168,10 @@ def _print_figures(found: list[RunFigures], *, wide: bool) -> None:
 
 
 def _policies(asked: list[str] | None) -> list[str]:
-    unknown = [name for name in asked or () if name not in POLICIES]
+    unknown = [name for name in asked or () if name not in _KNOWN]
     if unknown:
-        raise OptionError(f"unknown policy {unknown[0]!r}; known: {', '.join(POLICIES)}")
-    return [name for name in POLICIES if not asked or name in asked]
+        raise OptionError(f"unknown policy {unknown[0]!r}; known: {', '.join(_KNOWN)}")
+    return [name for name in _KNOWN if name in (asked or POLICIES)]
 
 
 def _models(names: list[str], gb: float, shared: float, service_s: float, growth: float) -> tuple[SimModel, ...]:
@@ -177,11 +207,3 @@ def _read(path: Path) -> Trace:
     if not trace.requests:
         raise OptionError(f"{path}: no line is a request that can be used")
     return trace
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path}: {error.strerror or error}") from None

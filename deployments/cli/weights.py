@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -15,9 +15,10 @@ import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from deployments.cli.bars import progress_bar
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table
+from deployments.cli.pictures import check_plot, write_file
 
 if TYPE_CHECKING:
     from weights.inspection import ExternalWeight
@@ -89,7 +90,7 @@ def externalize(
     weight_store = _open(store)
     name = model or PurePosixPath(source.rstrip("/")).name.split(".")[0]
     base = open_base(Path(like) if "/" in like else like, weight_store) if like else None
-    with working_folder(weight_dir) as folder, _progress("externalize", as_json) as progress:
+    with working_folder(weight_dir) as folder, progress_bar("externalize", quiet=as_json) as progress:
         manifest = import_model(
             weight_store,
             name,
@@ -139,13 +140,17 @@ def convert(
 def inspect(
     model: Annotated[str | None, typer.Argument(help="Its tensors; default: all models.")] = None,
     store: StorePath = DEFAULT_STORE,
+    plot: Annotated[Path | None, typer.Option(help="Draw the bytes by model and component, an SVG file.")] = None,
     wide: Wide = False,
     as_json: Json = False,
 ) -> None:
     """Show where every tensor is (--wide: with file and offset), or what each model takes."""
     from weights.inspection import summarize, totals
 
+    check_plot(plot)
     weight_store = _open(store)
+    if plot is not None:
+        write_file(plot, _plot_of(weight_store, model))
     if model is None:
         records = [_model_record(weight_store, manifest) for manifest in weight_store.manifests().values()]
         whole = asdict(totals(weight_store))
@@ -167,6 +172,18 @@ def inspect(
     print_line(_saved(record))
 
 
+def _plot_of(store: WeightStore, model: str | None) -> str:
+    """Return the picture of a model, or of all."""
+    from deployments.plots.benches import store_plot
+    from weights.inspection import totals
+
+    manifests = [store.manifest(model)] if model else store.manifests().values()
+    sizes = {
+        manifest.model: {name: part.nbytes for name, part in manifest.components.items()} for manifest in manifests
+    }
+    return store_plot(sizes, _saved(asdict(totals(store, model))))
+
+
 @app.command()
 def verify(
     model: Annotated[str | None, typer.Argument(help="Default: all models.")] = None,
@@ -178,7 +195,7 @@ def verify(
     """Read everything back and say all that is damaged; exit code 1 when something is."""
     from weights.verification import verify as verify_store
 
-    with _progress("verify", as_json) as progress:
+    with progress_bar("verify", quiet=as_json) as progress:
         report = verify_store(_open(store), model, deep=deep, progress=progress)
     damages = report.damages
     summary = f"{report.num_models} models, {report.num_extents} extents, {decimal(report.nbytes)}: "
@@ -202,7 +219,7 @@ def repair(
     """Write what is damaged anew, from other models or the source; exit code 1 when some damage is left."""
     from weights.repair import repair as repair_store
 
-    with working_folder(weight_dir) as folder, _progress("repair", as_json) as progress:
+    with working_folder(weight_dir) as folder, progress_bar("repair", quiet=as_json) as progress:
         report = repair_store(_open(store), models or (), allow_torch=allow_torch, weight_dir=folder, progress=progress)
     summary = f"{report.num_models} models: {len(report.repaired)} damages repaired, {len(report.damages)} left"
     _print_report(asdict(report), DAMAGE_COLUMNS, _damage_rows(report.damages), summary, as_json, wide)
@@ -228,7 +245,7 @@ def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) 
     from weights.provider import LocalExtents
 
     weight_store = _open(store)
-    with _progress("load", as_json) as progress:
+    with progress_bar("load", quiet=as_json) as progress:
         extents = LocalExtents(weight_store.packs, progress=progress)
         start_s = time.perf_counter()
         load_model(weight_store.manifest(model), extents)
@@ -289,14 +306,6 @@ def working_folder(weight_dir: Path | None) -> Iterator[Path]:
 
     with opened_weight_dir(weight_dir, os.environ, Path.cwd(), os.getpid(), uuid.uuid4().hex[:12]) as folder:
         yield folder
-
-
-@contextlib.contextmanager
-def _progress(what: str, as_json: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_err, transient=True, disable=as_json) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _model_record(store: WeightStore, manifest: Manifest) -> dict[str, Any]:

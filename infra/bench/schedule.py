@@ -24,12 +24,12 @@ from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, target_r
 from cluster.placement.checking import usable_state
 from cluster.placement.state import Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import plan_switches
+from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import poisson, zipf_shares
 from deployments.cli.output import Column, print_line, print_table
-from infra.bench.multiplexed import policies_and_multiplexed
 from infra.bench.oracle import oracle_mean_latency_s
 
 GB: Final = 10**9

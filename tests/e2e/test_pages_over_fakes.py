@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import threading
@@ -322,6 +323,27 @@ def test_texts_are_compared_and_ranked(url: str, open_page: OpenPage) -> None:
     page.get_by_role("button", name="Rank").click()
     page.get_by_role("cell", name="alpha beta").wait_for()
     assert page.locator("table tbody td:first-child").all_inner_texts() == ["alpha beta", "beta"]
+
+
+def test_waits_and_refusals_are_shown_by_tenant_and_model(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    generate(page)
+    page.get_by_text("Image done in").wait_for()
+    page.goto(f"{url}/cluster")
+    row = page.get_by_role("row", name=re.compile("^default flux")).locator("td")
+    row.first.wait_for()
+    assert [text for text in row.all_inner_texts() if text.isdigit()] == ["1"]
+    load = {"pool": "worker", "model": "flux", "waiting": 7, "oldest_age_s": 3.0, "started": 2, "waited_s": 4.0}
+    sections = ("nodes", "workers", "encoders", "models", "loads", "tenants", "decisions", "switches", "requests")
+    picture = {name: {} for name in sections} | {"shares": {"it": load | {"tenant": HOSTILE, "refused": 5}}}
+    picture["totals"] = {"cluster": HOSTILE, "at_s": 1.0, "num_models": 0, "policy": HOSTILE}
+    event = f"event: picture\ndata: {json.dumps(picture)}\n\n"
+    page.route("**/admin/live", lambda route: route.fulfill(body=event, content_type="text/event-stream"))
+    page.reload()
+    page.get_by_role("table", name="").filter(has_text="Mean wait").wait_for()
+    cells = page.locator("table tbody tr").first.locator("th,td").all_inner_texts()
+    assert cells == [HOSTILE, "flux", "7", "3.0 s", "2.0 s", "2", "5"]
+    assert "pwned" not in page.title()
 
 
 def test_the_cluster_page_is_live_and_says_when_it_is_not(

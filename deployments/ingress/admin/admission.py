@@ -23,12 +23,16 @@ Queues = Dispatcher | SlotLink  # the queue of the only ingress, or those of sev
 
 
 class AdmissionAnswer(Answer):
-    """The settings, and the queue of the cluster: by model, by replica of each pool, waiting by tenant."""
+    """The settings, and the queue of the cluster: by model, by replica of each pool, waiting by tenant.
+
+    `shares` have what waits, started and was refused of a tenant for a model, those with most of it.
+    """
 
     admission: AdmissionConfig
     models: list[dict[str, Any]]
     replicas: dict[str, list[dict[str, Any]]]
     tenants: dict[str, int]
+    shares: list[dict[str, Any]]
 
 
 class EndedAnswer(Answer):
@@ -88,6 +92,7 @@ async def describe_admission(queue: Queues) -> AdmissionAnswer:
         models=[asdict(load) for load in snapshot.models],
         replicas={pool: [asdict(load) for load in loads] for pool, loads in snapshot.replicas.items()},
         tenants=dict(snapshot.tenants),
+        shares=[asdict(load) for load in snapshot.shares],
     )
 
 

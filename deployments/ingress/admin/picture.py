@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+from pydantic_core import to_json
+
 Picture = dict[str, dict[str, Any]]
 NearTier = Literal["resident", "memory", "disk"]
 MAX_REQUESTS: Final = 400  # that have ended, in a picture
@@ -119,7 +121,7 @@ def picture_of(
     at_s: float,
 ) -> Picture:
     """Return the picture, by the answers of /admin/cluster and /admin/decisions at a Unix time."""
-    admission = cluster.get("admission") or {"models": [], "replicas": {}, "tenants": {}}
+    admission = cluster.get("admission") or {"models": [], "replicas": {}, "tenants": {}, "shares": []}
     loads = {replica["name"]: replica for replicas in admission["replicas"].values() for replica in replicas}
     totals = {name: cluster[name] for name in ("cluster", "num_models", "num_nodes")}
     totals |= {name: decisions.get(name) for name in ("enabled", "policy", "notes", "scaling", "overrides")}
@@ -135,6 +137,7 @@ def picture_of(
         "models": {model["id"]: _model(model, near[model["id"]]) for model in cluster["models"]},
         "loads": {f"{load['pool']}/{load['model']}": _rounded(load) for load in admission["models"]},
         "tenants": dict(admission["tenants"]),
+        "shares": {_key_of(share): _rounded(share) for share in admission["shares"]},
         "decisions": {f"{one['at_s']:.4f} {one['worker']}": one for one in decisions.get("decisions", ())},
         "switches": {str(number): switch for number, switch in chronicle.switches},
         "requests": {str(number): request for number, request in chronicle.requests},
@@ -208,6 +211,10 @@ def _model(model: Mapping[str, Any], near: Nearness) -> dict[str, Any]:
         "pinned": any(found["pinned"] for found in resident) or any(one["pinned"] for one in model["built"]),
         "replicas": [one["replica"] for one in model["built"]],
     }
+
+
+def _key_of(share: Mapping[str, Any]) -> str:
+    return to_json([share["pool"], share["model"], share["tenant"]]).decode()  # names may have any character
 
 
 def _rounded(load: Mapping[str, Any]) -> dict[str, Any]:

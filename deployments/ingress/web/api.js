@@ -3,7 +3,6 @@
 import { texts } from "./texts.js";
 
 const KEY = "atelier.key";
-const BASE = new URL("../", import.meta.url);
 const MAX_EVENT_CHARS = 64 * 2 ** 20;
 
 let asked = null; // the promise of a key, while a dialog asks for one
@@ -50,7 +49,7 @@ function headersOf(options) {
 
 async function send(path, options) {
   try {
-    return await fetch(new URL(path, BASE), {
+    return await fetch(new URL(`../${path}`, import.meta.url), {
       method: options.method ?? (options.json === undefined ? "GET" : "POST"),
       headers: headersOf(options),
       body: options.json === undefined ? undefined : JSON.stringify(options.json),

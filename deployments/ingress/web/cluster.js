@@ -1,35 +1,69 @@
 // The page Cluster: what every node and worker holds and does, as it changes, and orders by hand.
 
-import { request } from "./api.js";
-import { Bar, Canvas, Legend, SPAN_S, colorOf, drawTimeLine, laneHeight } from "./drawing.js";
+import { Decisions, Models, Order, Places, Tenants, Tiles, TimeLine } from "./cluster_view.js";
+import { colorOf } from "./drawing.js";
 import { follow } from "./live.js";
-import { bytes, html, open, percent, seconds, tell, useEffect, useMemo, useRef, useState } from "./parts.js";
+import { html, open, seconds, tell, useDrops, useEffect, useMemo, useRef, useState } from "./parts.js";
+import { Playback } from "./playback.js";
+import { runOfFile } from "./recording.js";
 import { texts } from "./texts.js";
 
 const words = texts.cluster;
+const recorded = texts.recording;
 const DRAW_EVERY_MS = 250; // however often something changes
 const TICK_MS = 1000;
-const MAX_ROWS = 50;
-const MAX_WORKERS = 64;
 
 function Page() {
   const [state, setState] = useState("connecting");
   const [, redraw] = useState(0);
   const [isPaused, setPaused] = useState(false);
   const seen = useRef({ picture: null, atMs: 0 });
-  useEffect(() => (isPaused ? undefined : followed(seen, setState, redraw)), [isPaused]);
+  const [run, openFile, close] = useRun();
+  useEffect(() => (isPaused || run ? undefined : followed(seen, setState, redraw)), [isPaused, run]);
   const { picture, atMs } = seen.current;
   const staleS = atMs ? (performance.now() - atMs) / 1000 : 0;
+  if (run) {
+    return html`<div class="cluster">
+      <div class="section-head"><h1>${recorded.title(run.title)}</h1><span class="space"></span><${TraceButton} onFile=${openFile} /><button onClick=${close}>${recorded.back}</button></div>
+      <${Playback} key=${run.title} runs=${[run]} />
+    </div>`;
+  }
   return html`<div class="cluster">
     <div class="section-head">
       <h1>${picture?.totals.cluster ?? words.connecting}</h1>
       <${State} state=${isPaused ? "paused" : state} staleS=${staleS} totals=${picture?.totals} />
       <span class="space"></span>
       ${picture && html`<${FreezeAll} totals=${picture.totals} />`}
+      <${TraceButton} onFile=${openFile} />
       <button aria-pressed=${isPaused} onClick=${() => setPaused(!isPaused)}>${isPaused ? words.resume : words.pause}</button>
     </div>
     ${picture && html`<${Sections} picture=${picture} aheadS=${isPaused ? 0 : staleS} />`}
   </div>`;
+}
+
+// A run that was opened in the place of the live cluster, what opens a file of one, and what closes it.
+function useRun() {
+  const [run, setRun] = useState(null);
+  const openFile = async (file) => {
+    try {
+      const found = await runOfFile(file);
+      setRun(found);
+      tell(recorded.opened(file.name, found.requests.length));
+    } catch (error) {
+      tell(error instanceof DOMException ? recorded.unreadable(file.name) : error.message, { isError: true });
+    }
+  };
+  useDrops(openFile);
+  return [run, openFile, () => setRun(null)];
+}
+
+function TraceButton({ onFile }) {
+  const take = (event) => {
+    const [file] = event.target.files;
+    event.target.value = "";
+    if (file) onFile(file);
+  };
+  return html`<label class="pick" title=${recorded.dropHint}>${recorded.open}<input type="file" accept=".jsonl,.json,.txt" onChange=${take} /></label>`;
 }
 
 // Follow the cluster, and draw as often as is of use.
@@ -58,29 +92,6 @@ function State({ state, staleS, totals }) {
     <small>${[old, policy, totals?.registry && words.unreachable(totals.registry)].filter(Boolean).join(" · ")}</small>`;
 }
 
-// Give an order and say that it was taken, or why not.
-async function order(method, path, what) {
-  try {
-    await request(`admin/${path}`, method === "POST" ? { method, json: path.endsWith("prefetch") ? { tier: "host" } : undefined } : { method });
-    tell(words.done(what));
-  } catch (error) {
-    tell(error.message, { isError: true });
-  }
-}
-
-const path = (...parts) => parts.map(encodeURIComponent).join("/");
-
-function Order({ text, off, isOn, isPressed = isOn, name, on, className = "small" }) {
-  const [isSent, setSent] = useState(false);
-  const onClick = async () => {
-    setSent(true);
-    await order(isOn ? "DELETE" : "POST", on, words.order(isOn ? off : text, name));
-    setSent(false);
-  };
-  const shown = isOn ? off : text;
-  return html`<button class=${className} disabled=${isSent} aria-pressed=${isPressed} aria-label=${words.order(shown, name)} onClick=${onClick}>${shown}</button>`;
-}
-
 function FreezeAll({ totals }) {
   if (!totals.overrides) return null;
   return html`<${Order} text=${words.freezeAll} off=${words.thawAll} isOn=${totals.overrides.is_frozen} name="" on="freeze" className="" />`;
@@ -96,238 +107,9 @@ function Sections({ picture, aheadS }) {
       <${Models} picture=${picture} />
       <div class="stack">
         <${Decisions} picture=${picture} aheadS=${aheadS} />
-        <${Tenants} tenants=${picture.tenants} />
+        <${Tenants} shares=${picture.shares} />
       </div>
     </div>`;
-}
-
-const sum = (values) => values.reduce((total, value) => total + value, 0);
-
-function Tiles({ picture }) {
-  const loads = Object.values(picture.loads);
-  const caches = Object.values(picture.encoders).map((encoder) => encoder.cache).filter(Boolean);
-  const hits = sum(caches.map((cache) => cache.local + cache.joined));
-  const asked = hits + sum(caches.map((cache) => cache.computed));
-  const recent = switchesOf(picture).filter((one) => one.atS > picture.totals.at_s - SPAN_S);
-  const tiles = [
-    [words.rate, sum(loads.map((load) => load.rate_short)).toFixed(1)],
-    [words.running, sum(loads.map((load) => load.running))],
-    [words.waiting, sum(loads.map((load) => load.waiting))],
-    [words.refused, sum(loads.map((load) => load.refused))],
-    [words.switches, recent.length],
-    [words.hitRate, asked ? percent(hits / asked) : words.none],
-  ];
-  return html`<dl class="tiles">${tiles.map(([name, value]) => html`<div class="panel"><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
-}
-
-// Return the switches that are known, newest first: those that were ordered, with their reason, and the others.
-function switchesOf(picture) {
-  const reports = Object.entries(picture.switches).map(([key, one]) => ({ ...one, key }));
-  const taken = new Set();
-  const ordered = Object.entries(picture.decisions).map(([key, one]) => {
-    const fits = (report) => !taken.has(report.key) && report.replica === one.worker && report.model === one.model;
-    const report = reports.find((each) => fits(each) && Math.abs(each.at_s - one.at_s - (one.took_s ?? 0)) < 5);
-    if (report) taken.add(report.key);
-    const reason = ["done", "taken", "draining", "given"].includes(one.state) ? one.reason : `${one.reason} (${one.state})`;
-    return { key, atS: one.at_s, what: one.action, worker: one.worker, model: one.model, reason, tookS: one.took_s, ...partsOf(report) };
-  });
-  const others = reports.filter((report) => !taken.has(report.key)).map((report) => ({
-    key: report.key,
-    atS: report.at_s,
-    what: "switch",
-    worker: report.replica,
-    model: report.model,
-    reason: words.onDemand,
-    tookS: report.switch_ms / 1000,
-    ...partsOf(report),
-  }));
-  return [...ordered, ...others].sort((one, other) => other.atS - one.atS);
-}
-
-const partsOf = (report) => (report ? { nbytes: report.attached_bytes, keptParts: report.reused } : { nbytes: null, keptParts: [] });
-
-function TimeLine({ picture, aheadS }) {
-  const names = Object.keys(picture.workers).slice(0, MAX_WORKERS);
-  const lanes = names.map((name) => {
-    const running = sum(Object.values(picture.workers[name].running ?? {}));
-    return { name, note: running ? `· ${running}` : "" };
-  });
-  const requests = Object.values(picture.requests).map(([model, , replica, , arrivedS, startedS, endedS, isAnswered]) => ({
-    model,
-    replica,
-    arrivedS,
-    startedS,
-    endedS,
-    isAnswered,
-  }));
-  const nowS = picture.totals.at_s + aheadS;
-  const recent = requests.filter((one) => one.endedS > nowS - SPAN_S && names.includes(one.replica));
-  const models = [...new Set(recent.map((one) => one.model))].sort();
-  const data = { lanes, requests: recent, switches: switchesOf(picture), nowS };
-  const draw = (pen, width, height, look) => drawTimeLine(pen, width, height, look, data);
-  return html`<section class="panel part" aria-labelledby="time-line">
-    <div class="section-head"><h2 id="time-line">${words.timeLine}</h2><small>${words.timeLineAbout}</small></div>
-    <${Canvas} className="time-line" height=${lanes.length * laneHeight(lanes.length) + 24} draw=${draw} drawn=${nowS} label=${words.timeLineLabel} />
-    <${Legend} names=${models} />
-  </section>`;
-}
-
-// Nodes with what their memory holds, and below each the workers with what they have built.
-function Places({ picture, workers }) {
-  const nodes = Object.entries(picture.nodes);
-  const of = (id) => workers.filter(([, worker]) => (worker.node || nodes[0]?.[0]) === id);
-  const lost = workers.filter(([, worker]) => worker.unreachable);
-  const encoders = Object.entries(picture.encoders).filter(([, encoder]) => !encoder.unreachable);
-  const held = [...workers, ...encoders].map(([, one]) => sum((one.modules ?? []).map((module) => module[2])));
-  const scale = 1.05 * Math.max(1, ...held, ...nodes.map(([, node]) => node.resident_bytes ?? 0));
-  return html`<section class="panel part" aria-labelledby="places">
-    <div class="section-head"><h2 id="places">${words.nodes}</h2></div>
-    ${nodes.map(([id, node]) => html`<div class="node" key=${id}>
-      <${Node} id=${id} node=${node} scale=${scale} />
-      ${of(id).slice(0, MAX_WORKERS).map(([name, worker]) => !worker.unreachable && html`<${Worker} key=${name} name=${name} worker=${worker} scale=${scale} overrides=${picture.totals.overrides} />`)}
-    </div>`)}
-    ${encoders.map(([name, encoder]) => html`<${Worker} key=${name} name=${name} worker=${encoder} scale=${scale} isEncoder />`)}
-    ${lost.map(([name, worker]) => html`<p class="problem" key=${name}>${words.unreachable(worker.unreachable)}</p>`)}
-  </section>`;
-}
-
-function Node({ id, node, scale }) {
-  return useMemo(() => {
-    if (node.unreachable) return html`<h3>${words.node(id.slice(0, 8))}</h3><p class="problem">${words.unreachable(node.unreachable)}</p>`;
-    const { resident_bytes: resident, budget_bytes: budget, pinned_bytes: pinned, leased_bytes: leased } = node;
-    const used = Math.min(resident, Math.max(leased, pinned));
-    const parts = [
-      { nbytes: Math.min(pinned, used), color: "#a07a1e", label: words.pinned },
-      { nbytes: used - Math.min(pinned, used), color: "#5870d8", label: words.leased },
-      { nbytes: resident - used, color: "#5870d8", label: words.free, isFaint: true },
-    ].filter((part) => part.nbytes > 0);
-    const text = words.ofBudget(bytes(resident), bytes(budget));
-    return html`<div class="holder">
-      <h3>${words.node(id.slice(0, 8))}</h3>
-      <${Bar} parts=${parts} scale=${scale} budget=${budget} label=${`${words.memory}: ${text}; ${parts.map((part) => `${part.label} ${bytes(part.nbytes)}`).join(", ")}`} drawn=${`${resident} ${leased} ${pinned} ${scale}`} />
-      <small>${words.memory}: ${text}</small>
-    </div>`;
-  }, [id, node, scale]);
-}
-
-function Worker({ name, worker, scale, overrides, isEncoder = false }) {
-  const frozen = Boolean(overrides?.frozen.includes(name));
-  const draining = Boolean(overrides?.draining.includes(name));
-  return useMemo(() => {
-    const parts = modulesOf(worker.modules);
-    const budget = worker.budget_bytes;
-    const used = sum(parts.map((part) => part.nbytes));
-    const running = Object.entries(worker.running).map(([model, count]) => `${count} ${model}`).join(", ");
-    const says = [
-      words.ofBudget(bytes(used), bytes(budget)),
-      running,
-      worker.used ? words.busy(percent(worker.used)) : "",
-      worker.switching_to ? words.switchingTo(worker.switching_to) : "",
-      frozen ? words.frozen : "",
-      draining ? words.draining : "",
-    ].filter(Boolean);
-    return html`<div class="holder worker">
-      <h3>${isEncoder ? words.encoder(name) : words.worker(name)}</h3>
-      <${Bar} parts=${parts} scale=${scale} budget=${budget} label=${parts.map((part) => part.says).join("; ")} drawn=${`${parts.map((part) => `${part.says}${part.isFaint}`)}${scale}`} />
-      <small title=${says.join(" · ")}>${says.join(" · ")}</small>
-      ${!isEncoder && overrides && html`<div class="row orders">
-        <${Order} text=${words.freeze} off=${words.thaw} isOn=${frozen} name=${name} on=${path("workers", name, "freeze")} />
-        <${Order} text=${words.drain} off=${words.undrain} isOn=${draining} name=${name} on=${path("workers", name, "drain")} />
-      </div>`}
-    </div>`;
-  }, [name, worker, scale, frozen, draining, Boolean(overrides)]);
-}
-
-// Parts of a bar, the largest first. What models share is there once, hatched.
-function modulesOf(modules) {
-  return [...modules]
-    .sort((one, other) => other[2] - one[2])
-    .map(([component, models, nbytes, isLeased]) => {
-      const owner = models.length === 1 ? models[0] : [...models].sort().join("+");
-      const shared = models.length > 1 ? words.shared(models.length) : models[0];
-      const says = `${component} (${shared}) ${bytes(nbytes)}`;
-      return { nbytes, color: colorOf(owner), label: component, isShared: models.length > 1, isFaint: !isLeased, says };
-    });
-}
-
-function Models({ picture }) {
-  const [filter, setFilter] = useState("");
-  const loads = new Map();
-  for (const load of Object.values(picture.loads)) if (load.pool !== "pipelines") loads.set(load.model, load);
-  const rank = ([name, model]) => -((loads.get(name)?.waiting ?? 0) * 1e6 + (loads.get(name)?.started ?? 0) + (model.tier === "resident" ? 0.5 : 0));
-  const all = Object.entries(picture.models).filter(([name]) => name.toLowerCase().includes(filter.toLowerCase()));
-  const rows = all.sort((one, other) => rank(one) - rank(other) || (one[0] < other[0] ? -1 : 1)).slice(0, MAX_ROWS);
-  return html`<section class="panel part" aria-labelledby="models">
-    <div class="section-head">
-      <h2 id="models">${words.models}</h2><span class="space"></span>
-      <input class="filter" type="search" aria-label=${words.filter} placeholder=${words.filter} value=${filter} onInput=${(event) => setFilter(event.target.value)} />
-    </div>
-    <div class="scroll" tabindex="0" role="region" aria-label=${words.table}>
-      <table class="table">
-        <thead><tr>
-          <th scope="col">${words.model}</th><th scope="col">${words.state}</th>
-          ${[words.size, words.requests, words.runningShort, words.latency, words.started, words.refusedShort].map((name) => html`<th scope="col" class="number">${name}</th>`)}
-          <th scope="col">${words.actions}</th>
-        </tr></thead>
-        <tbody>${rows.map(([name, model]) => html`<${ModelRow} key=${name} name=${name} model=${model} load=${loads.get(name)} />`)}</tbody>
-      </table>
-    </div>
-    ${rows.length < picture.totals.num_models && html`<small>${words.shownOf(rows.length, picture.totals.num_models)}</small>`}
-  </section>`;
-}
-
-function ModelRow({ name, model, load }) {
-  return useMemo(() => {
-    const isAway = model.state === "unavailable";
-    const tier = isAway ? "away" : model.tier;
-    const text = isAway ? texts.tiers.unavailable : texts.tiers[model.tier];
-    const later = !isAway && model.ready_in_s > 0 ? texts.tiers.readyIn(seconds(model.ready_in_s)) : "";
-    const numbers = [
-      bytes(model.bytes || NaN),
-      load?.waiting || "",
-      load?.running || "",
-      load?.latency_s ? seconds(load.latency_s) : "",
-      load?.started || "",
-      load?.refused || "",
-    ];
-    return html`<tr>
-      <th scope="row">${name}${model.error && html`<small class="problem">${model.error}</small>`}</th>
-      <td><span class=${`near ${tier}`}>${text}</span>${later && html`<small>${later}</small>`}</td>
-      ${numbers.map((value) => html`<td class="number">${value}</td>`)}
-      <td><div class="row">
-        <${Order} text=${words.prefetch} off=${words.prefetch} isOn=${false} isPressed=${undefined} name=${name} on=${path("models", name, "prefetch")} />
-        <${Order} text=${words.pin} off=${words.unpin} isOn=${model.pinned} name=${name} on=${path("models", name, "pin")} />
-      </div></td>
-    </tr>`;
-  }, [name, model, load]);
-}
-
-function Decisions({ picture, aheadS }) {
-  const rows = switchesOf(picture).slice(0, 30);
-  const nowS = picture.totals.at_s + aheadS;
-  return html`<section class="panel part" aria-labelledby="decisions">
-    <div class="section-head"><h2 id="decisions">${words.decisions}</h2></div>
-    ${(picture.totals.notes ?? []).slice(0, 5).map((note) => html`<p class="muted" key=${note}>${note}</p>`)}
-    ${rows.length === 0 && html`<p class="muted">${words.noDecisions}</p>`}
-    <ol class="decisions">${rows.map((one) => html`<li key=${one.key}>
-      <div class="row wrap">
-        <i style=${{ background: colorOf(one.model) }}></i>
-        <strong>${one.what} ${one.worker} → ${one.model}</strong>
-        <small>${[one.tookS !== null && seconds(one.tookS), one.nbytes !== null && bytes(one.nbytes), nowS - one.atS < 1 ? words.now : words.ago(seconds(Math.round(nowS - one.atS)))].filter(Boolean).join(" · ")}</small>
-      </div>
-      <small>${[one.reason, one.keptParts.length && words.keptParts(one.keptParts.join(", "))].filter(Boolean).join("; ")}</small>
-    </li>`)}</ol>
-  </section>`;
-}
-
-function Tenants({ tenants }) {
-  const rows = Object.entries(tenants).sort((one, other) => other[1] - one[1]).slice(0, MAX_ROWS);
-  return html`<section class="panel part" aria-labelledby="tenants">
-    <div class="section-head"><h2 id="tenants">${words.tenants}</h2></div>
-    ${rows.length
-      ? html`<dl>${rows.map(([name, count]) => html`<div key=${name}><dt>${name}</dt><dd>${count}</dd></div>`)}</dl>`
-      : html`<p class="muted">${words.nobodyWaits}</p>`}
-  </section>`;
 }
 
 open(html`<${Page} />`);

@@ -12,6 +12,7 @@ import {
   seconds,
   sharp,
   tell,
+  useDrops,
   useEffect,
   useKept,
   useRef,
@@ -161,24 +162,6 @@ async function isImage(file) {
   } catch {
     return false;
   }
-}
-
-// Files that are dropped anywhere on the page.
-function useDrops(onFile) {
-  const latest = useRef();
-  latest.current = onFile;
-  useEffect(() => {
-    const over = (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault();
-    const drop = (event) => {
-      const file = event.dataTransfer?.files[0];
-      if (!file || event.defaultPrevented) return;
-      event.preventDefault();
-      latest.current(file);
-    };
-    addEventListener("dragover", over);
-    addEventListener("drop", drop);
-    return () => (removeEventListener("dragover", over), removeEventListener("drop", drop));
-  }, []);
 }
 
 function Form({ form, set, model, models, all, images, setImages, takeFile, grid, setGrid, generate, jobs }) {

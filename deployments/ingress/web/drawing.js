@@ -1,6 +1,6 @@
 // What the cluster page draws on canvases: bars of bytes, and the time line. Names are only ever drawn as text.
 
-import { bytes, html, useEffect, useRef } from "./parts.js";
+import { bytes, html, seconds, useEffect, useRef } from "./parts.js";
 import { texts } from "./texts.js";
 
 export const SPAN_S = 60;
@@ -110,15 +110,15 @@ function hatch(pen, left, wide, high) {
 
 export const laneHeight = (count) => Math.max(LANE.least, Math.min(LANE.most, 640 / Math.max(1, count)));
 
-// Draw the last minute: a lane for each worker, a bar for each request, a mark for each switch.
-export function drawTimeLine(pen, width, height, look, { lanes, requests, switches, nowS }) {
+// Draw the last minute, or `spanS`: a lane for each worker, a bar for each request, a mark for each switch.
+export function drawTimeLine(pen, width, height, look, { lanes, requests, switches, nowS, spanS = SPAN_S }) {
   const nameWide = Math.min(110, width * 0.22);
   const lane = laneHeight(lanes.length);
-  const scale = (width - nameWide - 8) / SPAN_S;
-  const at = (timeS) => nameWide + (timeS - (nowS - SPAN_S)) * scale;
+  const scale = (width - nameWide - 8) / spanS;
+  const at = (timeS) => nameWide + (timeS - (nowS - spanS)) * scale;
   pen.font = `${look.size * 0.75}px system-ui, sans-serif`;
   pen.textBaseline = "middle";
-  drawScale(pen, at, nowS, height, look);
+  drawScale(pen, at, nowS, spanS, height, look);
   const tops = new Map(lanes.map(({ name }, place) => [name, place * lane + 2]));
   lanes.forEach(({ name, note }, place) => {
     pen.fillStyle = look.line;
@@ -130,10 +130,10 @@ export function drawTimeLine(pen, width, height, look, { lanes, requests, switch
   pen.beginPath();
   pen.rect(nameWide, 0, width - nameWide, height);
   pen.clip();
-  drawRequests(pen, requests, tops, at, lane, nowS);
+  drawRequests(pen, requests, tops, at, lane, nowS - spanS);
   const labels = new Map(); // where the last label of a lane ends
   for (const one of [...switches].reverse()) {
-    if (!tops.has(one.worker) || one.atS < nowS - SPAN_S) continue;
+    if (!tops.has(one.worker) || one.atS < nowS - spanS) continue;
     const isFree = at(one.atS) > (labels.get(one.worker) ?? 0);
     const wide = drawSwitch(pen, one, tops.get(one.worker), at, lane, isFree, look);
     if (wide) labels.set(one.worker, at(one.atS) + wide);
@@ -141,23 +141,24 @@ export function drawTimeLine(pen, width, height, look, { lanes, requests, switch
   pen.restore();
 }
 
-function drawScale(pen, at, nowS, height, look) {
-  for (let ago = 0; ago <= SPAN_S; ago += 15) {
+function drawScale(pen, at, nowS, spanS, height, look) {
+  for (let tick = 0; tick <= 4; tick++) {
+    const ago = (spanS / 4) * tick;
     pen.fillStyle = look.line;
     pen.fillRect(at(nowS - ago), 0, 1, height - 18);
     pen.fillStyle = look.muted;
     pen.textAlign = ago ? "left" : "right";
-    pen.fillText(ago ? `−${ago} s` : "0 s", at(nowS - ago), height - 8);
+    pen.fillText(ago ? `−${seconds(ago)}` : "0 s", at(nowS - ago), height - 8);
   }
   pen.textAlign = "left";
 }
 
-function drawRequests(pen, requests, tops, at, lane, nowS) {
+function drawRequests(pen, requests, tops, at, lane, sinceS) {
   const tracks = Math.max(1, Math.min(TRACKS, Math.floor((lane - 4) / 4)));
   const step = (lane - 4) / tracks;
   const ends = new Map(); // the end of what is in each track of a lane
   for (const { model, replica, arrivedS, startedS, endedS, isAnswered } of requests) {
-    if (!tops.has(replica) || endedS < nowS - SPAN_S) continue;
+    if (!tops.has(replica) || endedS < sinceS) continue;
     const used = ends.get(replica) ?? ends.set(replica, []).get(replica);
     let track = 0;
     while (track < tracks - 1 && used[track] > startedS) track++;

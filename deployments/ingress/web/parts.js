@@ -139,6 +139,24 @@ export function Dialog({ title, onClose, onKeyDown, className = "", children }) 
   </dialog>`;
 }
 
+// Files that are dropped anywhere on the page.
+export function useDrops(onFile) {
+  const latest = useRef();
+  latest.current = onFile;
+  useEffect(() => {
+    const over = (event) => event.dataTransfer?.types.includes("Files") && event.preventDefault();
+    const drop = (event) => {
+      const file = event.dataTransfer?.files[0];
+      if (!file || event.defaultPrevented) return;
+      event.preventDefault();
+      latest.current(file);
+    };
+    addEventListener("dragover", over);
+    addEventListener("drop", drop);
+    return () => (removeEventListener("dragover", over), removeEventListener("drop", drop));
+  }, []);
+}
+
 let number = 0;
 
 export function useId(name) {

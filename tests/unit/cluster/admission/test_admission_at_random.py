@@ -170,6 +170,10 @@ class AtRandom(RuleBasedStateMachine):
             assert load.waiting == sum(self.state[t] == "waiting" for t in mine)
             assert load.running == sum(self.state[t] == "running" for t in mine)
         assert sum(snapshot.tenants.values()) == count["waiting"]
+        waiting = Counter((ask.model, ask.tenant) for t, ask in self.asks.items() if self.state[t] == "waiting")
+        assert Counter({(each.model, each.tenant): each.waiting for each in snapshot.shares}) == waiting
+        assert sum(each.refused for each in snapshot.shares) == sum(load.refused for load in snapshot.models)
+        assert sum(each.started for each in snapshot.shares) == sum(load.started for load in snapshot.models)
         for pool, replicas in snapshot.replicas.items():
             running = {replica.name: sum(replica.running.values()) for replica in replicas if replica.running}
             assert running == Counter(name for t, name in self.runs.items() if self.asks[t].pool == pool)

@@ -257,6 +257,7 @@ async def test_a_controller_that_places_nothing_splits_slots_and_joins_the_queue
     joined = await links[1].snapshot()  # type: ignore[attr-defined]
     assert [(load.name, load.used, load.running) for load in joined.replicas[POOL]] == [("w", 1.0, {"a": 4})]
     assert joined.tenants == {"default": 2}
+    assert [(load.model, load.tenant, load.waiting, load.started) for load in joined.shares] == [("a", "default", 2, 4)]
     for queue, ticket in tickets:
         queue.leave(ticket, is_answered=True)
     await until(lambda: len(controller._slots.ended.after(0, 0.0).requests) >= 4)

@@ -40,7 +40,7 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
         {"models": ["m0", "m1"], "key": "shared", "bytes": 5},
         {"models": ["m0"], "key": "own", "bytes": 7},
     ]
-    worker = {"budget_bytes": 1000, "modules": modules, "last_switches": switches}
+    worker = {"name": "r", "budget_bytes": 1000, "modules": modules, "last_switches": switches}
     sizes: dict[str, dict[str, int]] = {}
     note_sizes(sizes, [worker, {"unreachable": "gone"}])
     note_sizes(sizes, [worker | {"modules": modules[:1]}])  # m0 is about to go
@@ -55,6 +55,8 @@ def test_a_recorded_trace_goes_through_its_file_and_runs() -> None:
         mean = sum(w for _, other, w in given[2:] if other == name) / 19
         assert one.work == pytest.approx(work / mean)
         assert one.ended_s - one.started_s == pytest.approx(work / 8)
+        assert one.worker == trace.workers[0].id
+    assert [one.switch_s for one in trace.requests] == [0.1, 0.1, *[None] * 36]
     assert {model.id: dict(model.components.sizes) for model in trace.models} == {
         "m0": {"shared": 5, "own": 7},
         "m1": {"own-m1": 40},

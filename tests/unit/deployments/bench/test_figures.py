@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deployments.bench.figures import percentile, private_bytes, pss_bytes, summary
+from deployments.bench.figures import Parts, percentile, private_bytes, pss_bytes, summary
 
 MAPS = """\
 7f0000000000-7f0000200000 rw-s 00000000 00:1a 7                          /dev/shm/plasmaAbc (deleted)
@@ -65,3 +65,11 @@ def test_private_memory_grows_by_what_is_written() -> None:
     with mmap.mmap(-1, 32 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:] = b"x" * len(memory)
         assert private_bytes(rollup.read_text()) - before == pytest.approx(len(memory), rel=0.1)
+
+
+def test_parts_that_are_done_are_counted_as_their_results_go_by() -> None:
+    told: list[tuple[int, int]] = []
+    parts = Parts(2, lambda done, total: told.append((done, total)))
+    assert [parts.done("a"), parts.done(7)] == ["a", 7]
+    assert told == [(1, 2), (2, 2)]
+    assert Parts(1, None).done([]) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,14 @@ def test_the_store_at_a_glance(run: Run, source: Path, tmp_path: Path) -> None:
     assert [model["model"] for model in whole["models"]] == ["one", "two"]
     assert whole["stored_bytes"] < 0.6 * whole["given_bytes"]
     assert "given" in run("inspect", as_json=False)
+
+
+def test_the_store_is_drawn(run: Run, source: Path, tmp_path: Path) -> None:
+    run("externalize", source)
+    nbytes = run("inspect", "--plot", tmp_path / "a/store.svg")["given_bytes"]
+    bars = [one for one in ElementTree.parse(tmp_path / "a/store.svg").iter() if one.tag.endswith("rect") and len(one)]
+    assert [bar[0].text for bar in bars] == [f"tiny, model: {nbytes / 1000:.1f} kB"]
+    assert "ends in .svg" in run("inspect", "--plot", tmp_path / "store.png", code=2)
 
 
 def test_damage_is_reported_with_exit_code_1(run: Run, source: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -68,3 +69,21 @@ def test_mistakes_are_one_line(monkeypatch, capsys, words: list[str], said: str)
     err = capsys.readouterr().err
     assert said in err
     assert "Traceback" not in err
+
+
+def test_runs_are_written_into_one_page_that_asks_nobody(monkeypatch, tmp_path: Path, capsys) -> None:
+    page = tmp_path / "run.html"
+    run(monkeypatch, "--poisson", "1", "--duration-s", "20", "--models", "3", "--html", str(page), "--json")
+    text = page.read_text()
+    policies = [each["policy"] for each in json.loads(capsys.readouterr().out)["runs"]]
+    assert policies == ["latency-first", "serve.multiplexed"]
+    found = json.loads(re.search(r'id="runs">(.*?)</script>', text)[1])
+    assert [each["title"] for each in found] == policies
+    assert "default-src 'none'" in text
+    assert not re.search(r'(?:src|href)=|url\(|from "\./', text)
+
+
+def test_a_run_that_is_too_large_for_a_page_is_told(monkeypatch, tmp_path: Path, capsys) -> None:
+    run(monkeypatch, "--burst", "1", "--models", "3", "--workers", "300", "--html", str(tmp_path / "a"))
+    assert "300 workers; a page shows at most 256" in capsys.readouterr().err
+    assert not (tmp_path / "a").exists()

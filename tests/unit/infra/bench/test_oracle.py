@@ -9,9 +9,9 @@ import pytest
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import Components
+from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
-from infra.bench.multiplexed import policies_and_multiplexed
 from infra.bench.oracle import MAX_REQUESTS, oracle_mean_latency_s
 
 

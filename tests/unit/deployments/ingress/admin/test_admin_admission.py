@@ -48,6 +48,8 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
         assert (flux["model"], flux["pool"], flux["waiting"], flux["running"]) == ("flux", "worker", 3, 2)
         assert flux["oldest_age_s"] >= 0
         assert shown["tenants"] == {"default": 3}
+        (share,) = shown["shares"]
+        assert [share[name] for name in ("model", "tenant", "waiting", "started")] == ["flux", "default", 3, 2]
         assert shown["replicas"]["worker"][0]["running"] == {"flux": 2}
         assert (await http.get("/admin/cluster")).json()["admission"]["models"][0]["waiting"] == 3
         page = (await http.get("/metrics")).text

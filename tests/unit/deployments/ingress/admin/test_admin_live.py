@@ -243,6 +243,13 @@ def test_what_does_not_answer_is_shown_so() -> None:
     assert picture["totals"]["registry"] == "gone"
 
 
+def test_tenants_are_told_by_name_with_what_they_wait_for() -> None:
+    load = {"pool": "worker", "model": 'a "model"/b', "tenant": "<b>", "waiting": 1, "oldest_age_s": 0.12345}
+    told = cluster(admission={"models": [], "replicas": {}, "tenants": {"<b>": 1}, "shares": [load]})
+    shares = picture_of(told, {}, nearness_of(told, {}), Chronicle(), 0.0)["shares"]
+    assert shares == {'["worker","a \\"model\\"/b","<b>"]': load | {"oldest_age_s": 0.123}}
+
+
 def test_changes_make_the_next_picture() -> None:
     rng = seeded_random()
 

@@ -12,10 +12,10 @@ from ray.serve._private.request_router import request_router as serve_router
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
 
 from cluster.placement.state import Components
+from cluster.simulator import multiplexed
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
 from cluster.simulator.world import World
-from infra.bench import multiplexed
 
 
 def test_candidates_are_those_of_serve(monkeypatch) -> None:

@@ -1,0 +1,47 @@
+"""The progress of commands, on a terminal and in a log."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from kit.clock import Clock
+from rich.console import Console
+
+from deployments.cli.bars import LINE_EVERY_S, Unit, progress_bar
+
+
+def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
+    out = io.StringIO()
+    return Console(file=out, force_terminal=is_terminal, width=100), out
+
+
+def test_a_log_has_a_line_now_and_then_with_an_estimate() -> None:
+    clock, (screen, out) = Clock(), console(is_terminal=False)
+    with progress_bar("verify [bold]", console=screen, clock=clock) as progress:
+        for second in range(41):
+            progress(second * 10**6, 40 * 10**6)
+            clock.now_s += 1.0
+    lines = out.getvalue().splitlines()
+    assert len(lines) == int(40 / LINE_EVERY_S)
+    assert lines[0].strip() == "10.0 s  verify [bold]: 25%, 10.0 MB of 40.0 MB, about 30 s left"
+    assert lines[-1].strip() == "40.0 s  verify [bold]: 100%, 40.0 MB of 40.0 MB"
+
+
+def test_what_is_done_soon_or_is_quiet_says_nothing_in_a_log() -> None:
+    for quiet, seconds in ((False, LINE_EVERY_S - 1), (True, 100.0)):
+        clock, (screen, out) = Clock(), console(is_terminal=False)
+        with progress_bar("verify", quiet=quiet, console=screen, clock=clock) as progress:
+            progress(0, 0)
+            clock.now_s += seconds
+            progress(1, 2)
+        assert out.getvalue() == ""
+
+
+@pytest.mark.parametrize(("unit", "shown"), [("bytes", "1.0/2.0 MB"), ("steps", "1000000/2000000"), ("share", "50 %")])
+def test_a_terminal_has_a_bar(unit: Unit, shown: str) -> None:
+    screen, out = console(is_terminal=True)
+    with progress_bar("[b]quantize", unit, console=screen) as progress:
+        progress(10**6, 2 * 10**6)
+    assert "[b]quantize" in out.getvalue()
+    assert shown in out.getvalue()
