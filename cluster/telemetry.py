@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -56,13 +56,26 @@ def _labels(text: str | None) -> frozenset[tuple[str, str]]:
     return frozenset(_LABEL.findall(text or ""))
 
 
-def metrics_urls() -> list[str]:
-    """Return the Prometheus endpoint of every node that is alive."""
-    return [
-        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+class Exporter(NamedTuple):
+    """A node's Prometheus endpoint."""
+
+    address: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The endpoint's page."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}/metrics"
+
+
+def node_exporters() -> dict[str, Exporter]:
+    """Return the Prometheus endpoint of every node that is alive, by the node's id."""
+    return {
+        node["NodeID"]: Exporter(node["NodeManagerAddress"], node["MetricsExportPort"])
         for node in ray.nodes()
         if node["Alive"] and node["MetricsExportPort"]
-    ]
+    }
 
 
 class RequestMetrics:

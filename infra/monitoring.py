@@ -38,6 +38,13 @@ class Panel(NamedTuple):
 ALERTS: Final = (
     Alert("AtelierDown", 'up{job="atelier"} == 0', "2m", "page", "the door does not answer"),
     Alert(
+        "AtelierNodeMetricsMissing",
+        "atelier_node_metrics_up == 0",
+        "5m",
+        "ticket",
+        "the exporter of the node at {{ $labels.address }} does not answer",
+    ),
+    Alert(
         "AtelierRefuses",
         "sum by (model) (rate(atelier_admission_refused_total[5m])) > 0.05 * sum by (model)"
         " (rate(atelier_admission_started_total[5m]) + rate(atelier_admission_refused_total[5m]))",
@@ -91,6 +98,7 @@ PANELS: Final = (
         "share",
     ),
     Panel("Workers", "max by (which) (ray_atelier_workers)", "short", "{{which}}"),
+    Panel("Nodes whose metrics are missing", "sum(1 - atelier_node_metrics_up)", "short", "nodes"),
     Panel("Held for a worker", "max(ray_atelier_held_requests)", "short", "requests"),
 )
 
