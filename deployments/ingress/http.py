@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from cluster.access_log import bound_access_log
+from cluster.logs import bound_access_log
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.read_limiter import ReadLimiter
 from cluster.door.deadlines import ShowDeadline
@@ -35,6 +35,7 @@ from cluster.ray_seam.replica_watch import watch_replicas
 from cluster.ray_seam.serve_control import proxy_host
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.request_ids import RequestIds
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
@@ -155,6 +156,7 @@ def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access
         app.add_middleware(CORSMiddleware, **_cors_options(config))
     if config.http.route_prefix != "/":
         app.add_middleware(WithoutPrefix, prefix=config.http.route_prefix)
+    app.add_middleware(RequestIds)
 
 
 def _client_routers(
@@ -178,7 +180,7 @@ def _cors_options(config: ClusterConfig) -> dict[str, Any]:
         "allow_methods": ["GET", "POST", "PUT", "DELETE"],
         "allow_headers": ["*"],
         "allow_private_network": True,
-        "expose_headers": ["Content-Location", "Retry-After", "Server-Timing"],
+        "expose_headers": ["Content-Location", "Retry-After", "Server-Timing", "X-Request-Id"],
     }
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
-from cluster.access_log import bound_access_log
+from cluster.logs import bound_access_log
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
 from cluster.ray_calls import call_actor, get

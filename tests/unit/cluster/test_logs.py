@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from cluster.access_log import AccessLogFilter, bound_access_log
+from cluster.logs import AccessLogFilter, bound_access_log
 
 
 class Lines(logging.Handler):
