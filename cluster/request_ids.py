@@ -1,7 +1,6 @@
-"""Ids of requests: the client's own, or one that is made at the door; in the answer, in log lines, in calls of replicas.
+"""Ids of requests: the client's own, or one that is made at the door; in answers, log lines and calls of replicas.
 
-HAProxy checks and makes them (`cluster/door/haproxy_rules.py`). `RequestIds` does the same where it is not, and hands on
-what it made.
+HAProxy checks and makes them (`cluster/door/haproxy_rules.py`). `RequestIds` does the same where no HAProxy is.
 """
 
 from __future__ import annotations

@@ -22,11 +22,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from cluster.logs import bound_access_log
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.read_limiter import ReadLimiter
 from cluster.door.deadlines import ShowDeadline
 from cluster.door.door_plan import HTTP_ADDRESS
+from cluster.logs import bound_access_log
 from cluster.placement.actor import connect_controller
 from cluster.placement.link import Link, link_queue
 from cluster.placement.slot_link import SlotLink

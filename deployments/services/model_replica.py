@@ -16,9 +16,9 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
-from cluster.logs import bound_access_log
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
+from cluster.logs import bound_access_log
 from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
