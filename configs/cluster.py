@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -87,6 +87,15 @@ class RayConfig(StrictModel):
         PlacementConfig(resources={_HEAD: 0.001}),
         description="nodes for registry, controller and admission queue; default: Ray's head, which never scales away",
     )
+
+
+LogFormat = Literal["text", "json"]
+
+
+class LoggingConfig(StrictModel):
+    """Logs of replicas and of the control plane."""
+
+    format: LogFormat = Field("text", description="form of a line: text, or json with the request's id and the place")
 
 
 class ObjectStorageConfig(StrictModel):
@@ -386,6 +395,7 @@ class ClusterConfig(StrictModel):
     grpc: GrpcConfig | None = Field(None, description="gRPC; null: off")
     access: AccessConfig = AccessConfig()
     ray: RayConfig = RayConfig()
+    logging: LoggingConfig = LoggingConfig()
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()

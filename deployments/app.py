@@ -23,11 +23,12 @@ from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
+from cluster.logs import serve_logging
 from cluster.placement.actor import connect_controller
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.process_starts import template_environment
 from cluster.registry.actor import connect_registry
-from configs.cluster import ClusterConfig, ReplicaConfig
+from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
@@ -52,10 +53,10 @@ def build_app(args: AppArgs) -> Application:
     config = (
         load_checked_config(args.config) if isinstance(args.config, str) else ClusterConfig.model_validate(args.config)
     )
-    encoder = _deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
+    encoder = _deployment(TEXT_ENCODER, "text_encoder", config.text_encoder, config.logging)
     encoder = encoder.options(health_check_period_s=ENCODER_CHECK_S).bind(config)
-    worker = _deployment(WORKER, "worker", config.worker).bind(config, encoder)
-    return _deployment(Ingress, "ingress", config.ingress).bind(config, encoder, worker)
+    worker = _deployment(WORKER, "worker", config.worker, config.logging).bind(config, encoder)
+    return _deployment(Ingress, "ingress", config.ingress, config.logging).bind(config, encoder, worker)
 
 
 def start_control_plane(config: ClusterConfig) -> None:
@@ -68,7 +69,7 @@ def start_control_plane(config: ClusterConfig) -> None:
         connect_controller(config)
 
 
-def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
+def _deployment(class_: type | str, name: str, settings: ReplicaConfig, logs: LoggingConfig) -> serve.Deployment:
     """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
     options = settings.ray_options
     if isinstance(class_, str) and (variables := template_environment(name)):
@@ -80,4 +81,5 @@ def _deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve
         num_replicas=settings.num_replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options=options,
+        **serve_logging(logs.format),
     )(class_)

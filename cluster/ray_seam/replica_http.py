@@ -21,7 +21,8 @@ def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvic
     async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
         running, server = await start_server(wrap(app), *arguments, **options)
         shims.require_unstarted(server)
-        server.config.app = RequestIds(server.config.app)  # around Serve, which would repeat any id
+        app = server.config.app() if server.config.factory else server.config.app
+        server.config.app, server.config.factory = RequestIds(app), False  # around Serve, which would repeat any id
         prepare(server)
         return running, server
 

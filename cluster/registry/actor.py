@@ -28,6 +28,7 @@ import ray
 from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
 from cluster.ending import end_control_plane, named_everywhere
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
+from cluster.logs import configure_logs
 from cluster.peers.messages import Located, Question
 from cluster.placement.overrides import Overrides
 from cluster.registry.directory import DirectoryChange, Entry
@@ -143,6 +144,7 @@ class WeightRegistry:
     """The registry actor. It is async: a call that waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logs(config.logging.format)
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
         registrations = Registrations(store.path / "registrations" / config.name)
@@ -325,7 +327,7 @@ def _is_restarted() -> bool:
 
 
 def _keeper_settings(config: ClusterConfig) -> KeeperSettings:
-    return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify)
+    return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify, log_format=config.logging.format)
 
 
 def _check_source(entry: Entry, config: ClusterConfig) -> None:

@@ -151,6 +151,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
     from cluster.door.door_plan import plan_unseen_door
+    from cluster.logs import serve_logging
     from cluster.ray_seam.serve_proxy import ENVIRONMENT
 
     http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
@@ -163,6 +164,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
             "request_timeout_s": http.proxy_timeout_s,
         },
         "controller_options": {"runtime_env": {"env_vars": door}},
+        **serve_logging(config.logging.format),
         "applications": [
             {
                 "name": config.name,

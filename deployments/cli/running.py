@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, RayIncompatible, SessionError
+from cluster.logs import serve_logging
 from cluster.ray_seam.demands import demand_of, unplaced_demands
 from cluster.ray_seam.process_starts import (
     BASE,
@@ -300,6 +301,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
             "request_timeout_s": config.http.proxy_timeout_s,
         },
         controller_options={"runtime_env": {"env_vars": environment}},
+        **serve_logging(config.logging.format),
     )
     scales = config.controller.scaling is not None
     target = serve.RunTarget(

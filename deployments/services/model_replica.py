@@ -18,7 +18,7 @@ import torch
 
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
-from cluster.logs import bound_access_log
+from cluster.logs import configure_logs
 from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
@@ -88,7 +88,7 @@ class ModelReplica:
         `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
-        bound_access_log()
+        configure_logs(config.logging.format)
         limit_torch_threads(num_threads, settings.num_cpus)
         open_device(settings.device, config.simulated)
         self._builder = builder

@@ -42,6 +42,7 @@ class DeviceThread:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self.steps: dict[str, tuple[int, int]] = {}  # how many there were, and their outputs, by kind of engine
         self._working: tuple[StepTime, ...] = ()  # of the engines with work; replaced, for the device thread reads it
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         # Two counts, since two threads write them: this loop the first, the device thread the second.
@@ -117,7 +118,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
     """Steps one engine while it has work, and delivers to each request its own outputs. Lives on one event loop.
 
     The loops of several engines share the device thread: their steps alternate. `make_way` tells the engine before each
-    step what one of another engine takes, None where no other has work.
+    step what one of another engine takes, None where no other has work. Steps are counted as those of a `kind`.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         device: DeviceThread,
         engine: Engine[RequestT, OutputT],
         make_way: Callable[[float | None], None] | None = None,
+        kind: str = "",
     ) -> None:
         self._device = device
         self._engine = engine
@@ -133,6 +135,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._undelivered: list[tuple[str, OutputT | Exception]] = []  # of the device thread
         self._task: asyncio.Task[None] | None = None
         self._make_way = make_way
+        self._kind = kind
         self._steps = StepTime()
 
     @property
@@ -229,6 +232,8 @@ class EngineLoop(Generic[RequestT, OutputT]):
         begun_s = self._device.clock()
         outputs = self._engine.step()
         self._steps.note_step(self._device.clock() - begun_s)
+        num_steps, num_outputs = self._device.steps.get(self._kind, (0, 0))
+        self._device.steps[self._kind] = num_steps + 1, num_outputs + len(outputs)
         return outputs
 
     def _take_in(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -255,7 +255,7 @@ class _LoadedModel:
         # The lease's modules, and not the lease: they stay for as long as this does.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
         engine = StockEngine(model, lambda: loop.is_wanted)
-        loop = EngineLoop(self._device, engine, engine.make_way)
+        loop = EngineLoop(self._device, engine, engine.make_way, "stock")
         return engine, loop
 
 

@@ -92,6 +92,7 @@ def _config(folder: Path) -> ClusterConfig:
     demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
     demo["model_roots"] = [str(folder.parent), str(DEMO_MODELS)]  # tests register from folders of their own
     demo["ingress"] |= {"max_ongoing_requests": 300, "shared_memory": {}}
+    demo["logging"] = {"format": "json"}
     demo["admission"] = {"tenants": {"gold": {"weight": 2}}}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5}
     demo["models"] += [
