@@ -46,7 +46,7 @@ class Counting(Protocol):
 
 
 def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:
-    """Count the calls of a method of a `Counting`, whose first argument is a record with the model's name in `field`."""
+    """Count the calls of a method of a `Counting`, whose first argument is a record with the name in `field`."""
 
     def decorate(method: MethodT) -> MethodT:
         @functools.wraps(method)
@@ -64,7 +64,7 @@ def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:
                 name = getattr(request, field)
                 self.meter.count_request(kind, name if self.is_known(name) else "", status)
 
-        return cast(MethodT, call)
+        return cast("MethodT", call)
 
     return decorate
 
