@@ -98,6 +98,20 @@ class LoggingConfig(StrictModel):
     format: LogFormat = Field("text", description="form of a line: text, or json with the request's id and the place")
 
 
+class TracingConfig(StrictModel):
+    """Traces, sent to a collector by OpenTelemetry's protocol (OTLP) over HTTP."""
+
+    endpoint: str = Field(
+        pattern=r"^https?://[^@?#\s]+$", description="URL of the collector, such as http://127.0.0.1:4318/v1/traces"
+    )
+    sampling_ratio: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the requests that are traced; a caller's traceparent decides for its own",
+    )
+
+
 class ObjectStorageConfig(StrictModel):
     """The server behind s3:// URLs. Credentials come from the environment of the cluster, never from here."""
 
@@ -396,6 +410,7 @@ class ClusterConfig(StrictModel):
     access: AccessConfig = AccessConfig()
     ray: RayConfig = RayConfig()
     logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig | None = Field(None, description="traces; null: none")
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()

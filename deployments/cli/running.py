@@ -30,6 +30,7 @@ from cluster.ray_seam.process_starts import (
 from cluster.ray_seam.ray_files import SERVE_MODULES
 from cluster.ray_seam.serve_control import DeployedApp, deployed_app
 from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
+from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState
@@ -163,10 +164,10 @@ def _import_application() -> None:
 def _serve_environment(config: ClusterConfig, door: DoorPlan | None) -> dict[str, str]:
     """Return the environment of Serve's controller, which its proxies and replicas inherit."""
     if door:
-        return door.environment(config)
+        return door.environment(config) | tracing_environment(config.tracing)
     from cluster.ray_seam.serve_proxy import ENVIRONMENT  # it imports Serve
 
-    return dict(ENVIRONMENT)
+    return dict(ENVIRONMENT) | tracing_environment(config.tracing)
 
 
 @contextlib.contextmanager
@@ -292,6 +293,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     from deployments.app import AppArgs, build_app, start_control_plane
 
     environment = _serve_environment(config, door) | template_environment(_SERVE_TEMPLATE)
+    tracing = serve_tracing(config.tracing)
     start_control_plane(config)  # models enter the store while Serve starts
     app = build_app(AppArgs(config=config.model_dump(mode="json")))
     serve.start(
@@ -302,6 +304,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
         },
         controller_options={"runtime_env": {"env_vars": environment}},
         **serve_logging(config.logging.format),
+        **tracing,
     )
     scales = config.controller.scaling is not None
     target = serve.RunTarget(

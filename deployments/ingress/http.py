@@ -37,6 +37,7 @@ from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
 from cluster.request_ids import RequestIds
 from cluster.telemetry import EdgeMetrics
+from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
@@ -281,6 +282,7 @@ class Ingress:
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
+        begin_tracing(config.tracing)
         self._http_host = _checked_host(config)
         name = ray.get_runtime_context().get_actor_name()
         snapshot = RegistrySnapshot(lambda: connect_registry(config), replica=name)

@@ -23,6 +23,7 @@ from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
 from cluster.registry.model_files import write_files
+from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
@@ -89,6 +90,7 @@ class ModelReplica:
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
+        begin_tracing(config.tracing)
         limit_torch_threads(num_threads, settings.num_cpus)
         open_device(settings.device, config.simulated)
         self._builder = builder

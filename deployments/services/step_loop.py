@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, ParamSpec, TypeVar
 
+from cluster.tracing import NO_SPAN, Span, link, span
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.tasks import outcome_of
 
@@ -92,7 +93,9 @@ class _Caller(Generic[OutputT]):
     on_output: Callable[[OutputT], None]
     coalesces: bool
     last: asyncio.Future[OutputT]
+    span: Span = NO_SPAN
     is_begun: bool = False  # there was an output
+    num_outputs: int = 0
 
     def can_wait(self, outcome: OutputT | Exception) -> bool:
         """Return whether the outcome, which is next, may be delivered later."""
@@ -101,6 +104,7 @@ class _Caller(Generic[OutputT]):
 
     def take(self, outcome: OutputT | Exception) -> None:
         """Take the next outcome in. What comes after a failure is dropped."""
+        self.num_outputs += 1
         if self.last.done():
             return
         try:
@@ -163,7 +167,16 @@ class EngineLoop(Generic[RequestT, OutputT]):
             ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`), or
                 those of `on_output`.
         """
-        caller = _Caller[OutputT](on_output, coalesces, asyncio.get_running_loop().create_future())
+        with span(f"steps {self._kind}", {"atelier.request_id": request.request_id}) as own:
+            caller = _Caller[OutputT](on_output, coalesces, asyncio.get_running_loop().create_future(), own)
+            link(own, (other.span for other in self._callers.values()))
+            try:
+                return await self._run_caller(request, caller)
+            finally:
+                own.set_attribute("atelier.outputs", caller.num_outputs)
+
+    async def _run_caller(self, request: RequestT, caller: _Caller[OutputT]) -> OutputT:
+        """Return the last output of the request of a caller, who is told of each."""
         self._callers[request.request_id] = caller
         self._joining.append(request)
         if self._task is None or self._task.done():
