@@ -314,6 +314,7 @@ class WeightRegistry:
         HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
         any more, but told by Ray that the registry has died, and starts another one.
         """
+        self._models.forget_replicas(ended)
         if self._users.have_ended(ended) and not self._keepers.may_have_holders:
             logger.info(
                 "the last replica of cluster %s with this config has ended: its control plane ends", config.name

@@ -101,8 +101,10 @@ class ModelReplica:
 
         self._models = WeightStore(config.store.path).models
 
+        name = ray.get_runtime_context().get_actor_name() or holder
+
         def report_attach(model: str, error: str | None) -> None:
-            call_actor(self._registry, WeightRegistry.report_attach, model, error)
+            call_actor(self._registry, WeightRegistry.report_attach, model, error, self._section, name)
 
         self._module_cache = ModuleCache(
             self._fetch_manifest,

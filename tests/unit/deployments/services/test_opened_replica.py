@@ -70,7 +70,7 @@ class Cluster:
         self.registry = SimpleNamespace(
             keeper=SimpleNamespace(remote=lambda node_id, replica: Answer(ActorHandle(self.keeper))),
             manifest=SimpleNamespace(remote=lambda model, version: Answer(store.manifest(model))),
-            report_attach=SimpleNamespace(remote=lambda model, error: Answer(None)),
+            report_attach=SimpleNamespace(remote=lambda *_: Answer(None)),
         )
 
     async def damage(self, replica: ModelReplica, component: str) -> None:
