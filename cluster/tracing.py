@@ -78,6 +78,23 @@ def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Spa
             raise
 
 
+@contextlib.contextmanager
+def called(name: str, carrier: Mapping[str, str]) -> Iterator[Span]:
+    """Let the block be a part of its caller's trace, whose `traceparent` `carrier` has: for what Serve does not see."""
+    if _tracer is None:
+        yield NO_SPAN
+        return
+    from opentelemetry.context import attach, detach
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+    token = attach(TraceContextTextMapPropagator().extract(carrier))
+    try:
+        with span(name) as found:
+            yield found
+    finally:
+        detach(token)
+
+
 def link(one: Span, others: Iterable[Span]) -> None:
     """Link a span with those of its batch-mates, and them with it."""
     if one is NO_SPAN:

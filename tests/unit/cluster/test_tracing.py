@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from cluster import tracing
-from cluster.tracing import NO_SPAN, begin_tracing, link, serve_tracing, span, tracing_environment
+from cluster.tracing import NO_SPAN, begin_tracing, called, link, serve_tracing, span, tracing_environment
 from configs.cluster import ClusterConfig, TracingConfig
 from configs.errors import ConfigError
 from deployments.engines.protocol import TextDelta, TextRequest
@@ -53,6 +53,18 @@ def test_a_failure_is_told_by_its_name_and_not_by_what_it_says(spans: InMemorySp
     assert inner.parent.span_id == outer.context.span_id
     assert inner.attributes == {"size": 3, "error.type": "ValueError"}
     assert (inner.events, inner.status.description) == ((), None)
+
+
+def test_a_call_is_a_part_of_its_callers_trace_and_of_none_without_one(spans: InMemorySpanExporter) -> None:
+    trace, caller = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    for carrier in ({"traceparent": f"00-{trace}-{caller}-01"}, {"traceparent": "no trace"}, {}):
+        with called("method", carrier), span("within"):
+            pass
+    inner, outer = named(spans, "within"), named(spans, "method")
+    assert [one.context.trace_id for one in inner] == [one.context.trace_id for one in outer]
+    assert [one.parent is None for one in outer] == [False, True, True]
+    assert outer[0].parent is not None
+    assert (outer[0].context.trace_id, outer[0].parent.span_id) == (int(trace, 16), int(caller, 16))
 
 
 class Engine:

@@ -25,6 +25,7 @@ from grpc_reflection.v1alpha import reflection
 from cluster.door.haproxy_rules import REQUEST_ID
 from cluster.ray_seam.request_context import set_request_id
 from cluster.request_ids import accepted
+from cluster.tracing import called
 from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.errors import failure_of
@@ -200,12 +201,14 @@ class _RequestIds(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None or inspect.isasyncgenfunction(behavior := _behavior_of(handler)):
             return handler  # no such method, or reflection
-        id_ = accepted(dict(details.invocation_metadata or ()).get(REQUEST_ID))
+        metadata = dict(details.invocation_metadata or ())
+        id_ = accepted(metadata.get(REQUEST_ID))
 
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
             set_request_id(id_)
             await context.send_initial_metadata(((REQUEST_ID, id_),))
-            return await behavior(request, context)
+            with called(details.method, metadata):
+                return await behavior(request, context)
 
         return _with_behavior(handler, answer)
 
