@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import ray
 from ray.util.metrics import Counter, Gauge, Histogram
@@ -19,6 +19,8 @@ from weights.reading.report import Stage, StageFigures
 
 _TICK_BOUNDARIES_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0]
 _PHASE_BOUNDARIES_MS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 3e4, 1e5]
+
+_TOKEN_BOUNDARIES_MS: Final = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3]
 
 
 _MEASURED: Final = "_measured_total"
@@ -56,47 +58,113 @@ def _labels(text: str | None) -> frozenset[tuple[str, str]]:
     return frozenset(_LABEL.findall(text or ""))
 
 
-def metrics_urls() -> list[str]:
-    """Return the Prometheus endpoint of every node that is alive."""
-    return [
-        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+class Exporter(NamedTuple):
+    """A node's Prometheus endpoint."""
+
+    address: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        """The endpoint's page."""
+        host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"http://{host}:{self.port}/metrics"
+
+
+def node_exporters() -> dict[str, Exporter]:
+    """Return the Prometheus endpoint of every node that is alive, by the node's id."""
+    return {
+        node["NodeID"]: Exporter(node["NodeManagerAddress"], node["MetricsExportPort"])
         for node in ray.nodes()
         if node["Alive"] and node["MetricsExportPort"]
-    ]
+    }
+
+
+class EdgeMetrics:
+    """What an ingress replica counts of the requests that it has read: by model here, where few replicas count."""
+
+    def __init__(self) -> None:
+        self._requests = Counter(
+            "atelier_requests_total",
+            "Requests by HTTP status; 499: the client left.",
+            tag_keys=("kind", "model", "status"),
+        )
+        self._tokens = Counter(
+            "atelier_tokens_total", "Tokens of language models, of prompts and made.", tag_keys=("model", "direction")
+        )
+        self._first = _MeasuredHistogram(
+            "atelier_first_token_ms", "Milliseconds from a request to its first token.", boundaries=_PHASE_BOUNDARIES_MS
+        )
+        self._between = _MeasuredHistogram(
+            "atelier_between_tokens_ms",
+            "Mean milliseconds between two tokens of an answer.",
+            boundaries=_TOKEN_BOUNDARIES_MS,
+        )
+
+    def count_request(self, kind: str, model: str, status: int) -> None:
+        """Count a request that has its answer. `model` is "" where nobody knows such a model: names are bounded."""
+        self._requests.inc(1, {"kind": kind, "model": model, "status": str(status)})
+
+    def count_text(
+        self, model: str, num_prompt_tokens: int, num_completion_tokens: int, timings_ms: Mapping[str, float], n: int
+    ) -> None:
+        """Count the tokens of a text, of `n` choices in all; `timings_ms` are those of its answer."""
+        for direction, count in (("in", num_prompt_tokens), ("out", num_completion_tokens)):
+            if count:
+                self._tokens.inc(count, {"model": model, "direction": direction})
+        if "generate" in timings_ms and num_completion_tokens:  # a pipeline does not tell
+            self._first.observe(max(0.0, timings_ms["total"] - timings_ms["generate"]))
+            if (num_later := num_completion_tokens / n - 1) > 0:
+                self._between.observe(timings_ms["generate"] / num_later)
 
 
 class RequestMetrics:
-    """Counters of a replica's requests: how many, the time in each phase, encodings by source, and bytes attached."""
+    """What a replica counts of its work: the time in each phase, encodings, bytes attached, steps; not by model.
+
+    There may be many replicas, and each would have a series of each for every model.
+    """
 
     def __init__(self) -> None:
-        self._requests = Counter("atelier_requests_total", "Requests answered.", tag_keys=("kind", "model"))
         self._phases = _MeasuredHistogram(
             "atelier_phase_ms",
             "Milliseconds that requests spent in a phase.",
             boundaries=_PHASE_BOUNDARIES_MS,
-            tag_keys=("kind", "model", "phase"),
+            tag_keys=("kind", "phase"),
         )
         self._encodings = Counter(
-            "atelier_encodings_total", "Text encodings by where they came from.", tag_keys=("model", "source")
+            "atelier_encodings_total", "Text encodings by where they came from.", tag_keys=("source",)
         )
-        self._attached = Counter("atelier_attached_bytes_total", "Bytes attached by switches.", tag_keys=("model",))
+        self._attached = Counter("atelier_attached_bytes_total", "Bytes attached by switches.")
+        self._steps = Counter("atelier_steps_total", "Steps of engines, each of a batch.", tag_keys=("kind",))
+        self._outputs = Counter(
+            "atelier_step_outputs_total", "Requests in the batches of steps, each counted at each.", tag_keys=("kind",)
+        )
+        self._counted: dict[str, tuple[int, int]] = {}
 
-    def count_request(self, kind: str, model: str, timings_ms: Mapping[str, float]) -> None:
-        """Count an answered request and observe its milliseconds by phase."""
-        self._requests.inc(1, {"kind": kind, "model": model})
+    def count_request(self, kind: str, timings_ms: Mapping[str, float]) -> None:
+        """Observe an answered request's milliseconds by phase."""
         for phase, ms in timings_ms.items():
-            self._phases.observe(ms, {"kind": kind, "model": model, "phase": phase})
+            self._phases.observe(ms, {"kind": kind, "phase": phase})
 
-    def count_encodings(self, model: str, hits: int, misses: int) -> None:
+    def count_encodings(self, hits: int, misses: int) -> None:
         """Count text encodings that came from the cache (hits) and from the encoder (misses)."""
         for source, count in (("cache", hits), ("encoder", misses)):
             if count:
-                self._encodings.inc(count, {"model": model, "source": source})
+                self._encodings.inc(count, {"source": source})
 
-    def count_attached(self, model: str, nbytes: int) -> None:
+    def count_attached(self, nbytes: int) -> None:
         """Count the bytes that a switch has attached."""
         if nbytes:
-            self._attached.inc(nbytes, {"model": model})
+            self._attached.inc(nbytes)
+
+    def count_steps(self, totals: Mapping[str, tuple[int, int]]) -> None:
+        """Count what is new since the last call; `totals` are the steps and their outputs so far, by kind."""
+        for kind, found in totals.items():
+            counted = self._counted.get(kind, (0, 0))
+            for counter, now, before in zip((self._steps, self._outputs), found, counted, strict=True):
+                if now > before:
+                    counter.inc(now - before, {"kind": kind})
+            self._counted[kind] = found
 
 
 class LoadMetrics:
@@ -134,19 +202,18 @@ class ControllerMetrics:
     """
 
     def __init__(self) -> None:
-        tags = ("action", "model")
-        self._decisions = Counter("atelier_decisions_total", "Decisions of the controller.", tag_keys=tags)
+        self._decisions = Counter("atelier_decisions_total", "Decisions of the controller.", tag_keys=("action",))
         self._ticks = _MeasuredHistogram(
             "atelier_controller_tick_s", "Seconds from a state to its orders.", boundaries=_TICK_BOUNDARIES_S
         )
         self._held = Gauge("atelier_held_requests", "Requests that wait for a place on a worker.")
         self._workers = Gauge("atelier_workers", "Workers that report, and workers wanted.", tag_keys=("which",))
 
-    def note_tick(self, took_s: float, decisions: Iterable[tuple[str, str]], num_held: int) -> None:
-        """Note a tick: the action and model of each new decision, and how many requests wait."""
+    def note_tick(self, took_s: float, decisions: Iterable[str], num_held: int) -> None:
+        """Note a tick: the action of each new decision, and how many requests wait."""
         self._ticks.observe(took_s)
-        for action, model in decisions:
-            self._decisions.inc(1, {"action": action, "model": model})
+        for action in decisions:
+            self._decisions.inc(1, {"action": action})
         self._held.set(num_held)
 
     def note_workers(self, num_reporting: int, num_wanted: int | None) -> None:

@@ -62,6 +62,8 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
     ),
     ((Concern.RAY,), "ray", "address num_cpus object_store_bytes dashboard templates"),
     ((Concern.CONTROL_PLANE,), "ray", "preallocate control_plane"),
+    ((Concern.CONTROL_PLANE,), "logging", "format"),
+    ((Concern.RAY,), "", "tracing"),
     ((Concern.IDENTITY,), "store", "path"),
     ((Concern.CONTROL_PLANE,), "store", "verify node_budget_bytes object_storage"),
     (

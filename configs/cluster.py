@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -86,6 +86,29 @@ class RayConfig(StrictModel):
     control_plane: PlacementConfig = Field(
         PlacementConfig(resources={_HEAD: 0.001}),
         description="nodes for registry, controller and admission queue; default: Ray's head, which never scales away",
+    )
+
+
+LogFormat = Literal["text", "json"]
+
+
+class LoggingConfig(StrictModel):
+    """Logs of replicas and of the control plane."""
+
+    format: LogFormat = Field("text", description="form of a line: text, or json with the request's id and the place")
+
+
+class TracingConfig(StrictModel):
+    """Traces, sent to a collector by OpenTelemetry's protocol (OTLP) over HTTP."""
+
+    endpoint: str = Field(
+        pattern=r"^https?://[^@?#\s]+$", description="URL of the collector, such as http://127.0.0.1:4318/v1/traces"
+    )
+    sampling_ratio: float = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="share of the requests that are traced; a caller's traceparent decides for its own",
     )
 
 
@@ -386,6 +409,8 @@ class ClusterConfig(StrictModel):
     grpc: GrpcConfig | None = Field(None, description="gRPC; null: off")
     access: AccessConfig = AccessConfig()
     ray: RayConfig = RayConfig()
+    logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig | None = Field(None, description="traces; null: none")
     store: StoreConfig = StoreConfig()
     ingress: IngressConfig = IngressConfig()
     admission: AdmissionConfig = AdmissionConfig()

@@ -25,13 +25,14 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.actor_names import hash_of
+from cluster.logs import serve_logging
 from cluster.placement.actor import connect_controller
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.process_starts import template_environment
 from cluster.ray_seam.serve_control import replaced_by_version
 from cluster.registry.actor import connect_registry, tell_registry
 from configs.changes import BEYOND, Concern
-from configs.cluster import ClusterConfig, ReplicaConfig
+from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.checked_config import load_checked_config
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
@@ -75,7 +76,7 @@ def _bind(
 ) -> Application:
     def deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
         variables = template_environment(name) if environments is None else environments.get(name, {})
-        made = _deployment(class_, name, settings, variables if isinstance(class_, str) else {})
+        made = _deployment(class_, name, settings, variables if isinstance(class_, str) else {}, config.logging)
         return replaced_by_version(made, versions[name]) if name in versions else made
 
     encoder = deployment(TEXT_ENCODER, "text_encoder", config.text_encoder)
@@ -95,7 +96,7 @@ def start_control_plane(config: ClusterConfig) -> None:
 
 
 def _deployment(
-    class_: type | str, name: str, settings: ReplicaConfig, variables: Mapping[str, str]
+    class_: type | str, name: str, settings: ReplicaConfig, variables: Mapping[str, str], logs: LoggingConfig
 ) -> serve.Deployment:
     """Return the deployment of a class, which Serve also takes as an import path that only replicas follow."""
     options = settings.ray_options
@@ -108,4 +109,5 @@ def _deployment(
         num_replicas=settings.num_replicas,
         max_ongoing_requests=settings.max_ongoing_requests,
         ray_actor_options=options,
+        **serve_logging(logs.format),
     )(class_)

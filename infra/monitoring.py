@@ -38,12 +38,34 @@ class Panel(NamedTuple):
 ALERTS: Final = (
     Alert("AtelierDown", 'up{job="atelier"} == 0', "2m", "page", "the door does not answer"),
     Alert(
+        "AtelierNodeMetricsMissing",
+        "atelier_node_metrics_up == 0",
+        "5m",
+        "ticket",
+        "the exporter of the node at {{ $labels.address }} does not answer",
+    ),
+    Alert(
         "AtelierRefuses",
         "sum by (model) (rate(atelier_admission_refused_total[5m])) > 0.05 * sum by (model)"
         " (rate(atelier_admission_started_total[5m]) + rate(atelier_admission_refused_total[5m]))",
         "10m",
         "page",
         "more than 5 % of the requests for {{ $labels.model }} are refused",
+    ),
+    Alert(
+        "AtelierFails",
+        'sum by (model) (rate(ray_atelier_requests_total{status=~"5.."}[5m])) > 0.05 * sum by (model)'
+        " (rate(ray_atelier_requests_total[5m]))",
+        "10m",
+        "page",
+        "more than 5 % of the requests for {{ $labels.model }} fail",
+    ),
+    Alert(
+        "AtelierFirstTokenSlow",
+        "histogram_quantile(0.95, sum by (le) (rate(ray_atelier_first_token_ms_bucket[5m]))) > 10000",
+        "10m",
+        "ticket",
+        "a twentieth of the texts begin after ten seconds",
     ),
     Alert(
         "AtelierWaits",
@@ -69,7 +91,28 @@ ALERTS: Final = (
     ),
 )
 PANELS: Final = (
-    Panel("Answers", "sum by (model) (rate(ray_atelier_requests_total[1m]))", "reqps", "{{model}}"),
+    Panel("Requests", "sum by (model) (rate(ray_atelier_requests_total[1m]))", "reqps", "{{model}}"),
+    Panel("Requests by status", "sum by (status) (rate(ray_atelier_requests_total[1m]))", "reqps", "{{status}}"),
+    Panel("Tokens", "sum by (direction) (rate(ray_atelier_tokens_total[1m]))", "short", "{{direction}}"),
+    Panel(
+        "First token, 95 %",
+        "histogram_quantile(0.95, sum by (le) (rate(ray_atelier_first_token_ms_bucket[5m])))",
+        "ms",
+        "first token",
+    ),
+    Panel(
+        "Between tokens, 95 %",
+        "histogram_quantile(0.95, sum by (le) (rate(ray_atelier_between_tokens_ms_bucket[5m])))",
+        "ms",
+        "between tokens",
+    ),
+    Panel("Steps", "sum by (kind) (rate(ray_atelier_steps_total[1m]))", "ops", "{{kind}}"),
+    Panel(
+        "Requests in a step",
+        "sum by (kind) (rate(ray_atelier_step_outputs_total[5m])) / sum by (kind) (rate(ray_atelier_steps_total[5m]))",
+        "short",
+        "{{kind}}",
+    ),
     Panel("Refused", "sum by (model) (rate(atelier_admission_refused_total[1m]))", "reqps", "{{model}}"),
     Panel("Waiting", "sum by (model) (atelier_admission_waiting)", "short", "{{model}}"),
     Panel("Longest wait", "max by (model) (atelier_admission_oldest_age_seconds)", "s", "{{model}}"),
@@ -82,7 +125,7 @@ PANELS: Final = (
         "{{phase}}",
     ),
     Panel("Decisions", "sum by (action) (rate(ray_atelier_decisions_total[5m]))", "ops", "{{action}}"),
-    Panel("Attached by switches", "sum by (model) (rate(ray_atelier_attached_bytes_total[5m]))", "Bps", "{{model}}"),
+    Panel("Attached by switches", "sum(rate(ray_atelier_attached_bytes_total[5m]))", "Bps", "bytes"),
     Panel("Loaded", "sum by (stage) (rate(ray_atelier_load_stage_bytes_total[5m]))", "Bps", "{{stage}}"),
     Panel(
         "Encodings from the cache",
@@ -91,6 +134,7 @@ PANELS: Final = (
         "share",
     ),
     Panel("Workers", "max by (which) (ray_atelier_workers)", "short", "{{which}}"),
+    Panel("Nodes whose metrics are missing", "sum(1 - atelier_node_metrics_up)", "short", "nodes"),
     Panel("Held for a worker", "max(ray_atelier_held_requests)", "short", "requests"),
 )
 

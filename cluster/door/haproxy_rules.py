@@ -25,6 +25,8 @@ _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 CLIENT: Final = "x-atelier-client"  # with requests under /v2: address and port of the client's own connection
 # `clock:microseconds` when a request came, and on whose clock: a replica may be on a node whose clock says otherwise.
 RECEIVED: Final = "x-received-us"
+REQUEST_ID: Final = "x-request-id"
+REQUEST_ID_FORM: Final = "[A-Za-z0-9._:+/=@-]{1,128}"  # nothing that ends a line of log, or a word in it
 # Kept connections to a replica that died can use up several; a request that kills replicas kills five at most.
 MAX_RETRIES: Final = 4
 UNREAD: Final = "x-atelier-unread"  # with an answer that came before the whole body
@@ -45,7 +47,11 @@ _SERVE_HEADER_RULES: Final = rf"""    http-request set-header {RECEIVED} CLOCK:%
     http-request del-header x-request-disconnect-disabled
     http-request del-header ^serve[-_]multiplexed[-_]model[-_]id$ -m reg
     http-request del-header ^x[-_]session[-_]id$ -m reg
-    http-request del-header x-request-id if {{ req.fhdr(x-request-id) -m reg [^\x20-\x7e] }}
+    acl has_id req.fhdr({REQUEST_ID},1) -m reg ^{REQUEST_ID_FORM}$
+    acl has_ids req.fhdr_cnt({REQUEST_ID}) gt 1
+    http-request set-var(txn.request_id) req.fhdr({REQUEST_ID},1) if has_id !has_ids
+    http-request set-var(txn.request_id) uuid() if !{{ var(txn.request_id) -m found }}
+    http-request set-header {REQUEST_ID} %[var(txn.request_id)]
     http-request replace-header x-request-timeout-seconds .*[^\x20-\x7e].* not-text
 """
 # Inference changes nothing, so that a request whose replica died without a word may be sent again. So may methods that
@@ -55,6 +61,8 @@ _PATH_RULES: Final = f"""    timeout http-request {_HEAD_TIMEOUT_S}s
     # Of the head alone: the body is waited for in the backends.
     no option http-buffer-request
     http-response del-header {UNREAD}
+    # Also of what HAProxy answers itself.
+    http-after-response set-header {REQUEST_ID} %[var(txn.request_id)] if {{ var(txn.request_id) -m found }}
     acl inference path_beg {" ".join(INFERENCE_PATHS)}
     http-request set-header {CLIENT} %[src]:%[src_port] if {{ path_beg /v2 }}
 """

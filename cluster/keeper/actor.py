@@ -33,9 +33,11 @@ from cluster.keeper.records import (
 )
 from cluster.keeper.shared_memory import NodeMemory
 from cluster.keeper.store_writing import Store
+from cluster.logs import configure_logs
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.processes import ProcessMark
 from cluster.telemetry import LoadMetrics
+from configs.cluster import LogFormat
 from weights.manifest import ExtentRef
 from weights.reading.report import StageFigures
 
@@ -63,6 +65,7 @@ class KeeperSettings:
     adoption_s: float = ADOPTION_S
     audit_bytes_per_s: float = AUDIT_BYTES_PER_S
     populate: bool = False
+    log_format: LogFormat = "text"
 
 
 def keeper_class() -> Any:
@@ -97,6 +100,7 @@ class NodeKeeper:
         store: Store | None = None,
         directory: RegistryClient | None = None,
     ) -> None:
+        configure_logs(settings.log_format)
         in_actor = ray.is_initialized()
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
         # Where other nodes ask for extents: loopback on a private Ray, which has one node.

@@ -21,6 +21,7 @@ from cluster.actor_names import controller_name
 from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import OverrideRefused
+from cluster.logs import configure_logs
 from cluster.placement.autoscaling import ScalingPolicy
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
 from cluster.placement.held_components import HeldComponents
@@ -66,6 +67,7 @@ class Controller:
     """The actor. It is async: a reporter that waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logs(config.logging.format)
         self._config = config.controller
         self._registry = RegistrySnapshot(lambda: connect_registry(config))
         self._observations = Observations(self._slo_of, time.monotonic())
@@ -217,7 +219,7 @@ class Controller:
         took_s = time.monotonic() - began_s
         self._longest_tick_s = max(self._longest_tick_s, took_s)
         num_held = sum([model.waiting for model in decided.observed.state.models.values()])
-        self._metrics.note_tick(took_s, [(one.action, one.model) for one in decided.new], num_held)
+        self._metrics.note_tick(took_s, [one.action for one in decided.new], num_held)
         num_wanted = self._scaling.target if self._scaling else None
         self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
 

@@ -10,6 +10,7 @@ from ray.serve._private import replica
 from starlette.types import ASGIApp
 
 from cluster.ray_seam import shims
+from cluster.request_ids import RequestIds
 
 
 def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvicorn.Server], None]) -> None:
@@ -20,6 +21,8 @@ def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvic
     async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
         running, server = await start_server(wrap(app), *arguments, **options)
         shims.require_unstarted(server)
+        app = server.config.app() if server.config.factory else server.config.app
+        server.config.app, server.config.factory = RequestIds(app), False  # around Serve, which would repeat any id
         prepare(server)
         return running, server
 

@@ -17,9 +17,10 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from cluster.access_log import bound_access_log
 from cluster.door.deadlines import HideDeadline
+from cluster.logs import bound_access_log
 from cluster.ray_seam import shims
+from cluster.request_ids import RequestIds
 
 ENVIRONMENT: Final[Mapping[str, str]] = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "cluster.ray_seam.serve_proxy.install"
@@ -38,7 +39,7 @@ _LATE: Final = {
 
 
 def install() -> list[Middleware]:
-    """Return what stands before Serve: `_BufferedStart`, and what leaves deadlines to the ingress.
+    """Return what stands before Serve, the outermost last: `_BufferedStart`, what leaves deadlines to the ingress, ids.
 
     The server that the proxy starts next bounds its connections (`BoundedConnection`).
     """
@@ -53,7 +54,7 @@ def install() -> list[Middleware]:
         return running, server
 
     proxy.start_asgi_http_server = start
-    return [Middleware(_BufferedStart), Middleware(HideDeadline)]
+    return [Middleware(_BufferedStart), Middleware(HideDeadline), Middleware(RequestIds)]
 
 
 class BoundedConnection(HttpToolsProtocol):

@@ -81,6 +81,15 @@ HANDLES: Final = Shim(
     used=("ray.serve._private.common:RequestMetadata._by_reference",),  # what the option of a handle sets
     is_needed=False,
 )
+REQUEST_CONTEXT: Final = Shim(
+    "ids of requests in log lines and in calls of replicas",
+    "the ingress answers no request",
+    used=(
+        "ray.serve.context:_serve_request_context",
+        "ray.serve.context:_get_serve_request_context",
+        "ray.serve.context:_RequestContext.request_id",
+    ),
+)
 SERVE_CONTROL: Final = Shim(
     "the number of replicas, and Serve's HTTP options",
     "the application does not start",
@@ -122,6 +131,7 @@ ALL: Final = (
     RAY_LOOPBACK,
     ROUTER,
     HANDLES,
+    REQUEST_CONTEXT,
     SERVE_CONTROL,
     DEMANDS,
     SPARE_PROCESSES,

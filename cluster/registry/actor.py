@@ -28,6 +28,7 @@ from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_n
 from cluster.ending import end_control_plane, named_everywhere
 from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
+from cluster.logs import configure_logs
 from cluster.peers.messages import Located, Question
 from cluster.placement.overrides import Overrides
 from cluster.ray_calls import call_actor, get
@@ -154,6 +155,7 @@ class WeightRegistry:
     """The registry actor. It is async: a call that waits holds no thread."""
 
     async def __init__(self, config: ClusterConfig, peer_secret: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+        configure_logs(config.logging.format)
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
         self._applied = AppliedFile(store.path / "applied" / f"{config.name}.json")
@@ -361,6 +363,7 @@ class WeightRegistry:
         HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
         any more, but told by Ray that the registry has died, and starts another one.
         """
+        self._models.forget_replicas(ended)
         if self._users.have_ended(ended) and not self._keepers.may_have_holders:
             logger.info(
                 "the last replica of cluster %s with this config has ended: its control plane ends", config.name
@@ -383,7 +386,7 @@ def _applied_config(file: AppliedFile, first: ClusterConfig) -> ClusterConfig:
 
 
 def _keeper_settings(config: ClusterConfig) -> KeeperSettings:
-    return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify)
+    return KeeperSettings(populate=config.ray.preallocate, verify=config.store.verify, log_format=config.logging.format)
 
 
 def _check_source(entry: Entry, config: ClusterConfig) -> None:

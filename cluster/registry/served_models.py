@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.registry.attach_reports import AttachReports
 from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
@@ -66,6 +67,7 @@ class ServedModels:
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
         self._users: dict[str, set[str]] = {}  # models by extent
+        self._attaching = AttachReports()
         self._changed = asyncio.Event()
         # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
         self._importing = asyncio.Lock()
@@ -147,6 +149,7 @@ class ServedModels:
         await asyncio.to_thread(self._registrations.remove, id_)
         wanted = self._wanted.pop(id_, None)
         self._note_extents(id_, ())
+        self._attaching.forget_model(id_)
         self.directory.remove(id_)
         self._wake_watchers()
         return wanted
@@ -194,14 +197,24 @@ class ServedModels:
             pass
         return change
 
-    async def report_attach(self, model: str, error: str | None) -> None:
-        """Show in the directory that a replica could not attach the weights, or could again (None).
+    async def report_attach(self, model: str, error: str | None, deployment: str, replica: str) -> None:
+        """Take in that a replica of a deployment could not attach the weights, or could (None).
 
-        Requests for the model are still tried.
+        The directory shows the model as unavailable where no replica of the deployment can. Requests are still tried.
         """
-        record = self.directory.get(model)
-        if record and record.serves and record.state != "updating":
-            self._apply(replace(record, state="unavailable" if error else "ready", error=error or ""))
+        if model in self.directory:
+            self._attaching.note(model, deployment, replica, error or "")
+            self._show_attaching(model)
+
+    def forget_replicas(self, names: Collection[str]) -> None:
+        """Forget what replicas have said that have ended."""
+        for model in self._attaching.forget_replicas(names):
+            self._show_attaching(model)
+
+    def _show_attaching(self, model: str) -> None:
+        record, problem = self.directory.get(model), self._attaching.problem(model)
+        if record and record.serves and record.state != "updating" and (problem or record.state == "unavailable"):
+            self._apply(replace(record, state="unavailable" if problem else "ready", error=problem))
 
     async def want(self, model: str) -> None:
         """Count an evicted model as loaded again, because a request wants it."""
@@ -253,6 +266,7 @@ class ServedModels:
             await asyncio.to_thread(self._registrations.save, Registration(entry=entry, replaces=configured))
 
     def _begin(self, entry: Entry) -> asyncio.Task[None]:
+        self._attaching.forget_model(entry.id)
         record = self.directory.get(entry.id)
         if record and record.serves:
             self._apply(replace(record, state="updating", error=""))

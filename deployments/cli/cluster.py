@@ -154,7 +154,9 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
     it holds where Serve starts with this file: a Serve that runs keeps the proxy that it has.
     """
     from cluster.door.door_plan import plan_unseen_door
+    from cluster.logs import serve_logging
     from cluster.ray_seam.serve_proxy import ENVIRONMENT
+    from cluster.tracing import serve_tracing, tracing_environment
 
     http, is_behind_haproxy = config.http, config.http.proxy == "haproxy"
     door = plan_unseen_door(http.haproxy).environment(config) if is_behind_haproxy else dict(ENVIRONMENT)
@@ -165,7 +167,9 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
             "port": http.port,
             "request_timeout_s": http.proxy_timeout_s,
         },
-        "controller_options": {"runtime_env": {"env_vars": door}},
+        "controller_options": {"runtime_env": {"env_vars": door | tracing_environment(config.tracing)}},
+        **serve_logging(config.logging.format),
+        **serve_tracing(config.tracing),
         "applications": [
             {
                 "name": config.name,

@@ -17,6 +17,7 @@ from rich.filesize import decimal
 from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, RayIncompatible, SessionError
+from cluster.logs import serve_logging
 from cluster.ray_seam.demands import demand_of, unplaced_demands
 from cluster.ray_seam.process_starts import (
     BASE,
@@ -29,6 +30,7 @@ from cluster.ray_seam.process_starts import (
 from cluster.ray_seam.ray_files import SERVE_MODULES
 from cluster.ray_seam.serve_control import DeployedApp, deployed_app
 from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
+from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState
@@ -166,10 +168,10 @@ def _import_application() -> None:
 def _serve_environment(config: ClusterConfig, door: DoorPlan | None) -> dict[str, str]:
     """Return the environment of Serve's controller, which its proxies and replicas inherit."""
     if door:
-        return door.environment(config)
+        return door.environment(config) | tracing_environment(config.tracing)
     from cluster.ray_seam.serve_proxy import ENVIRONMENT  # it imports Serve
 
-    return dict(ENVIRONMENT)
+    return dict(ENVIRONMENT) | tracing_environment(config.tracing)
 
 
 @contextlib.contextmanager
@@ -295,6 +297,7 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
     from deployments.app import start_control_plane, versioned_app
 
     environment = _serve_environment(config, door) | template_environment(_SERVE_TEMPLATE)
+    tracing = serve_tracing(config.tracing)
     start_control_plane(config)  # models enter the store while Serve starts
     serve.start(
         http_options={
@@ -303,6 +306,8 @@ def _start_serve(config: ClusterConfig, door: DoorPlan | None) -> None:
             "request_timeout_s": config.http.proxy_timeout_s,
         },
         controller_options={"runtime_env": {"env_vars": environment}},
+        **serve_logging(config.logging.format),
+        **tracing,
     )
     run_application(config, versioned_app(config))
 

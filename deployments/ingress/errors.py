@@ -126,6 +126,13 @@ class Failure:
         return after | {CROWDED: "1"} if self.code == _QUEUE_FULL else after
 
 
+def status_of(error: Exception) -> int:
+    """Return the HTTP status of an exception that a request for a model has ended with."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, Exception):
+        error = error.cause
+    return next((status for class_, status, *_ in _TABLE if isinstance(error, class_)), 500)
+
+
 def failure_of(error: Exception) -> Failure:
     """Return the failure of any exception. One that the table does not know is a 500 with its details in the log only.
 

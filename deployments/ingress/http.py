@@ -22,11 +22,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from cluster.access_log import bound_access_log
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.read_limiter import ReadLimiter
 from cluster.door.deadlines import ShowDeadline
 from cluster.door.door_plan import HTTP_ADDRESS
+from cluster.logs import configure_logs
 from cluster.placement.actor import connect_controller
 from cluster.placement.link import Link, link_queue
 from cluster.placement.slot_link import SlotLink
@@ -35,6 +35,9 @@ from cluster.ray_seam.replica_watch import watch_replicas
 from cluster.ray_seam.serve_control import proxy_host
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot
+from cluster.request_ids import RequestIds
+from cluster.telemetry import EdgeMetrics
+from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
@@ -155,6 +158,7 @@ def _add_gates(app: FastAPI, config: ClusterConfig, limiter: ReadLimiter, access
         app.add_middleware(CORSMiddleware, **_cors_options(config))
     if config.http.route_prefix != "/":
         app.add_middleware(WithoutPrefix, prefix=config.http.route_prefix)
+    app.add_middleware(RequestIds)
 
 
 def _client_routers(
@@ -178,7 +182,7 @@ def _cors_options(config: ClusterConfig) -> dict[str, Any]:
         "allow_methods": ["GET", "POST", "PUT", "DELETE"],
         "allow_headers": ["*"],
         "allow_private_network": True,
-        "expose_headers": ["Content-Location", "Retry-After", "Server-Timing"],
+        "expose_headers": ["Content-Location", "Retry-After", "Server-Timing", "X-Request-Id"],
     }
 
 
@@ -277,7 +281,8 @@ class Ingress:
 
     def __init__(self, config: ClusterConfig, encoder: DeploymentHandle, worker: DeploymentHandle) -> None:
         replica_calls_on_loopback()
-        bound_access_log()
+        configure_logs(config.logging.format)
+        begin_tracing(config.tracing)
         self._http_host = _checked_host(config)
         name = ray.get_runtime_context().get_actor_name()
         snapshot = RegistrySnapshot(lambda: connect_registry(config), replica=name)
@@ -286,7 +291,9 @@ class Ingress:
         self._queue = Dispatcher(config.admission, num_sharing=config.ingress.num_replicas)
         self._links = self._make_links(uuid.uuid4().hex)
         slot_link = next((link for link in self._links if isinstance(link, SlotLink)), None)
-        self._service = Service(config, snapshot, encoder, worker, self._why_none, self._queue, slot_link)
+        self._service = Service(
+            config, snapshot, encoder, worker, self._why_none, self._queue, slot_link, EdgeMetrics()
+        )
 
     def __serve_build_asgi_app__(self) -> Any:
         limiter = ReadLimiter(lambda: self._queue.config.max_waiting)

@@ -38,6 +38,7 @@ from deployments.ingress.admin.admission import Queues
 from deployments.ingress.admin.operations import Operations
 from deployments.ingress.admitted import admitted
 from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, card_of, endpoint_of
+from deployments.ingress.counting import Meter, NoMeter, count_text, counted
 from deployments.ingress.demands import ENCODER, PIPELINES, WORKER, Request, demand_of, demand_of_pipeline
 from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.resumed_images import ResumedImages
@@ -79,7 +80,7 @@ class Service:
 
     `queue` is the admission queue; without it one is made for replicas whose names are not known, one of each kind, and
     Serve chooses them. `queues` are those of several ingresses together. `why_none(deployment)` makes what tells why no
-    replica of it can answer.
+    replica of it can answer. `meter` counts the requests.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Service:
         why_none: Callable[[str], WhyNone] = lambda _: nobody_knows,
         queue: Dispatcher | None = None,
         queues: Queues | None = None,
+        meter: Meter | None = None,
     ) -> None:
         if queue is None:
             queue = Dispatcher(config.admission)
@@ -98,6 +100,7 @@ class Service:
                 queue.set_replicas(pool, [""])
         queue.set_replicas(PIPELINES, [""])  # they run here
         self.queue = queue
+        self.meter: Meter = meter or NoMeter()
         self.queues: Queues = queues or queue
         self.operations = Operations(
             config.name, snapshot, encoder, worker, config.text_encoder.batching, queue, self.queues
@@ -148,6 +151,7 @@ class Service:
         is_pipeline = await self._is_pipeline(request.model)
         await pieces.send(await (self.generate(request) if is_pipeline else self._make_images(request, on_progress)))
 
+    @counted("image")
     async def _make_images(self, request: ImageRequest, on_progress: OnProgress | None = None) -> ImageResult:
         """Return images of a worker; `on_progress` gets checkpoints too that nobody asked for. Raises as `generate`."""
         request, terms, warnings = await self._checked_image(request)
@@ -202,6 +206,7 @@ class Service:
         update = {"model_version": record.fingerprint, "priority": terms.priority, "tenant": terms.tenant}
         return request.model_copy(update=update)
 
+    @counted("clip")
     async def make_clip(
         self, request: ClipRequest, on_progress: OnProgress | None = None, *, max_timeout_s: float | None = None
     ) -> ClipResult:
@@ -231,6 +236,10 @@ class Service:
         check_embedding(request, self._config.ingress.limits)
         if await self._is_pipeline(request.model):
             return await self._pipeline_models.embed(request)
+        return await self._embed(request)
+
+    @counted("embedding")
+    async def _embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         record = await self._catalog.find_usable(request.model, "embedding", "llm")
         if record.kind != "llm" and request.pooling is not None:
             raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
@@ -251,7 +260,10 @@ class Service:
         self, request: ScoringRequest | Mapping[str, Any], *kinds: Literal["reranker", "classifier"]
     ) -> EmbeddingResult:
         """Score texts or pairs of texts by a model of one of the kinds. Raises the ServiceErrors."""
-        request = as_record(ScoringRequest, request)
+        return await self._score(as_record(ScoringRequest, request), *kinds)
+
+    @counted("score")
+    async def _score(self, request: ScoringRequest, *kinds: Literal["reranker", "classifier"]) -> EmbeddingResult:
         check_scoring(request, self._config.ingress.limits)
         record = await self._catalog.find_usable(request.model, *(kinds or ("classifier", "reranker")))
         terms = self._terms(request)
@@ -295,7 +307,13 @@ class Service:
         """
         if await self._is_pipeline(request.model):
             await on_chunk(_as_chunk(await self._whole(request)))
-            return
+        else:
+            await self._write_text(request, on_chunk)
+
+    @counted("text")
+    async def _write_text(
+        self, request: ChatRequest | CompletionRequest, on_chunk: Callable[[TextChunk], Awaitable[None]]
+    ) -> None:
         request = await self._checked_text(request)
         demand = self._demand(request, self._terms(request))
         start = time.perf_counter()
@@ -303,10 +321,12 @@ class Service:
         async def on_piece(chunk: TextChunk) -> None:
             if chunk.timings_ms:
                 _account(chunk.timings_ms, start)
+                count_text(self.meter, request.model, chunk, _num_choices(request))
             await on_chunk(chunk)
 
         await self._worker.receive_stream("stream_text", request, on_piece=on_piece, demand=demand)
 
+    @counted("tokenize")
     async def tokenize(
         self, request: ChatRequest | CompletionRequest, *, has_special_tokens: bool = True
     ) -> PromptTokens:
@@ -319,6 +339,7 @@ class Service:
         found: PromptTokens = await self._worker.call("tokenize", request, has_special_tokens, demand=demand)
         return found
 
+    @counted("head")
     async def apply_head(self, request: HeadRequest) -> npt.NDArray[np.float32]:
         """Apply a linear layer that is served on its own: (n, in) features -> (n, out)."""
         check_head(request, self._config.ingress.limits)
@@ -328,6 +349,7 @@ class Service:
         result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, demand=demand)
         return result
 
+    @counted("pipeline", "pipeline")
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
         """Run a multi-model pipeline once it has its place; `on_stage` hears of its stages.
 
@@ -372,11 +394,16 @@ class Service:
             if _has_images(request):
                 raise _blind_pipeline(request.model)
             return await self._pipeline_models.write(request)
+        return await self._write_whole(request)
+
+    @counted("text")
+    async def _write_whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         request = await self._checked_text(request)
         demand = self._demand(request, self._terms(request))
         start = time.perf_counter()
         result: TextResult = await self._worker.call("write_text", request, demand=demand)
         _account(result.timings_ms, start)
+        count_text(self.meter, request.model, result, _num_choices(request))
         return result
 
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
@@ -454,11 +481,19 @@ class Service:
             endpoint=None if problem else self._pipeline_models.endpoint_of(name),
         )
 
+    def is_known(self, model: str) -> bool:
+        """Return whether there is such a model or pipeline now."""
+        return model in self.pipelines or self._snapshot.find_model(model) is not None
+
     async def _is_pipeline(self, model: str) -> bool:
         """Return whether `model` is a pipeline. Waits for the directory: a pipeline's signature depends on it."""
         if model in self.pipelines:
             await self._snapshot.ready()
         return model in self.pipelines
+
+
+def _num_choices(request: ChatRequest | CompletionRequest) -> int:
+    return request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
 
 
 def _has_images(request: ChatRequest | CompletionRequest) -> bool:

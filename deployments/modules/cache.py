@@ -122,7 +122,7 @@ class ModuleCache:
         kept: KeptExtents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` gets (model, error) when weights cannot be attached, and (model, None) when they can again.
+        """`report` gets (model, error) when weights cannot be attached, and (model, None) when they can.
 
         With `kept`, which is `provider`, weights stay in the node's shared memory until the node calls them back by
         `release_recalled`, and the budget only bounds Python's objects and working memory; else the device's weights

@@ -30,8 +30,8 @@ logger = logging.getLogger("atelier.replica")
 class SlotFiller:
     """Fills the slots of a request in one thread, beside running work, and notes in `modules` what came of each.
 
-    `report` gets (model, error) when weights cannot be attached, and (model, None) when they can again. `skeleton`
-    returns the folder of a manifest. Lives on one event loop.
+    `report` gets (model, error) when weights cannot be attached, and (model, None) when they first can, or can again.
+    `skeleton` returns the folder of a manifest. Lives on one event loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class SlotFiller:
         self._skeleton = skeleton
         self._report = report
         self._clock = clock
-        self._damaged: set[str] = set()  # models whose weights could not be attached
+        self._attached: dict[str, bool] = {}  # by model: what was reported last
 
     async def fill_slots(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
         """Fill all slots. Extents `beside` are asked for together with theirs: their modules are here.
@@ -97,12 +97,12 @@ class SlotFiller:
         model = part.manifest.model
         if not isinstance(found, Exception):
             self._modules.arrive(slot, found)
-            if model in self._damaged:
-                self._damaged.remove(model)
+            if not self._attached.get(model):
+                self._attached[model] = True
                 self._report(model, None)
             return
         if isinstance(found, ExtentCorrupt | ModelUnavailable):
-            self._damaged.add(model)
+            self._attached[model] = False
             self._report(model, str(found))
         logger.info("%s of %r is not built", part.component.name, model, exc_info=found)
         self._modules.fail(slot, found)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, Final
 
+from cluster.request_ids import part_id
 from deployments.engines.protocol import EngineError, StockRequest
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import PipelineSource
@@ -22,7 +22,7 @@ def clip_request(request: ClipRequest, class_name: str, source: PipelineSource) 
     Raises EngineError for a duration where the class takes none, and for what it cannot do both.
     """
     return StockRequest(
-        request_id=uuid.uuid4().hex,
+        request_id=part_id(),
         seed=request.seed or 0,
         prompt=request.prompt,
         fields={name: value for name in FIELDS if name != "prompt" and (value := getattr(request, name)) is not None},

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import TypeVar
 
+from cluster.request_ids import part_id
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput, DiffusionRequest
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
@@ -18,7 +18,7 @@ _NumberT = TypeVar("_NumberT", int, float)
 def denoise_request(request: ImageRequest) -> DiffusionRequest:
     """Return the request in the engine's terms."""
     return DiffusionRequest(
-        request_id=uuid.uuid4().hex,
+        request_id=part_id(),
         width=_filled(request.width),
         height=_filled(request.height),
         num_inference_steps=_filled(request.num_inference_steps),

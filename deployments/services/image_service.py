@@ -292,7 +292,7 @@ class ImageService:
         subject = _subject(lease, self._settings)
         costs = self._remembered.recall_costs(subject)
         engine = DiffusionEngine(pipeline or self._pipeline(lease), costs)
-        return _PipelineEngine(EngineLoop(self._device, engine), engine, costs, subject)
+        return _PipelineEngine(EngineLoop(self._device, engine, kind="image"), engine, costs, subject)
 
     async def _settings_of(self, lease: Lease) -> str:
         """Return the identity of the pipeline's settings, read once for each version of a model."""

@@ -16,13 +16,14 @@ from typing import Any, ClassVar, Final, ParamSpec, Protocol, TypeVar
 import ray
 import torch
 
-from cluster.access_log import bound_access_log
 from cluster.errors import ClusterError
 from cluster.keeper.ray_extents import RayExtents
+from cluster.logs import configure_logs
 from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
 from cluster.registry.model_files import write_files
+from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import ModelConfig
 from deployments.engines.build import import_class
@@ -88,7 +89,8 @@ class ModelReplica:
         `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
-        bound_access_log()
+        configure_logs(config.logging.format)
+        begin_tracing(config.tracing)
         limit_torch_threads(num_threads, settings.num_cpus)
         open_device(settings.device, config.simulated)
         self._builder = builder
@@ -99,8 +101,10 @@ class ModelReplica:
 
         self._models = WeightStore(config.store.path).models
 
+        name = ray.get_runtime_context().get_actor_name() or holder
+
         def report_attach(model: str, error: str | None) -> None:
-            call_actor(self._registry, WeightRegistry.report_attach, model, error)
+            call_actor(self._registry, WeightRegistry.report_attach, model, error, self._section, name)
 
         self._module_cache = ModuleCache(
             self._fetch_manifest,

@@ -20,6 +20,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from cluster.ray_seam.handles import by_value
+from cluster.tracing import span
 from deployments.errors import NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.tasks import shared_task
@@ -114,7 +115,10 @@ class ReplicaCalls:
 
     async def _replica_at(self, place: Awaitable[str] | None, deadline: Deadline) -> str:
         """Return the name of the replica that has the place, "" for any."""
-        return "" if place is None else str(await self._within(deadline, place, is_answer=False))
+        if place is None:
+            return ""
+        with span("queue"):
+            return str(await self._within(deadline, place, is_answer=False))
 
     def _handle_of(self, name: str, *, stream: bool = False) -> Any:
         if not name:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, ParamSpec, TypeVar
 
+from cluster.tracing import NO_SPAN, Span, link, span
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.tasks import outcome_of
 
@@ -42,6 +43,7 @@ class DeviceThread:
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
+        self.steps: dict[str, tuple[int, int]] = {}  # how many there were, and their outputs, by kind of engine
         self._working: tuple[StepTime, ...] = ()  # of the engines with work; replaced, for the device thread reads it
         self._pool = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="device")
         # Two counts, since two threads write them: this loop the first, the device thread the second.
@@ -91,7 +93,9 @@ class _Caller(Generic[OutputT]):
     on_output: Callable[[OutputT], None]
     coalesces: bool
     last: asyncio.Future[OutputT]
+    span: Span = NO_SPAN
     is_begun: bool = False  # there was an output
+    num_outputs: int = 0
 
     def can_wait(self, outcome: OutputT | Exception) -> bool:
         """Return whether the outcome, which is next, may be delivered later."""
@@ -100,6 +104,7 @@ class _Caller(Generic[OutputT]):
 
     def take(self, outcome: OutputT | Exception) -> None:
         """Take the next outcome in. What comes after a failure is dropped."""
+        self.num_outputs += 1
         if self.last.done():
             return
         try:
@@ -117,7 +122,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
     """Steps one engine while it has work, and delivers to each request its own outputs. Lives on one event loop.
 
     The loops of several engines share the device thread: their steps alternate. `make_way` tells the engine before each
-    step what one of another engine takes, None where no other has work.
+    step what one of another engine takes, None where no other has work. Steps are counted as those of a `kind`.
     """
 
     def __init__(
@@ -125,6 +130,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         device: DeviceThread,
         engine: Engine[RequestT, OutputT],
         make_way: Callable[[float | None], None] | None = None,
+        kind: str = "",
     ) -> None:
         self._device = device
         self._engine = engine
@@ -133,6 +139,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
         self._undelivered: list[tuple[str, OutputT | Exception]] = []  # of the device thread
         self._task: asyncio.Task[None] | None = None
         self._make_way = make_way
+        self._kind = kind
         self._steps = StepTime()
 
     @property
@@ -160,7 +167,16 @@ class EngineLoop(Generic[RequestT, OutputT]):
             ComputationFailed: the engine failed as a whole; other errors are the request's own (`Engine.failures`), or
                 those of `on_output`.
         """
-        caller = _Caller[OutputT](on_output, coalesces, asyncio.get_running_loop().create_future())
+        with span(f"steps {self._kind}", {"atelier.request_id": request.request_id}) as own:
+            caller = _Caller[OutputT](on_output, coalesces, asyncio.get_running_loop().create_future(), own)
+            link(own, (other.span for other in self._callers.values()))
+            try:
+                return await self._run_caller(request, caller)
+            finally:
+                own.set_attribute("atelier.outputs", caller.num_outputs)
+
+    async def _run_caller(self, request: RequestT, caller: _Caller[OutputT]) -> OutputT:
+        """Return the last output of the request of a caller, who is told of each."""
         self._callers[request.request_id] = caller
         self._joining.append(request)
         if self._task is None or self._task.done():
@@ -229,6 +245,8 @@ class EngineLoop(Generic[RequestT, OutputT]):
         begun_s = self._device.clock()
         outputs = self._engine.step()
         self._steps.note_step(self._device.clock() - begun_s)
+        num_steps, num_outputs = self._device.steps.get(self._kind, (0, 0))
+        self._device.steps[self._kind] = num_steps + 1, num_outputs + len(outputs)
         return outputs
 
     def _take_in(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from cluster.request_ids import part_id
 from deployments.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
 from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
 from deployments.engines.stock.engine import StockEngine
@@ -255,7 +255,7 @@ class _LoadedModel:
         # The lease's modules, and not the lease: they stay for as long as this does.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
         engine = StockEngine(model, lambda: loop.is_wanted)
-        loop = EngineLoop(self._device, engine, engine.make_way)
+        loop = EngineLoop(self._device, engine, engine.make_way, "stock")
         return engine, loop
 
 
@@ -263,7 +263,7 @@ def _stock_request(request: ImageRequest) -> StockRequest:
     """Return the request in the terms of the stock engine: what it leaves open is left to the class."""
     images = {"image": request.init_image, "mask_image": request.mask_image} | request.images
     return StockRequest(
-        request_id=uuid.uuid4().hex,
+        request_id=part_id(),
         seed=request.seed or 0,
         prompt=request.prompt,
         num_images=request.n,

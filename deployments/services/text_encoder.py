@@ -77,7 +77,7 @@ class TextEncoderService(ModelReplica):
         """Return the tensors that a diffusion pipeline's `start_request` takes for this prompt."""
         with as_service_errors():
             conditioning = await self._encoders.condition(self._module_cache, request, is_part_of_text)
-        self._metrics.count_encodings(request.model, conditioning.cache.hits, conditioning.cache.misses)
+        self._metrics.count_encodings(conditioning.cache.hits, conditioning.cache.misses)
         return conditioning
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
@@ -130,7 +130,7 @@ class TextEncoderService(ModelReplica):
                 vectors = [finish(encoder.encoder, embedding_of(output)) for output in encoded.outputs]
                 labels = encoder.encoder.scoring.labels if encoder.encoder.scoring else ()
                 switch_ms = lease.report.switch_ms
-        self._metrics.count_encodings(request.model, encoded.cache.hits, encoded.cache.misses)
+        self._metrics.count_encodings(encoded.cache.hits, encoded.cache.misses)
         total_ms = (time.perf_counter() - start) * 1e3
         return EmbeddingResult(
             model=request.model,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from cluster.request_ids import part_id
 from deployments.engines.llm.chat import Function
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.tokenizer import chat_template, token_text
@@ -63,7 +63,7 @@ def text_requests(
         placed = None
     found = [
         TextRequest(
-            uuid.uuid4().hex,
+            part_id(),
             prompt,
             _sampling(request, engine, len(prompt)),
             request.n,
@@ -126,7 +126,7 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
             if request.long_text != "truncate":
                 raise InvalidRequest(f"input: {what}", "input")
             warnings.append(f"{what}: it was cut")
-        requests.append(TextRequest(uuid.uuid4().hex, tokens[:most], pooling=pooling))
+        requests.append(TextRequest(part_id(), tokens[:most], pooling=pooling))
     return requests, tuple(warnings)
 
 

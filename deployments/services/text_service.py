@@ -151,7 +151,7 @@ class TextService:
     def _loop_of(self, lease: Lease) -> EngineLoop[TextRequest, TextDelta]:
         engine: LLMEngine = lease.modules["model"]
         loop: EngineLoop[TextRequest, TextDelta] = lease.bound(
-            lambda: EngineLoop(self._device, engine, engine.make_way)
+            lambda: EngineLoop(self._device, engine, engine.make_way, "text")
         )
         return loop
 

@@ -7,7 +7,7 @@ is attached from the node's shared memory. Text encoding runs in its own service
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -30,6 +30,7 @@ from deployments.records import (
     ImageRequest,
     ImageResult,
     PromptTokens,
+    SwitchReport,
     TextChunk,
     TextRequestRecord,
     TextResult,
@@ -119,8 +120,7 @@ class Worker(ModelReplica):
     ) -> None:
         result = await self._generate(request, checkpoint, pieces.put)
         if isinstance(result, ImageResult) and result.switch:
-            self._metrics.count_attached(request.model, result.switch.attached_bytes)
-            self._metrics.count_request("image", request.model, result.timings_ms)
+            self._count("image", result.timings_ms, result.switch)
         pieces.put(result)
 
     async def _generate(self, request: ImageRequest, checkpoint: bytes | None, on_progress: OnProgress) -> ImagePiece:
@@ -147,8 +147,7 @@ class Worker(ModelReplica):
 
         async def put_clip(pieces: OutputChannel[ImageProgress | ClipResult]) -> None:
             result = await self._make_clip(request, pieces.put)
-            self._metrics.count_attached(request.model, result.switch.attached_bytes)
-            self._metrics.count_request("clip", request.model, result.timings_ms)
+            self._count("clip", result.timings_ms, result.switch)
             pieces.put(result)
 
         async with OutputChannel(put_clip, merge=merge_progress) as channel:
@@ -159,13 +158,13 @@ class Worker(ModelReplica):
         """Return the whole text in one answer: cheaper than a stream, whose every piece is a message of its own."""
         chunks: list[TextChunk] = []
         await self._texts.write(request, chunks.append, coalesces=True)
-        self._count_text(request, chunks[-1])
+        self._count_text(chunks[-1])
         return whole_text(request.model, chunks)
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingResult:
         """Return one vector per input, of a language model's hidden states."""
         result = await self._texts.embed(request)
-        self._metrics.count_request("embedding", request.model, result.timings_ms)
+        self._count("embedding", result.timings_ms)
         return result
 
     async def tokenize(self, request: TextRequestRecord, has_special_tokens: bool) -> PromptTokens:
@@ -181,13 +180,19 @@ class Worker(ModelReplica):
         async with OutputChannel(put_chunks, merge=merge_text_chunks) as channel:
             async for chunk in channel:
                 if chunk.switch is not None:
-                    self._count_text(request, chunk)
+                    self._count_text(chunk)
                 yield chunk
 
-    def _count_text(self, request: TextRequestRecord, last: TextChunk) -> None:
+    def _count_text(self, last: TextChunk) -> None:
         if last.switch is not None:
-            self._metrics.count_attached(request.model, last.switch.attached_bytes)
-            self._metrics.count_request("text", request.model, last.timings_ms)
+            self._count("text", last.timings_ms, last.switch)
+
+    def _count(self, kind: str, timings_ms: Mapping[str, float], switch: SwitchReport | None = None) -> None:
+        """Count an answered request, and the steps that were made until now."""
+        self._metrics.count_request(kind, timings_ms)
+        if switch is not None:
+            self._metrics.count_attached(switch.attached_bytes)
+        self._metrics.count_steps(self._device.steps)
 
     async def describe(self) -> dict[str, Any]:
         """Add the running work and the state of the text encoder to what every replica tells of itself."""

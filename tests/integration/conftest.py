@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from integration import span_files
 from integration.echo_functions import echo_pipelines
 from integration.harness import DEMO_MODELS, MINILM, ROOT, SEER, Cluster
 from integration.judging import held_out_texts
@@ -21,6 +22,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
 from unit.deployments.engines.text.test_classifiers import make
 
+from cluster import tracing
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
@@ -61,6 +63,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=os.pathsep)  # where replicas find echo_functions
+        (folder / "spans").mkdir()
+        environment.setenv(span_files.FOLDER, str(folder / "spans"))
+        environment.setattr(tracing, "_PROCESSORS", f"{span_files.__name__}.{span_files.span_processors.__name__}")
+        environment.setattr(tracing, "_exporter", lambda: None)  # no collector is needed
         with cluster_up(config, str(ROOT / "configs/clusters/demo.yaml")) as url:
             yield Cluster(url, config, folder)
 
@@ -92,6 +98,8 @@ def _config(folder: Path) -> ClusterConfig:
     demo |= {"name": "integration", **ports, "store": {"path": str(folder / "store")}}
     demo["model_roots"] = [str(folder.parent), str(DEMO_MODELS)]  # tests register from folders of their own
     demo["ingress"] |= {"max_ongoing_requests": 300, "shared_memory": {}}
+    demo["logging"] = {"format": "json"}
+    demo["tracing"] = {"endpoint": "http://127.0.0.1:4318/v1/traces", "sampling_ratio": 0}  # what a caller traces
     demo["admission"] = {"tenants": {"gold": {"weight": 2}}}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5}
     demo["models"] += [

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import Annotated, Any, Literal
 
-import httpx
 from fastapi import APIRouter, Body, Query
 from fastapi.responses import PlainTextResponse
 from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
 from cluster.placement.slot_link import QueuesAway
-from cluster.telemetry import metrics_urls, with_measured_sums
+from cluster.telemetry import node_exporters
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.ingress.admin.admission import add_admission_routes, admission_metrics
@@ -30,16 +28,15 @@ from deployments.ingress.admin.answers import (
     Tier,
     UnregisteredAnswer,
 )
+from deployments.ingress.admin.node_metrics import NodeMetrics
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
 from deployments.ingress.catalog import Health
-from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.errors import documented
 from deployments.ingress.json_route import JsonRoute
 from deployments.ingress.openai.answers import ModelAnswer
 from deployments.ingress.responses import json_response
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
 from deployments.records import RequestModel
-
-_METRICS_TIMEOUT_S = 5.0
 
 
 class PrefetchBody(RequestModel):
@@ -96,23 +93,23 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         )
         return json_response(answer, 200 if health.num_ready else 503)
 
-    @router.get(
-        "/metrics",
-        response_class=PlainTextResponse,
-        responses=documented(_503="a node's exporter did not answer"),
-    )
+    nodes = NodeMetrics(node_exporters)
+
+    @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus text of every node of the cluster, as Ray exports it, and of the admission queue."""
-        pages = []
-        with contextlib.suppress(QueuesAway):
-            pages.append(admission_metrics(await service.queues.snapshot()))
-        async with httpx.AsyncClient(timeout=_METRICS_TIMEOUT_S) as client:
-            for url in metrics_urls():
-                try:
-                    pages.append(with_measured_sums((await client.get(url)).raise_for_status().text))
-                except httpx.HTTPError as error:
-                    return failure_response(Failure(503, f"{url} did not answer: {error}", code="metrics_unavailable"))
+        """Prometheus text of the admission queue and of every node of the cluster, as Ray exports it.
+
+        `atelier_node_metrics_up` is 0 for a node whose exporter did not answer, and whose part is missing.
+        """
+        pages = await asyncio.gather(_queue_page(service), nodes.page())
         return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
+
+
+async def _queue_page(service: Service) -> str:
+    try:
+        return admission_metrics(await service.queues.snapshot())
+    except QueuesAway:
+        return ""
 
 
 def _add_cluster_route(router: APIRouter, operations: Operations) -> None:

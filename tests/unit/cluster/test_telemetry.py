@@ -1,23 +1,28 @@
-"""The controller's metrics, as Prometheus gets them."""
+"""Metrics of ingress, replicas, keepers and controller, as Prometheus gets them, and how many series they are."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, get_args
 
 import pytest
 from unit.counting import operations
 
 from cluster import telemetry
-from cluster.telemetry import ControllerMetrics, with_measured_sums
+from cluster.admission.records import AdmissionSnapshot, ModelLoad
+from cluster.telemetry import ControllerMetrics, EdgeMetrics, LoadMetrics, RequestMetrics, with_measured_sums
+from deployments.ingress.admin.admission import admission_metrics
+from weights.reading.report import Stage, StageFigures
 
 
 class Recorded:
     """A metric of Ray, reduced to its values by tags; a counter adds up."""
 
     found: dict[tuple[str, ...], float]
+    num_series: ClassVar[dict[str, int]] = {}  # of each set of tags, by the metric's name
 
-    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = (), **_: Any) -> None:
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...] = (), boundaries: Any = ()) -> None:
         assert description
+        self.num_series[name] = len(boundaries) + 3 if boundaries else 1  # one without an end, the sum and the count
         self.name, self.tag_keys = name, tag_keys
 
     def set(self, value: float, tags: dict[str, str] | None = None) -> None:
@@ -31,18 +36,87 @@ class Recorded:
         self.set(self.found.get((self.name, *(tags or {}).values()), 0.0) + value, tags)
 
 
-def test_a_controller_counts_what_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let metrics that are made from now on be recorded."""
     monkeypatch.setattr(Recorded, "found", {}, raising=False)
     for kind in ("Counter", "Gauge", "Histogram"):
         monkeypatch.setattr(telemetry, kind, Recorded)
+
+
+def test_a_text_is_counted_by_its_tokens_and_the_time_that_they_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch)
+    metrics = EdgeMetrics()
+    metrics.count_request("text", "a", 200)
+    metrics.count_request("text", "a", 429)
+    metrics.count_request("text", "a", 200)
+    metrics.count_text("a", 7, 21, {"total": 500.0, "generate": 400.0}, 1)
+    metrics.count_text("a", 7, 0, {"total": 9.0, "generate": 0.0}, 1)  # nothing was written
+    metrics.count_text("b", 3, 22, {"total": 500.0, "generate": 400.0}, 2)  # eleven tokens each
+    metrics.count_text("pipeline", 3, 2, {"total": 500.0}, 1)
+    assert Recorded.found == {
+        ("atelier_requests_total", "text", "a", "200"): 2,
+        ("atelier_requests_total", "text", "a", "429"): 1,
+        ("atelier_tokens_total", "a", "in"): 14,
+        ("atelier_tokens_total", "a", "out"): 21,
+        ("atelier_tokens_total", "b", "in"): 3,
+        ("atelier_tokens_total", "b", "out"): 22,
+        ("atelier_tokens_total", "pipeline", "in"): 3,
+        ("atelier_tokens_total", "pipeline", "out"): 2,
+        ("atelier_first_token_ms",): 100.0,
+        ("atelier_first_token_ms_measured_total",): 200.0,
+        ("atelier_between_tokens_ms",): 40.0,
+        ("atelier_between_tokens_ms_measured_total",): 60.0,
+    }
+
+
+def test_steps_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch)
+    metrics = RequestMetrics()
+    for totals in ({"text": (5, 9)}, {"text": (5, 9)}, {"text": (7, 15), "image": (1, 1)}):
+        metrics.count_steps(totals)
+    assert Recorded.found == {
+        ("atelier_steps_total", "text"): 7,
+        ("atelier_step_outputs_total", "text"): 15,
+        ("atelier_steps_total", "image"): 1,
+        ("atelier_step_outputs_total", "image"): 1,
+    }
+
+
+def test_three_hundred_models_are_fewer_than_five_thousand_series(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An ingress and a worker that have served each, with refusals and failures; language models have most."""
+    record(monkeypatch)
+    edge, replica, load, controller = EdgeMetrics(), RequestMetrics(), LoadMetrics("node"), ControllerMetrics()
+    models = [f"model-{number}" for number in range(300)]
+    for model in models:
+        for status in (200, 429, 503):
+            edge.count_request("text", model, status)
+        edge.count_text(model, 1, 2, {"total": 2.0, "generate": 1.0}, 1)
+    edge.count_request("text", "", 404)
+    phases = ("queue", "switch", "encode", "prefill", "generate", "denoise", "decode", "total")
+    for kind in ("text", "image", "clip", "embedding"):
+        replica.count_request(kind, dict.fromkeys(phases, 1.0))
+        replica.count_steps({kind: (1, 1)})
+    replica.count_encodings(1, 1)
+    replica.count_attached(1)
+    load.count_loads(dict.fromkeys(get_args(Stage), StageFigures(1, 1.0, 1.0)))
+    controller.note_tick(0.1, ["switch", "drain", "keep", "evict", "migrate"], 1)
+    controller.note_workers(1, 1)
+    loads = tuple(ModelLoad("worker", model, 1, 1.0, 1, 1.0, 1.0, 1.0, 1.0, 1.0, 1, 1) for model in models)
+    queue = [line for line in admission_metrics(AdmissionSnapshot(loads)).splitlines() if not line.startswith("#")]
+    series = sum(Recorded.num_series[name] for name, *_ in Recorded.found)
+    assert 3000 < series + len(queue) < 5000
+
+
+def test_a_controller_counts_what_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    record(monkeypatch)
     metrics = ControllerMetrics()
-    metrics.note_tick(0.02, [("switch", "a"), ("drain", "b"), ("switch", "a")], 7)
-    metrics.note_tick(0.03, [("switch", "a")], 0)
+    metrics.note_tick(0.02, ["switch", "drain", "switch"], 7)
+    metrics.note_tick(0.03, ["switch"], 0)
     metrics.note_workers(2, None)
     metrics.note_workers(2, 3)
     assert Recorded.found == {
-        ("atelier_decisions_total", "switch", "a"): 3,
-        ("atelier_decisions_total", "drain", "b"): 1,
+        ("atelier_decisions_total", "switch"): 3,
+        ("atelier_decisions_total", "drain"): 1,
         ("atelier_controller_tick_s",): 0.03,
         ("atelier_controller_tick_s_measured_total",): 0.05,
         ("atelier_held_requests",): 0,

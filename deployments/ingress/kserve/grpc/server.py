@@ -22,6 +22,10 @@ from typing import Any, Final
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.door.haproxy_rules import REQUEST_ID
+from cluster.ray_seam.request_context import set_request_id
+from cluster.request_ids import accepted
+from cluster.tracing import called
 from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.errors import failure_of
@@ -154,7 +158,7 @@ async def start_grpc_server(
     Raises OSError when it cannot listen there.
     """
     server = grpc.aio.server(
-        interceptors=[_AccessInterceptor(callers, max_open_calls)] if callers else [],
+        interceptors=[_RequestIds(), *([_AccessInterceptor(callers, max_open_calls)] if callers else [])],
         options=[
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.max_send_message_length", -1),  # of answers: images are as large as their request said
@@ -186,6 +190,27 @@ def _need_of(method: str) -> Need:
     """Return what a call of `/service/method` needs. Health is for everybody, as over HTTP."""
     name = method.rpartition("/")[2]
     return "nothing" if name in _OPEN else "admin" if name in _OF_OPERATORS else "key"
+
+
+class _RequestIds(grpc.aio.ServerInterceptor):
+    """Each call has an id, the client's or one that is made here, which its answer has in the initial metadata."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]], details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        handler = await continuation(details)
+        if handler is None or inspect.isasyncgenfunction(behavior := _behavior_of(handler)):
+            return handler  # no such method, or reflection
+        metadata = dict(details.invocation_metadata or ())
+        id_ = accepted(metadata.get(REQUEST_ID))
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            set_request_id(id_)
+            await context.send_initial_metadata(((REQUEST_ID, id_),))
+            with called(details.method, metadata):
+                return await behavior(request, context)
+
+        return _with_behavior(handler, answer)
 
 
 class _AccessInterceptor(grpc.aio.ServerInterceptor):
@@ -237,8 +262,15 @@ class _AccessInterceptor(grpc.aio.ServerInterceptor):
         return _before_message(handler, answer)
 
 
+def _behavior_of(handler: _Handler) -> Callable[..., Any]:
+    found: Callable[..., Any] = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
+    return found
+
+
 def _acting(handler: _Handler, caller: Caller) -> _Handler:
-    behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    behavior = _behavior_of(handler)
     if inspect.isasyncgenfunction(behavior):  # reflection: it works for nobody's share
         return handler
 

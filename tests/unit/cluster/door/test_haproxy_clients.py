@@ -6,15 +6,18 @@ import asyncio
 import contextlib
 import json
 import socket
+import uuid
 from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
 from aiohttp import web
+from kit.waiting import until
 from unit.cluster.door.doors import Replica, door, says_yes
 
 from cluster.door import haproxy_rules
+from infra.ports import free_port
 
 pytestmark = pytest.mark.slow
 
@@ -102,7 +105,6 @@ async def shows_headers(request: web.Request) -> web.Response:
         ("serve_multiplexed_model_id", "m", None),
         ("X-Session-Id", "s", None),
         ("x-request-id", "abc-1", "abc-1"),
-        ("x-request-id", "\xff\xfe", None),
         ("x-request-timeout-seconds", "2.5", "2.5"),
         ("x-request-timeout-seconds", "2\xff", "not-text"),
         ("x-tenant", "caf\xe9", "caf\xe9"),
@@ -123,6 +125,58 @@ async def test_headers_that_serve_itself_obeys_are_not_for_clients(name: str, va
         assert name.lower() not in seen
     else:
         assert seen[name].encode("utf-8", "surrogateescape") == arrives.encode("latin-1")
+
+
+ID = "job:7/a_b.c+d=e@f-0"
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_kept"),
+    [
+        ([ID], True),
+        (["x" * 128], True),
+        (["x" * 129], False),
+        (["a b"], False),
+        (["%[src]"], False),
+        (["\xff"], False),
+        ([""], False),
+        ([], False),
+        ([ID, "other"], False),
+    ],
+)
+async def test_every_answer_has_the_id_of_its_request(asked: list[str], is_kept: bool) -> None:
+    """Answers of a replica, and those that HAProxy gives itself: nobody there, too many."""
+    gate = asyncio.Event()
+
+    async def shows(request: web.Request) -> web.Response:
+        if request.path == "/v1/hold":
+            await gate.wait()
+        return web.json_response(request.headers.getall("x-request-id"), headers={"x-request-id": "of the replica"})
+
+    async def ids(url: str, path: str, method: str = "GET") -> tuple[int, list[str], bytes]:
+        where = urlsplit(url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        lines = [f"{method} {path} HTTP/1.1", "host: door", "connection: close", "content-length: 0"]
+        lines += [f"x-request-id: {id_}" for id_ in asked]
+        writer.write("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        head, _, body = (await asyncio.wait_for(reader.read(), 20)).partition(b"\r\n\r\n")
+        writer.close()
+        pairs = [line.partition(": ") for line in head.decode("latin-1").split("\r\n")[1:]]
+        return int(head.split()[1]), [value for name, _, value in pairs if name.lower() == "x-request-id"], body
+
+    async with Replica(shows) as replica, door(replica, max_requests=1) as (url, _), door(free_port()) as (empty, _):
+        status, (told,), body = await ids(url, "/v1/models")
+        assert (status, json.loads(body)) == (200, [told])
+        holding = asyncio.create_task(ids(url, "/v1/hold", "POST"))
+        await until(lambda: "POST /v1/hold" in replica.seen)
+        refused, (of_refusal,), _ = await ids(url, "/v1/embeddings", "POST")
+        gate.set()
+        await holding
+        absent, (of_absence,), _ = await ids(empty, "/v1/models")
+    assert (refused, absent) == (429, 503)
+    for found in (told, of_refusal, of_absence):
+        assert (found in asked) == is_kept
+        assert is_kept or uuid.UUID(found).version == 4
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpo
     assert [record.id for record in first.changed] == ["far", "near"]
     watchers = [asyncio.ensure_future(models.watch(first.revision, first.epoch, 20)) for _ in range(200)]
     await asyncio.sleep(0)
-    await models.report_attach("near", "torn")
+    await models.report_attach("near", "torn", "worker", "a")
     for change in await asyncio.gather(*watchers):
         assert [(record.id, record.error) for record in change.changed] == [("near", "torn")]
 
@@ -404,7 +404,7 @@ async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, che
         return change
 
     watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
-    await models.report_attach("near", "torn")
+    await models.report_attach("near", "torn", "worker", "a")
     assert [record.error for record in (await watching).changed] == ["torn"]
 
 

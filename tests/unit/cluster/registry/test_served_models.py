@@ -384,12 +384,37 @@ async def test_a_stored_model_that_no_engine_runs_is_not_served_from_the_store(l
 async def test_a_replicas_report_is_shown_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
     await models.find_model("m")
-    await models.report_attach("m", "tensor w is torn")
+    await models.report_attach("m", "tensor w is torn", "worker", "a")
     assert (record(models).state, record(models).error) == ("unavailable", "tensor w is torn")
     assert await models.manifest("m")
-    await models.report_attach("m", None)
+    await models.report_attach("m", None, "worker", "a")
     assert (record(models).state, record(models).error) == ("ready", "")
-    await models.report_attach("nobody", "x")
+    await models.report_attach("nobody", "x", "worker", "a")
+
+
+async def test_what_one_replica_cannot_attach_is_unavailable_where_no_other_can(life: Life, tmp_path: Path) -> None:
+    entry = model(checkpoint(tmp_path / "c"))
+    models = await life.begin(entry)
+    await models.find_model("m")
+
+    def shown() -> tuple[str, str]:
+        return record(models).state, record(models).error
+
+    await models.report_attach("m", None, "worker", "good")
+    await models.report_attach("m", "no such file", "worker", "bad")
+    assert shown() == ("ready", "")
+    models.forget_replicas(["good", "another"])
+    assert shown() == ("unavailable", "no such file")
+    await models.report_attach("m", None, "text_encoder", "encoder")  # it has another part of the model
+    assert shown() == ("unavailable", "no such file")
+    models.forget_replicas(["bad"])
+    assert shown() == ("ready", "")
+    await models.report_attach("m", "torn", "text_encoder", "other")
+    assert shown() == ("ready", "")
+    await models.report_attach("m", "torn", "text_encoder", "encoder")
+    assert shown() == ("unavailable", "torn")
+    await models.register(entry, wait=True)
+    assert shown() == ("ready", "")
 
 
 async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, tmp_path: Path) -> None:

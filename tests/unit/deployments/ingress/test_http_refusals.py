@@ -383,3 +383,12 @@ async def test_unknown_fields_are_ignored_and_named(http: httpx.AsyncClient, str
     if not stream:
         assert response.json()["warnings"] == [warning.replace("?", "ü")]
     assert "X-Atelier-Warning" not in (await http.post(f"/v1/{CHATS}", json=CHAT)).headers
+
+
+async def test_answers_and_refusals_have_the_id_of_their_request(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    headers = {"x-request-id": "job-1"}
+    asked = [(f"/v1/{path}", body) for path, body, *_ in (*BAD[:9], (CHATS, CHAT), (CHATS, CHAT | {"stream": True}))]
+    for path, body in [*asked, ("/v2/models/nothing/infer", {}), ("/nothing", {})]:
+        answer = await http.post(path, json=body, headers=headers)
+        assert answer.headers.get_list("x-request-id") == ["job-1"], path
+    assert len((await http.get("/v1/models")).headers["x-request-id"]) == 36

@@ -70,7 +70,8 @@ def worker_with(engine: Engine) -> Worker:
 
     worker = Worker.__new__(Worker)
     worker._module_cache = SimpleNamespace(lease=leased)  # type: ignore[assignment]
-    worker._metrics = SimpleNamespace(count_attached=lambda *_: None, count_request=lambda *_: None)  # type: ignore[assignment]
+    nothing = {f"count_{what}": lambda *_: None for what in ("attached", "request", "steps")}
+    worker._metrics = SimpleNamespace(**nothing)  # type: ignore[assignment]
     worker._device = DeviceThread()
     worker._texts = TextService(worker._module_cache, worker._device)
     return worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot
 from deployments.ingress.admin.admission import admission_metrics
+from deployments.ingress.admin.node_metrics import NodeMetrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board
 
 EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]
@@ -20,7 +22,8 @@ EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]
 def known_names() -> set[str]:
     """Return the names of the queue's page, and those that replicas and actors give to Ray, as Ray writes them."""
     empty = AdmissionSnapshot(models=(), replicas={}, tenants={})
-    queue = set(re.findall(r"^# TYPE (\S+)", admission_metrics(empty), re.MULTILINE))
+    own = (admission_metrics(empty), asyncio.run(NodeMetrics(dict).page()))
+    queue = set(re.findall(r"^# TYPE (\S+)", "".join(own), re.MULTILINE))
     source = Path(telemetry.__file__).read_text()
     counted = {f"ray_{name}" for name in re.findall(r'"(atelier_\w+)"', source)}
     measured = {f"ray_{name}" for name in re.findall(r'_MeasuredHistogram\(\s*"(atelier_\w+)"', source)}

@@ -33,7 +33,7 @@ class Held(Replicas):
 
 
 async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.admin.routes.metrics_urls", list)
+    monkeypatch.setattr("deployments.ingress.admin.routes.node_exporters", dict)
     replicas = Held()
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     config = CONFIG.model_copy(update={"worker": CONFIG.worker.model_copy(update={"max_running_images": 2})})
@@ -85,7 +85,7 @@ async def test_an_ingress_that_starts_later_begins_with_what_was_set() -> None:
 
 
 async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deployments.ingress.admin.routes.metrics_urls", list)
+    monkeypatch.setattr("deployments.ingress.admin.routes.node_exporters", dict)
 
     def connect() -> Any:
         raise ActorDiedError

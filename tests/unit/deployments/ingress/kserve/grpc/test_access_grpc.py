@@ -14,6 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from kit.clock import Clock
 
+from cluster.ray_seam.request_context import current_request_id
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.ingress.access.callers import Callers, current_tenant
@@ -248,3 +249,35 @@ async def test_a_call_whose_message_does_not_come_ends(
     begun = channel.stream_unary(f"/{SERVICE}/{method}")()
     async with asyncio.timeout(TIMEOUT_S):
         assert (await begun.code()).name == refused
+
+
+@pytest.mark.parametrize(("asked", "is_kept"), [("job-1", True), ("a b", False), (None, False)])
+async def test_every_call_has_an_id_which_its_answer_tells(
+    channel: grpc.aio.Channel, service: Any, asked: str | None, is_kept: bool
+) -> None:
+    """Answers, refusals for want of a key, and streams."""
+    seen: list[str] = []
+    embed_as_before = service.embed
+
+    async def embed(request: Any) -> Any:
+        seen.append(current_request_id())
+        return await embed_as_before(request)
+
+    service.embed = embed
+    own: Metadata = () if asked is None else (("x-request-id", asked),)
+    calls = [
+        call(channel, "ModelInfer", USER + own, **embedding()),
+        call(channel, "ModelInfer", own, **embedding()),
+        call(channel, "Check", own, HEALTH),
+        call(channel, "ServerLive", own),
+    ]
+    codes = [await code(each) for each in calls]
+    streaming = stream(channel, USER + own)
+    await streaming.write(messages.ModelInferRequest(**embedding()))
+    await streaming.read()
+    await streaming.done_writing()
+    told = [dict(await each.initial_metadata())["x-request-id"] for each in (*calls, streaming)]
+    assert codes[1] == "UNAUTHENTICATED"
+    assert seen == [told[0], told[4]]
+    assert [id_ == asked for id_ in told] == [is_kept] * 5
+    assert len(set(told)) == (1 if is_kept else 5)
