@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -24,7 +27,20 @@ def pipeline_class(class_name: str) -> type[Any]:
     check_class(class_name)
     with IMPORT_LOCK:
         cls: type[Any] = getattr(importlib.import_module("diffusers"), class_name)
+    if importlib.util.find_spec("ftfy") is None:
+        _leave_texts(cls)
     return cls
+
+
+def _leave_texts(cls: type[Any]) -> None:
+    """Let a class leave texts as they are that it would mend by ftfy, which is not installed.
+
+    WanPipeline asks whether it is; its relatives fail at the first prompt.
+    """
+    module = sys.modules[cls.__module__]
+    for names in (vars(module), getattr(getattr(module, "basic_clean", None), "__globals__", {})):
+        if "is_ftfy_available" in names:
+            names.setdefault("ftfy", SimpleNamespace(fix_text=str))
 
 
 class StockModel:
