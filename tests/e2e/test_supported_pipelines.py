@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -29,7 +30,7 @@ from deployments.engines.stock.text_parts import text_parts
 from deployments.engines.stock.texts import CalledEncoders, TextPlanner, weightless_modules
 from deployments.modules.stock_parts import is_stock_text, with_stock_parts
 from infra.supported.page import table
-from infra.supported.pipelines import COMPARED, rows
+from infra.supported.pipelines import COMPARED, Row, rows
 from weights.externalize import externalize
 from weights.store import WeightStore
 
@@ -107,6 +108,11 @@ def case_of(class_name: str) -> tuple[Callable[[], Any], Mapping[str, Any], tupl
     return build, options, IMAGE if class_name == "StableDiffusionInstructPix2PixPipeline" else ()
 
 
+@functools.cache
+def rows_by_name() -> dict[str, Row]:
+    return {row.class_name: row for row in rows()}
+
+
 def made(output: Any, makes: Any) -> np.ndarray:
     """Return what diffusers returned, as the engine rounds it: the images, the frames or the samples."""
     found = next(output[name] for name in OUTPUTS[makes] if name in output)
@@ -126,7 +132,7 @@ def test_all_that_the_table_calls_compared_is() -> None:
 
 @pytest.mark.parametrize("class_name", COMPARED)
 def test_a_class_makes_what_diffusers_makes(class_name: str, tmp_path: Path) -> None:
-    row = next(row for row in rows() if row.class_name == class_name)
+    row = rows_by_name()[class_name]
     assert row.how.startswith("in turns")
     build, options, image_names = case_of(class_name)
     pipeline = saved(build, tmp_path)
