@@ -54,6 +54,19 @@ from the library's source.
 
 Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
 Qwen-Image-Edit reads the image as well, which the text encoder service cannot: these classes are on the stock path.
+
+What was not compared, and why, as far as it is known:
+
+- Classes that take a video, or a list of images: a request brings single images, so what needs one is refused when it
+  is called (`AnimateDiffVideoToVideoPipeline`, `WanVideoToVideoPipeline`, `LucyEditPipeline`, ...).
+- `ChromaInpaintPipeline` and `I2VGenXLPipeline` fail on tiny parts; whether they do in diffusers alone was not tried.
+- Classes that diffusers keeps in its folder `deprecated` with models of their own (`AltDiffusionPipeline`,
+  `UnCLIPPipeline`, `PaintByExamplePipeline`, `WuerstchenCombinedPipeline`, ...): it does not find these in a folder.
+- `AllegroPipeline` decodes in tiles only, which nothing here turns on.
+- Classes whose processor needs torchvision (the Qwen-VL ones) have no tiny model yet.
+
+IP-Adapters are not served. Their weights belong to attention processors that `load_ip_adapter` puts into a denoiser;
+here a module is built of its class, its config and the tensors of its component, and these processors are in none.
 """
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import PIL.Image
 import pytest
 import torch
 from unit.deployments.engines.stock.test_stock_pipelines import load, run
+from unit.deployments.engines.stock.tiny_classes import CASES, assembled
 from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 
@@ -21,13 +24,13 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.protocol import StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
-from deployments.engines.stock.known import OUTPUTS
+from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.text_parts import text_parts
 from deployments.engines.stock.texts import CalledEncoders, TextPlanner, weightless_modules
 from deployments.modules.stock_parts import is_stock_text, with_stock_parts
 from infra.supported.page import table
-from infra.supported.pipelines import COMPARED, rows
+from infra.supported.pipelines import COMPARED, Row, rows
 from weights.externalize import externalize
 from weights.store import WeightStore
 
@@ -71,7 +74,6 @@ DERIVED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "StableDiffusionXLPAGInpaintPipeline": ("digits-sdxl", {**SIZE, "strength": 0.9}, PAINT),
     "StableDiffusionXLPAGPipeline": ("digits-sdxl", SIZE, ()),
 }  # fmt: skip
-NO_PROMPT = ("DiTPipeline", "DDPMPipeline", "DDIMPipeline", "ConsistencyModelPipeline", "DanceDiffusionPipeline")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -95,12 +97,20 @@ def built_from(base: str, class_name: str) -> Any:
     return cls(**{name: parts.get(name) for name in names}, **unchecked)
 
 
-def case_of(class_name: str) -> tuple[Callable[[], Any], dict[str, Any], tuple[str, ...]]:
+def case_of(class_name: str) -> tuple[Callable[[], Any], Mapping[str, Any], tuple[str, ...]]:
+    if class_name in CASES:
+        case = CASES[class_name]
+        return lambda: assembled(class_name, **case.parts()), case.options, case.images
     if class_name in DERIVED:
         base, options, images = DERIVED[class_name]
         return lambda: built_from(base, class_name), options, images
     build, options = BUILDERS[class_name]
     return build, options, IMAGE if class_name == "StableDiffusionInstructPix2PixPipeline" else ()
+
+
+@functools.cache
+def rows_by_name() -> dict[str, Row]:
+    return {row.class_name: row for row in rows()}
 
 
 def made(output: Any, makes: Any) -> np.ndarray:
@@ -117,36 +127,37 @@ def test_the_table_is_the_one_that_is_printed() -> None:
 
 
 def test_all_that_the_table_calls_compared_is() -> None:
-    assert sorted({*BUILDERS, *DERIVED} - FAMILIES.keys()) == list(COMPARED)
+    assert sorted({*BUILDERS, *DERIVED, *CASES} - FAMILIES.keys()) == list(COMPARED)
 
 
 @pytest.mark.parametrize("class_name", COMPARED)
 def test_a_class_makes_what_diffusers_makes(class_name: str, tmp_path: Path) -> None:
-    row = next(row for row in rows() if row.class_name == class_name)
+    row = rows_by_name()[class_name]
     assert row.how.startswith("in turns")
     build, options, image_names = case_of(class_name)
     pipeline = saved(build, tmp_path)
     rng = np.random.default_rng(0)
-    images = {name: rng.integers(0, 256, (32, 32, 3), np.uint8) for name in image_names}
-    if "mask_image" in images:
-        images["mask_image"] = np.where(np.arange(32) < 16, 255, 0).astype(np.uint8)[:, None].repeat(32, 1)
-    steps = 3 if "strength" in options else 2
+    side = options.get("height", 32)
+    images = {name: rng.integers(0, 256, (side, side, 3), np.uint8) for name in image_names}
+    mask = np.where(np.arange(side) < 16, 255, 0).astype(np.uint8)[:, None].repeat(side, 1)
+    images |= {name: mask for name in image_names if "mask" in name}
+    fields = {"num_inference_steps": 3 if "strength" in options else 2}
+    fields |= {name: value for name, value in options.items() if name in FIELDS}
     request = StockRequest(
         "r",
         5,
         "a cat",
-        fields={name: value for name, value in options.items() if name in FIELDS} | {"num_inference_steps": steps},
+        fields={name: value for name, value in fields.items() if name in read_class(class_name).parameters},
         images=images,
         extra={name: value for name, value in options.items() if name not in FIELDS},
     )
     output, turns = run(StockEngine(load(tmp_path)), request)
     given = {name: PIL.Image.fromarray(pixels) for name, pixels in images.items()}
-    prompt = {} if class_name in NO_PROMPT else {"prompt": "a cat"}
-    form = {} if class_name == "DanceDiffusionPipeline" else {"output_type": "np"}
-    generator = torch.Generator("cpu").manual_seed(5)
-    expected = made(
-        pipeline(**prompt, **options, **given, **form, num_inference_steps=steps, generator=generator), row.makes
-    )
+    takes = inspect.signature(pipeline.__call__).parameters
+    usual = {"prompt": "a cat", "output_type": "np", "generator": torch.Generator("cpu").manual_seed(5)}
+    usual = {name: value for name, value in {**usual, **fields}.items() if name in takes}
+    torch.manual_seed(5)  # for what a pipeline draws without the generator
+    expected = made(pipeline(**{**usual, **options, **given}), row.makes)
     found = output.samples if row.makes == "audio" else output.images
     rounding = 1e-6 if row.makes == "audio" else 0  # weights that are stored as a direction and a norm
     np.testing.assert_allclose(np.squeeze(found), np.squeeze(expected.astype(found.dtype)), rtol=0, atol=rounding)

@@ -27,6 +27,7 @@ from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.latent_previews import decoding_arguments, only_decodes, shows_previews
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, sample_rate
+from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.texts import tell_texts
 from weights.memory.devices import host_generator
@@ -202,9 +203,8 @@ class _Run:
         """Return a pipeline of the request's scheduler that has its texts."""
         pipeline = self._model.create_pipeline(self.request.scheduler, self.request.scheduler_options)
         if self.request.texts is not None:
-            modules = (one for one in self._model.modules.values() if isinstance(one, nn.Module))
-            device = next((one.device for module in modules for one in module.parameters()), torch.device("cpu"))
-            tell_texts(pipeline, self.request.texts, device)
+            modules = [one for one in self._model.modules.values() if isinstance(one, nn.Module)]
+            tell_texts(pipeline, self.request.texts, _device_of(modules) or torch.device("cpu"))
         return pipeline
 
     def _show_step(self, pipeline: Any, step: int, timestep: Any, told: dict[str, Any]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class _Run:
 
         HAZARD: other pipelines may run the same modules meanwhile. Their calls come here as well, in their threads.
         """
-        borrowed = BorrowedModules(modules)
+        borrowed = _Borrowed(BorrowedModules(modules), OwnDraws(self.request.seed, _device_of(modules)))
         begin = functools.partial(self._begin_call, borrowed, False)
         begin_block = functools.partial(self._begin_call, borrowed, True)
         blocks = dict.fromkeys(block for module in modules for block in blocks_of(module))
@@ -246,7 +246,7 @@ class _Run:
             for hook in hooks:
                 hook.remove()
 
-    def _begin_call(self, borrowed: BorrowedModules, is_block: bool, *_: Any) -> None:
+    def _begin_call(self, borrowed: _Borrowed, is_block: bool, *_: Any) -> None:
         """Let others have their turn before a module's call, if this one ends here. Raises Cancelled."""
         if not self.call.is_here:
             return
@@ -257,6 +257,25 @@ class _Run:
             self.call.pause()
         finally:
             borrowed.take()
+
+
+class _Borrowed:
+    """What a call finds as it left it, and leaves as it found it, with each of its turns."""
+
+    def __init__(self, modules: BorrowedModules, draws: OwnDraws) -> None:
+        self._modules, self._draws = modules, draws
+
+    def take(self) -> None:
+        self._modules.take()
+        self._draws.take()
+
+    def give_back(self) -> None:
+        self._draws.give_back()
+        self._modules.give_back()
+
+    def end(self) -> None:
+        self._draws.give_back()
+        self._modules.end()
 
 
 class _Steps(tqdm):
@@ -278,6 +297,10 @@ class _Steps(tqdm):
 @contextlib.contextmanager
 def _on_device(modules: list[nn.Module]) -> Iterator[None]:
     """Make the modules' device the current one of this thread, which begins with the first."""
-    device = next((parameter.device for module in modules for parameter in module.parameters()), None)
+    device = _device_of(modules)
     with torch.cuda.device(device) if device is not None and device.type == "cuda" else contextlib.nullcontext():
         yield
+
+
+def _device_of(modules: list[nn.Module]) -> torch.device | None:
+    return next((parameter.device for module in modules for parameter in module.parameters()), None)

@@ -6,10 +6,12 @@ defaults are those of the class.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import json
 import operator
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -27,6 +29,8 @@ _NUM_IMAGES: Final = ("num_images_per_prompt", "num_images", "batch_size")
 # The engine's own: how images come back, who is told of steps, whose random stream it is.
 _OWN: Final = frozenset({"self", "generator", "output_type", "return_dict", "callback", "callback_steps"})
 _OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can be seen
+# What is an image by its name, where the annotation knows but tensors: pipelines hand it to an image processor.
+_IMAGES: Final = ("image", "mask_image", "control_image", "control_mask")
 _MAX_SHOWN: Final = 60
 _MAX_TOKENS: Final = 4096
 
@@ -44,7 +48,7 @@ class CallInputs:
         }
         self._types = _type_hints(call) | {"self": Any}
         self._num_images = next((name for name in _NUM_IMAGES if name in self._parameters), None)
-        self._images = [name for name, found in self._types.items() if name in self._parameters and _takes_image(found)]
+        self._images = [name for name in self._parameters if name in _IMAGES or _takes_image(self._types.get(name))]
 
     def arguments_of(self, request: StockRequest) -> dict[str, Any]:
         """Return the keyword arguments of a request.
@@ -147,10 +151,14 @@ FIELDS: Final = (
 
 
 def _type_hints(call: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(inspect.unwrap(call))
-    except Exception:  # a name that is only there for type checkers
-        return dict(inspect.get_annotations(inspect.unwrap(call)))
+    """Return the types of parameters; one that cannot be told, of a name for type checkers say, as it is written."""
+    function = inspect.unwrap(call)
+    found = dict(inspect.get_annotations(function))
+    for name, annotation in found.items():
+        alone = types.SimpleNamespace(__annotations__={name: annotation})
+        with contextlib.suppress(Exception):
+            found |= typing.get_type_hints(alone, vars(sys.modules[function.__module__]))
+    return found
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -170,8 +178,18 @@ def _plain_part(annotation: Any) -> Any:
     """
     if annotation is Any or annotation is inspect.Parameter.empty:
         return Any
-    plain = [one for one in _members(annotation) if _is_plain(one)]
+    plain = [_any_length(one) for one in _members(annotation) if _is_plain(one)]
     return None if all(one is type(None) for one in plain) else functools.reduce(operator.or_, plain)
+
+
+def _any_length(annotation: Any) -> Any:
+    """Return `tuple[int]` as the library means it: of any length."""
+    inner = typing.get_args(annotation)
+    return (
+        types.GenericAlias(tuple, (*inner, ...))
+        if typing.get_origin(annotation) is tuple and len(inner) == 1
+        else annotation
+    )
 
 
 def _is_plain(annotation: Any) -> bool:

@@ -39,6 +39,11 @@ OUTPUTS: Final[Mapping[Makes, tuple[str, ...]]] = {
     "audio": ("audios",),
 }
 _MODULES: Final = {"opencv": "cv2", "onnx": "onnxruntime"}  # of packages, where they are called otherwise
+# Packages that a class cannot do without although its file asks whether they are there, by what that file says.
+_NEEDED_ALL_THE_SAME: Final = {
+    "is_cosmos_guardrail_available()": "cosmos_guardrail",
+    "from .processor_omnigen import": "torchvision",
+}
 # By the end of a class's name, the names of the one file that it is read from.
 _FILES: Final[Mapping[str, tuple[str, ...]]] = {
     "Scheduler": ("scheduler_config.json",),
@@ -130,6 +135,8 @@ def check_parts(class_name: str, folder: Path, index: Mapping[str, object]) -> N
                 f"{folder}: its {name} is of {library!r}, code that comes with a model, which is never run"
             )
     for name in read_class(class_name).components:
+        if name == "safety_checker":  # which nobody builds
+            continue
         entry = index.get(name)
         if not isinstance(entry, list) or not any(entry):
             raise EngineError(f"{folder}: {class_name} needs a {name}, and model_index.json names none")
@@ -195,7 +202,9 @@ def _missing_packages(class_name: str) -> list[str]:
     """Return the packages that are not installed of those in whose absence diffusers puts a stand-in for the class."""
     stand_in = re.compile(rf"^class {class_name}\(.*\n    _backends = (.*)$", re.MULTILINE)
     texts = (file.read_text("utf-8") for file in sorted((library_folder("diffusers") / "utils").glob("dummy_*.py")))
-    needed = next((ast.literal_eval(found[1]) for text in texts if (found := stand_in.search(text))), ())
+    needed = list(next((ast.literal_eval(found[1]) for text in texts if (found := stand_in.search(text))), ()))
+    own = _class_files()[class_name].read_text("utf-8")
+    needed += [package for words, package in _NEEDED_ALL_THE_SAME.items() if words in own]
     return [name for name in needed if importlib.util.find_spec(_MODULES.get(name, name)) is None]
 
 

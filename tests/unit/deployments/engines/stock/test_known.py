@@ -65,6 +65,18 @@ def test_classes_that_cannot_be_served_say_why(class_name: str, words: str) -> N
     assert words in why_not(class_name)
 
 
+@pytest.mark.parametrize(
+    ("class_name", "package"),
+    [("Cosmos2TextToImagePipeline", "cosmos_guardrail"), ("OmniGenPipeline", "torchvision")],
+)
+def test_packages_that_a_class_only_seems_to_do_without_are_needed(
+    class_name: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else present(name))
+    assert why_not(class_name) == f"{class_name} needs {package}, which is not installed here"
+
+
 def test_a_class_whose_packages_are_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     present = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sentencepiece" else present(name))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
+import sys
 import threading
+import typing
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +18,15 @@ import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make
+from unit.deployments.engines.stock.tiny_classes import CASES, assembled
+from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
 from deployments.engines.build import build_module
 from deployments.engines.protocol import ComputationFailed, EngineError, StockRequest
 from deployments.engines.stock.engine import StockEngine
-from deployments.engines.stock.loading import StockModel, component_class
+from deployments.engines.stock.inputs import CallInputs
+from deployments.engines.stock.known import read_class
+from deployments.engines.stock.loading import StockModel, component_class, pipeline_class
 from weights.formats.checkpoint import read_checkpoint
 
 STEPS = 2
@@ -236,6 +242,76 @@ def test_images_go_to_the_parameters_of_their_names(tmp_path: Path) -> None:
     np.testing.assert_array_equal(output.images, np.stack([np.asarray(one) for one in found.images]))
     with pytest.raises(EngineError, match=r"mask_image: .* takes no such image \(images that it takes: image"):
         StockEngine(load(tmp_path)).add_request(replace(request, images={"mask_image": image[:, :, 0]}))
+
+
+def assembled_case(class_name: str, folder: Path) -> tuple[Any, StockModel]:
+    stock = saved(lambda: assembled(class_name, **CASES[class_name].parts()), folder)
+    return stock, load(folder)
+
+
+def test_what_a_pipeline_draws_without_its_generator_is_of_the_seed_as_well(tmp_path: Path) -> None:
+    """This class samples the latents of its control image so."""
+    stock, model = assembled_case("StableDiffusion3ControlNetPipeline", tmp_path)
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    fields = {"height": 32, "width": 32, "num_inference_steps": STEPS}
+    engines = [StockEngine(model) for _ in range(2)]
+    for seed, engine in enumerate(engines):
+        engine.add_request(StockRequest(f"r{seed}", seed, PROMPT, 1, fields, {"control_image": image}))
+    before, found = torch.get_rng_state(), {}
+    while any(engine.has_work for engine in engines):
+        for engine in engines:
+            if engine.has_work:
+                found |= {output.request_id: output.images for output in engine.step() if output.is_last}
+                assert not engine.failures
+    assert torch.equal(torch.get_rng_state(), before)
+    for seed in range(2):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            generator = torch.Generator("cpu").manual_seed(seed)
+            given = {**fields, "control_image": PIL.Image.fromarray(image), "output_type": "pil"}
+            expected = stock(PROMPT, **given, generator=generator).images
+        np.testing.assert_array_equal(found[f"r{seed}"], np.stack([np.asarray(one) for one in expected]))
+
+
+def test_an_image_is_one_by_its_name_where_the_annotation_says_tensor(tmp_path: Path) -> None:
+    model = assembled_case("FluxFillPipeline", tmp_path)[1]
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    fields = {"height": 32, "width": 32, "num_inference_steps": STEPS, "max_sequence_length": 16}
+    halves = np.where(np.arange(32) < 16, 255, 0).astype(np.uint8)[:, None].repeat(32, 1)
+    made = [
+        run(StockEngine(model), StockRequest("r", 1, PROMPT, 1, fields, {"image": image, "mask_image": mask}))[0]
+        for mask in (halves, 255 - halves)
+    ]
+    assert (made[0].images != made[1].images).any()
+    with pytest.raises(EngineError, match="masked_image_latents: FluxFillPipeline takes no such image"):
+        StockEngine(model).add_request(StockRequest("r", 1, PROMPT, 1, fields, {"masked_image_latents": image}))
+
+
+def test_a_tuple_of_one_type_may_have_any_length() -> None:
+    """`attn_res: tuple[int]` is a height and a width."""
+    inputs = CallInputs(diffusers.StableDiffusionAttendAndExcitePipeline)
+    given = inputs.arguments_of(StockRequest("r", 1, PROMPT, extra={"token_indices": [1], "attn_res": [8, 8]}))
+    assert given["attn_res"] == (8, 8)
+    with pytest.raises(EngineError, match="extra: attn_res is "):
+        inputs.arguments_of(StockRequest("r", 1, PROMPT, extra={"token_indices": [1], "attn_res": [8, "8"]}))
+
+
+def test_one_annotation_that_cannot_be_told_hides_no_other() -> None:
+    cls = diffusers.LTXI2VLongMultiPromptPipeline
+    with pytest.raises(TypeError):
+        typing.get_type_hints(inspect.unwrap(cls.__call__))
+    assert "temporal_tile_size = 80" in CallInputs(cls).describe()
+
+
+def test_texts_need_no_package_to_mend_them() -> None:
+    module = sys.modules[pipeline_class("WanVACEPipeline").__module__]
+    assert module.prompt_clean("  a &amp; b  c ") == "a & b c"
+
+
+def test_a_folder_may_lack_the_safety_checker_that_its_class_requires(tmp_path: Path) -> None:
+    assert "safety_checker" in read_class("TextToVideoZeroPipeline").components
+    model = assembled_case("TextToVideoZeroPipeline", tmp_path)[1]
+    assert model.create_pipeline().safety_checker is None
 
 
 def test_a_request_may_choose_the_scheduler(aura: Any) -> None:

@@ -52,7 +52,7 @@ def t5(class_: Any = transformers.T5EncoderModel, width: int = 16) -> Any:
     return class_(config(vocab_size=512, d_model=width, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
 
 
-def clip(class_: Any = transformers.CLIPTextModel, width: int = 16) -> Any:
+def clip(class_: Any = transformers.CLIPTextModel, width: int = 16, positions: int = CLIP_TOKENS) -> Any:
     tokenizer = clip_tokenizer()
     return class_(
         transformers.CLIPTextConfig(
@@ -62,7 +62,7 @@ def clip(class_: Any = transformers.CLIPTextModel, width: int = 16) -> Any:
             projection_dim=width,
             num_hidden_layers=2,
             num_attention_heads=2,
-            max_position_embeddings=CLIP_TOKENS,
+            max_position_embeddings=positions,
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -105,10 +105,10 @@ def unet(**more: Any) -> Any:
     return diffusers.UNet2DConditionModel(**options)
 
 
-def pixart(class_: Any) -> Any:
+def pixart(class_: Any, num_layers: int = 1) -> Any:
     transformer = diffusers.PixArtTransformer2DModel(
-        sample_size=8, num_layers=1, patch_size=2, attention_head_dim=8, num_attention_heads=2, caption_channels=16,
-        in_channels=4, cross_attention_dim=16, out_channels=8, norm_num_groups=1,
+        sample_size=8, num_layers=num_layers, patch_size=2, attention_head_dim=8, num_attention_heads=2,
+        caption_channels=16, in_channels=4, cross_attention_dim=16, out_channels=8, norm_num_groups=1,
     )  # fmt: skip
     scheduler = diffusers.DDIMScheduler()
     return class_(tokenizer=t5_tokenizer(), text_encoder=t5(), vae=vae(), transformer=transformer, scheduler=scheduler)
