@@ -382,14 +382,13 @@ def stored_tensors(store: WeightStore, manifest: Manifest, component: Component)
     decoded = DecodedExtents(store.packs)
     packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
     return {
-        name: stored_tensor(packs[ref.extent], manifest, f"{component.name}.{name}", ref, decoded)
+        name: stored_tensor(packs[ref.extent], manifest.extents[ref.extent], f"{component.name}.{name}", ref, decoded)
         for name, ref in component.tensors.items()
     }
 
 
-def stored_tensor(file: Path, manifest: Manifest, name: str, ref: TensorRef, decoded: DecodedExtents) -> StoredTensor:
-    """Return a tensor of the model, to be called `name`, whose extent is in `file`."""
-    extent = manifest.extents[ref.extent]
+def stored_tensor(file: Path, extent: ExtentRef, name: str, ref: TensorRef, decoded: DecodedExtents) -> StoredTensor:
+    """Return a tensor, to be called `name`, of an extent that is in `file`."""
     return StoredTensor(
         name=name,
         file=file,

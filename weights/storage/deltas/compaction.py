@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
-from weights.errors import StoreError, WeightsError
+from weights.errors import DiskFull, StoreError, WeightsError
 from weights.formats.tensors import FileTensor
 from weights.layouts import publish_again
 from weights.manifest import EXTENT_ALIGNMENT, MAX_BASES, Component, DeltaRef, ExtentRef, Manifest, TensorRef
@@ -29,6 +29,7 @@ from weights.memory.pages import ByteArray
 from weights.reading.extents import read_extent
 from weights.storage.deltas.codec import CODEC, ChunkDecoder, Segment, Source, chunk_sizes, encode_chunk, encode_header
 from weights.storage.deltas.families import MAX_RATIO, Sample, choose_bases
+from weights.storage.durable import disk_errors
 from weights.storage.hashing import HASH_THREADS, hash_tensors
 from weights.storage.publishing import publish_places
 from weights.store import DecodedExtents, WeightStore, stored_tensors
@@ -100,6 +101,8 @@ def compact(
     for model in run.models:
         try:
             found = run.compact_model(manifests[model], None if dry_run else weight_dir or store.path)
+        except DiskFull:
+            raise
         except WeightsError as error:
             problems.append(f"{model}: {error}")
         else:
@@ -145,9 +148,17 @@ def _bases_of(store: WeightStore, manifests: Mapping[str, Manifest]) -> dict[_Me
         if len(members) > 1:
             parts = {(model, name): manifests[model].components[name] for model, name in members}
             samples = {member: _sample(store, manifests[member[0]], part) for member, part in parts.items()}
-            fixed = [member for member, part in parts.items() if needed.intersection(part.extent_ids)]
-            bases |= choose_bases(samples, fixed)
+            bases |= choose_bases(samples, _fixed(parts, needed))
     return bases
+
+
+def _fixed(parts: Mapping[_Member, Component], needed: Collection[str]) -> list[_Member]:
+    """Return the members that are bases already. One that only shares extents with a base has others as well."""
+    found: dict[frozenset[str], _Member] = {}
+    for member, part in sorted(parts.items(), key=lambda item: (len(item[1].extent_ids), item[0])):
+        if ids := frozenset(part.extent_ids).intersection(needed):
+            found.setdefault(ids, member)
+    return list(found.values())
 
 
 def _needed_bases(manifests: Mapping[str, Manifest]) -> set[str]:
@@ -225,7 +236,7 @@ class _Compaction:
             after, figures = self._encode(manifest, None, "")
         else:
             pack = f"{manifest.model}_deltas.{uuid.uuid4().hex[:8]}"
-            with self.store.staged("deltas", staging) as path:
+            with disk_errors(staging, 0), self.store.staged("deltas", staging) as path:
                 with path.open("wb") as file:
                     after, figures = self._encode(manifest, file, pack)
                     file.flush()

@@ -13,6 +13,8 @@ from weights.storage.deltas.codec import encode_chunk
 
 # A delta that is not smaller than this part of its extent is not worth decoding: the plain bytes stay.
 MAX_RATIO: Final = 0.9
+# Bits of weights that have nothing to do with each other agree here and there: that makes no family.
+_MAX_OF_ALONE: Final = 0.95
 Sample = Sequence[tuple[int, ByteArray]]  # bytes of an item, and some items, of the same tensors in all members
 Member = TypeVar("Member")
 
@@ -21,8 +23,7 @@ def choose_bases(samples: Mapping[Member, Sample], fixed: Collection[Member] = (
     """Return the base of each member that is to be a delta. One hop: a base is in no delta itself.
 
     Members have one structure. `fixed` are bases already, and stay. Of the others each joins the nearest of these that
-    its sample can be compressed against; then medoids become bases, each of those whose samples say so, until nobody
-    has one.
+    it is near to; then medoids become bases, each of those that are near, until nobody is left.
     """
 
     @functools.cache
@@ -33,13 +34,13 @@ def choose_bases(samples: Mapping[Member, Sample], fixed: Collection[Member] = (
     free = [member for member in samples if member not in fixed]
     for member in free:
         nearest = min(fixed, key=functools.partial(distance, member), default=None)
-        if nearest is not None and sampled_ratio(samples[member], samples[nearest]) < MAX_RATIO:
+        if nearest is not None and is_near(samples[member], samples[nearest]):
             bases[member] = nearest
     left = [member for member in free if member not in bases]
     while len(left) > 1:
         sums = {base: sum(distance(base, member) for member in left) for base in left}
         medoid = min(left, key=sums.__getitem__)
-        joined = [m for m in left if m != medoid and sampled_ratio(samples[m], samples[medoid]) < MAX_RATIO]
+        joined = [m for m in left if m != medoid and is_near(samples[m], samples[medoid])]
         bases |= dict.fromkeys(joined, medoid)
         left = [member for member in left if member not in (medoid, *joined)]
     return bases
@@ -52,8 +53,9 @@ def bit_distance(sample: Sample, other: Sample) -> float:
     return num_bits / (8 * num_bytes) if num_bytes else 0.0
 
 
-def sampled_ratio(sample: Sample, base: Sample) -> float:
-    """Return the size of the sample's difference from the base's, as part of the sample."""
+def is_near(sample: Sample, base: Sample) -> bool:
+    """Return whether the sample is well stored as a difference, and better so than through the same codec alone."""
     num_bytes = sum(items.nbytes for _, items in sample)
+    alone = sum(len(encode_chunk(items, size, None)) for size, items in sample)
     encoded = sum(len(encode_chunk(a, size, b)) for (size, a), (_, b) in zip(sample, base, strict=True))
-    return encoded / num_bytes if num_bytes else 1.0
+    return encoded < MAX_RATIO * num_bytes and encoded < _MAX_OF_ALONE * alone
