@@ -9,17 +9,15 @@ from typing import Final
 import numpy as np
 
 from weights.manifest import DeltaRef, ExtentRef
-from weights.memory.pages import ByteArray, allocate_pages
-from weights.reading.blocks import PackReader
+from weights.memory.pages import ByteArray
 from weights.reading.forms import MeasuredRate
 from weights.reading.report import StageClock
 from weights.storage.deltas.codec import ChunkDecoder, DeltaDamaged, Source, chunk_sizes, read_header
 
 # Gives the bytes of a plain extent that somebody has in memory, for as long as they are referenced; None: nobody has.
 Resident = Callable[[ExtentRef], ByteArray | None]
-OpenPack = Callable[[ExtentRef], contextlib.AbstractContextManager[PackReader]]
+OpenPart = Callable[[ExtentRef], contextlib.AbstractContextManager[Iterator[memoryview]]]
 
-_BASE_BLOCK_BYTES: Final = 2 * 2**20
 _MAX_SKIP_BYTES: Final = 2**20  # of a base between two tensors: read on rather than open it again
 
 
@@ -29,7 +27,7 @@ class Bases:
     One file is open at a time: tensors are mostly asked for in the order in which they lie.
     """
 
-    def __init__(self, delta: DeltaRef, resident: Mapping[int, ByteArray], open_part: OpenPack) -> None:
+    def __init__(self, delta: DeltaRef, resident: Mapping[int, ByteArray], open_part: OpenPart) -> None:
         self._delta, self._resident, self._open_part = delta, resident, open_part
         self._opened = contextlib.ExitStack()
         self._source = Source(())
@@ -46,8 +44,8 @@ class Bases:
         if opened != number or not 0 <= offset - position <= _MAX_SKIP_BYTES:
             self._opened.close()
             base = self._delta.bases[number]
-            pack = self._opened.enter_context(self._open_part(base.part(offset, base.nbytes - offset)))
-            self._source = Source(pack.blocks(allocate_pages(_BASE_BLOCK_BYTES), _BASE_BLOCK_BYTES))
+            part = base.part(offset, base.nbytes - offset)
+            self._source = Source(self._opened.enter_context(self._open_part(part)))
             position = offset
         self._source.take(offset - position)
         self._place = number, offset + nbytes

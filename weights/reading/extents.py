@@ -36,6 +36,7 @@ Place = Callable[[], ByteArray]
 MIN_DIRECT_BYTES: Final = 4 * 2**20
 # Hashed and copied at once: it fits into a core's cache, and is long enough for copies that pass the cache by.
 PIECE_BYTES: Final = 2**20
+_BASE_BLOCK_BYTES: Final = 2 * 2**20
 # One extent in one thread: blocks small enough to be in cache still when the checksum comes to them.
 _SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
 
@@ -247,12 +248,14 @@ class ExtentReader:
                     raise ExtentCorrupt(f"{error}; the delta of extent {extent.id} needs it", extent.id) from None
 
     @contextlib.contextmanager
-    def _open_base(self, part: ExtentRef, stages: StageClock) -> Iterator[PackReader]:
+    def _open_base(self, part: ExtentRef, stages: StageClock) -> Iterator[Iterator[memoryview]]:
+        """Yield the blocks of a part of a base. Read through the page cache: it is a piece here and a piece there."""
         with stages.measure("open"):
             path, _ = self._places.get(part.pack) or self._find(part.pack)
             pack = PackReader(path, part, direct=False)
         with pack:
-            yield pack
+            buffer = allocate_pages(min(_BASE_BLOCK_BYTES, part.nbytes))
+            yield self._measured(pack.blocks(buffer, buffer.nbytes), stages)
 
     def _measured(
         self, blocks: Iterator[memoryview], stages: StageClock, digest: xxh3_128 | None = None
