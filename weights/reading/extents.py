@@ -78,9 +78,9 @@ class ExtentReader:
                 return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
 
         def delta() -> ByteArray:
-            place = functools.cache(lambda: allocate_pages(extent.nbytes))
-            self._decode(extent, place, stages)
-            return place()
+            with _placed_once(lambda: allocate_pages(extent.nbytes)) as place:
+                self._decode(extent, place, stages)
+                return place()
 
         return self._in_either_form(extent, plain, delta)
 
@@ -91,19 +91,12 @@ class ExtentReader:
         than were written, of the extent or of the base of its delta; StoreError when its name leads out of the store;
         and what `place` does. After an error the place holds nothing of worth.
         """
-        place = functools.cache(place)
-
-        def plain() -> None:
-            with self._open(extent, stages) as (pack, strategy):
-                if not pack.is_direct:
-                    blocks = pack.blocks(place(), strategy.block_bytes)
-                    self._verified(extent, self._measured(blocks, stages), None, stages)
-                    return
-                with self._staging(min(strategy.block_bytes, pack.span.nbytes)) as staging:
-                    blocks = pack.blocks(staging, staging.nbytes)
-                    self._verified(extent, self._measured(blocks, stages), place, stages)
-
-        self._in_either_form(extent, plain, lambda: self._decode(extent, place, stages))
+        with _placed_once(place) as once:
+            self._in_either_form(
+                extent,
+                functools.partial(self._read_plain, extent, once, stages),
+                functools.partial(self._decode, extent, once, stages),
+            )
 
     def read_all(
         self, extents: Sequence[ExtentRef], progress: Progress | None = None, *, what: str = ""
@@ -182,6 +175,16 @@ class ExtentReader:
             return first()
         except ExtentCorrupt:
             return second()
+
+    def _read_plain(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
+        with self._open(extent, stages) as (pack, strategy):
+            if not pack.is_direct:
+                blocks = pack.blocks(place(), strategy.block_bytes)
+                self._verified(extent, self._measured(blocks, stages), None, stages)
+                return
+            with self._staging(min(strategy.block_bytes, pack.span.nbytes)) as staging:
+                blocks = pack.blocks(staging, staging.nbytes)
+                self._verified(extent, self._measured(blocks, stages), place, stages)
 
     def _prefers_delta(self, extent: ExtentRef) -> bool:
         assert extent.delta
@@ -310,6 +313,16 @@ class ExtentReader:
             if self._verify:
                 digest.update(piece.data)
             out[start : start + PIECE_BYTES] = piece
+
+
+@contextlib.contextmanager
+def _placed_once(place: Place) -> Iterator[Place]:
+    """Yield `place` as one that is asked once: a second form is read into what the first one got."""
+    once = functools.cache(place)
+    try:
+        yield once
+    finally:
+        once.cache_clear()  # HAZARD: the frames of an error keep their functions, which would keep this memory
 
 
 def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[ExtentRef]:

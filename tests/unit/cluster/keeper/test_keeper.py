@@ -829,6 +829,11 @@ def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
     assert leased.report.stages["read"].nbytes == len(delta) + 50_000
     made.release(["sibling"], "me")
     made.drop(["sibling"])
+    del leased
+    with pytest.raises(ExtentCorrupt) as failed:
+        made.acquire([sibling.model_copy(update={"checksum": "0" * 32})], "me")
+    assert store.written() is None  # nor does the error keep its memory
+    assert "delta of extent sibling" in str(failed.value)
     made.acquire([refs["base"]], "me")
     (tmp_path / "base").unlink()  # nothing of it is read
     leased = made.acquire([sibling], "me")
