@@ -10,7 +10,6 @@ import numpy as np
 
 from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.pages import ByteArray
-from weights.reading.forms import MeasuredRate
 from weights.reading.report import StageClock
 from weights.storage.deltas.codec import ChunkDecoder, DeltaDamaged, Source, chunk_sizes, read_header
 
@@ -52,9 +51,7 @@ class Bases:
         return np.frombuffer(self._source.take(nbytes), np.uint8)
 
 
-def decoded(
-    extent: ExtentRef, source: Source, bases: Bases, stages: StageClock, rate: MeasuredRate
-) -> Iterator[memoryview]:
+def decoded(extent: ExtentRef, source: Source, bases: Bases, stages: StageClock) -> Iterator[memoryview]:
     """Yield the plain bytes of an extent that has a delta, which `source` gives; each valid until the next.
 
     Raises DeltaDamaged, also for what would take more memory or bytes of a base than there are.
@@ -71,10 +68,8 @@ def decoded(
                 if segment.base is None:
                     raise DeltaDamaged("a chunk is a difference from no base")
                 base = bases.take(segment.base, offset, nbytes)
-            begin_s = stages.now_s()
             with stages.measure("decode", nbytes):
                 block = decoder.decode(nbytes, segment.item_bytes, frames, data, base)
-            rate.add(nbytes, stages.now_s() - begin_s)
             yield block
             offset += nbytes
     source.end()

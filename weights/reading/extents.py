@@ -8,6 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -41,6 +42,14 @@ _BASE_BLOCK_BYTES: Final = 2 * 2**20
 _SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
 
 
+@dataclass(slots=True)
+class _Passed:
+    """Blocks of a delta that passed by: their digest, which says whether it is the delta or a base that is damaged."""
+
+    digest: xxh3_128 = field(default_factory=xxh3_128)
+    read_s: float = 0.0
+
+
 class ExtentReader:
     """Reads extents into memory of their own, or into a place that is given. Thread-safe.
 
@@ -66,13 +75,14 @@ class ExtentReader:
         self._clock = clock
         self._resident = resident
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
-        self._reading, self._decoding = MeasuredRate(), MeasuredRate()
+        # Of plain extents; of deltas, and of all but the reading that these take, in plain bytes.
+        self._plain, self._delta, self._decoding = MeasuredRate(), MeasuredRate(), MeasuredRate()
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
         """Read an extent into memory that is the caller's. Raises what `read_into` does."""
 
         def plain() -> ByteArray:
-            with self._open(extent, stages) as (pack, strategy):
+            with self._plain_timed(extent), self._open(extent, stages) as (pack, strategy):
                 buffer = allocate_pages(pack.span.nbytes)
                 self._verified(extent, self._measured(pack.blocks(buffer, strategy.block_bytes), stages), None, stages)
                 return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
@@ -176,8 +186,14 @@ class ExtentReader:
         except ExtentCorrupt:
             return second()
 
+    @contextlib.contextmanager
+    def _plain_timed(self, extent: ExtentRef) -> Iterator[None]:
+        begin_s = self._clock()
+        yield
+        self._plain.add(extent.nbytes, self._clock() - begin_s)
+
     def _read_plain(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
-        with self._open(extent, stages) as (pack, strategy):
+        with self._plain_timed(extent), self._open(extent, stages) as (pack, strategy):
             if not pack.is_direct:
                 blocks = pack.blocks(place(), strategy.block_bytes)
                 self._verified(extent, self._measured(blocks, stages), None, stages)
@@ -192,7 +208,8 @@ class ExtentReader:
             extent.nbytes,
             extent.delta.nbytes,
             base_is_resident=len(self._resident_bases(extent)) == len(extent.delta.bases),
-            read_bytes_per_s=self._reading.bytes_per_s,
+            plain_bytes_per_s=self._plain.bytes_per_s,
+            read_bytes_per_s=self._delta.bytes_per_s,
             decode_bytes_per_s=self._decoding.bytes_per_s,
         )
 
@@ -220,26 +237,31 @@ class ExtentReader:
     ) -> None:
         delta = extent.delta
         assert delta
-        digest = xxh3_128()
+        passed, begin_s = _Passed(), self._clock()
         with self._open(delta.stored(extent.id), stages) as (pack, strategy), contextlib.ExitStack() as stack:
             staging = stack.enter_context(self._staging(min(strategy.block_bytes, pack.span.nbytes)))
             bases = stack.enter_context(
                 contextlib.closing(Bases(delta, resident, lambda part: self._open_base(part, stages)))
             )
-            source = Source(self._measured(pack.blocks(staging, staging.nbytes), stages, digest))
+            source = Source(self._measured(pack.blocks(staging, staging.nbytes), stages, passed))
             where = f"{self._places[delta.pack][0]}: bytes {delta.offset}..{delta.offset + delta.nbytes}"
             what = f"{where} (delta of extent {extent.id})"
             try:
-                found = self._take_in(decoded(extent, source, bases, stages, self._decoding), place, stages)
+                found = self._take_in(decoded(extent, source, bases, stages), place, stages)
             except DeltaDamaged as error:
                 raise ExtentCorrupt(f"{what} are damaged: {error}", extent.id) from None
             except ExtentCorrupt as error:  # of the base, perhaps
                 raise ExtentCorrupt(str(error), extent.id) from error
         if self._verify and found != extent.checksum:
-            if digest.hexdigest() == delta.checksum:
+            if passed.digest.hexdigest() == delta.checksum:
                 self._blame_bases(extent, resident)
                 raise ExtentCorrupt(f"{what} give checksum {found}, expected {extent.checksum}", extent.id)
-            raise ExtentCorrupt(f"{what} have checksum {digest.hexdigest()}, expected {delta.checksum}", extent.id)
+            raise ExtentCorrupt(
+                f"{what} have checksum {passed.digest.hexdigest()}, expected {delta.checksum}", extent.id
+            )
+        if len(resident) == len(delta.bases):
+            self._delta.add(delta.nbytes, passed.read_s)
+            self._decoding.add(extent.nbytes, self._clock() - begin_s - passed.read_s)
 
     def _blame_bases(self, extent: ExtentRef, resident: Mapping[int, ByteArray]) -> None:
         """Raise ExtentCorrupt naming the file of a base on disk that is damaged, if one is."""
@@ -261,19 +283,19 @@ class ExtentReader:
             yield self._measured(pack.blocks(buffer, buffer.nbytes), stages)
 
     def _measured(
-        self, blocks: Iterator[memoryview], stages: StageClock, digest: xxh3_128 | None = None
+        self, blocks: Iterator[memoryview], stages: StageClock, passed: _Passed | None = None
     ) -> Iterator[memoryview]:
-        """Pass blocks on as they are read; what `digest` gets of them is for whoever asks which file is damaged."""
+        """Pass blocks on as they are read."""
         while True:
-            begin_s = stages.now_s()
+            begin_s = self._clock()
             with stages.measure("read"):
                 block = next(blocks, None)
             if block is None:
                 return
-            self._reading.add(block.nbytes, stages.now_s() - begin_s)
             stages.add_bytes("read", block.nbytes)
-            if digest is not None:
-                digest.update(block)
+            if passed:
+                passed.read_s += self._clock() - begin_s
+                passed.digest.update(block)
             yield block
 
     def _verified(

@@ -15,6 +15,7 @@ from weights.manifest import ExtentRef, Manifest
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.extents import ExtentReader, Resident, read_extent
+from weights.reading.forms import MIN_MEASURED_BYTES
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
@@ -107,7 +108,7 @@ def test_a_damaged_delta_names_its_file_and_the_plain_bytes_serve_meanwhile(
     assert caught.value.extent_id == extent.id
     stored = store.manifest("tuned").extents[extent.id]
     slow = reader(store)
-    slow._reading.add(1, 1.0)  # so slow a medium that the delta is tried first
+    slow._plain.add(MIN_MEASURED_BYTES, 60.0)  # so slow a medium that the delta is tried first
     slow._resident = lambda base: read_extent(store.packs, base)
     assert slow._prefers_delta(stored)
     assert slow.read(stored, StageClock()).tobytes() == plain[extent.id]
