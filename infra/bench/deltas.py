@@ -68,6 +68,8 @@ def measure_deltas(settings: DeltaSettings, models: Path, seed: int = 0) -> dict
         ratios = {name: _ratios(*pair, models / "adder", Path(folder) / name) for name, pair in pairs.items()}
         large = [_repeated(tensors, settings.load_bytes) for tensors in pairs["full-strong"]]
         store, sibling = _stored(large[0], large[1], models / "adder", Path(folder) / "large")
+        if sibling.version == 1:
+            raise RuntimeError("no delta of the strong fine-tune is smaller than its plain bytes")
         loads = {f"{gbps:g}": _loads(store, sibling, gbps, settings.rounds) for gbps in MEDIA_GBPS}
         return {"ratios": ratios, "decode_gbps": _decode_gbps(store, sibling), "loads": loads}
 
@@ -167,7 +169,7 @@ def _repeated(tensors: Tensors, nbytes: int) -> Tensors:
     given = sum(tensor.nbytes for tensor in tensors.values())
     generator = torch.Generator().manual_seed(0)
     large = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         flat = tensor.flatten()
         orders = [torch.randperm(len(flat), generator=generator) for _ in range(max(1, nbytes // given))]
         large[name] = torch.cat([flat[order] for order in orders]).reshape(-1, *tensor.shape[1:])

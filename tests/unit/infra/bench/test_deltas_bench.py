@@ -9,7 +9,7 @@ from infra.bench.deltas import _repeated, _to_int8
 
 def test_a_larger_pair_differs_as_the_given_one() -> None:
     base = {"w": torch.randn(20, 30), "b": torch.randn(7)}
-    tuned = {name: torch.where(torch.rand(tensor.shape) < 0.3, 0.0, tensor) for name, tensor in base.items()}
+    tuned = {name: torch.where(torch.rand(tensor.shape) < 0.3, 0.0, tensor) for name, tensor in reversed(base.items())}
     large = [_repeated(tensors, 10 * 4 * 607) for tensors in (base, tuned)]
     assert [found["w"].shape for found in large] == [(200, 30)] * 2
     assert [found["b"].shape for found in large] == [(70,)] * 2
