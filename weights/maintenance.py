@@ -176,7 +176,8 @@ def _free(
 
 def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tuple[str, list[_Range]]]:
     """Yield what no manifest names, by path: whole packs, skeletons and mirrors, and ranges of packs in use."""
-    packs = {PurePosixPath(extent.pack).parts[0] for manifest in manifests for extent in manifest.extents.values()}
+    runs = {run for manifest in manifests for extent in manifest.extents.values() for run in extent.runs()}
+    packs = {PurePosixPath(run.pack).parts[0] for run in runs}
     skeletons = {store.skeleton(manifest) for manifest in manifests}
     dead = [path for path in sorted(store.packs.iterdir()) if path.name not in packs]
     dead += [path for path in sorted(store.models.glob(f"*/{_SKELETONS}")) if path not in skeletons]
@@ -185,10 +186,9 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
         yield str(path.relative_to(store.path)), [(0, WHOLE_END)]
     # The files of `inline` are whole files of another format: untouched.
     live: dict[str, set[_Range]] = defaultdict(set)
-    for manifest in manifests:
-        for extent in manifest.extents.values():
-            if "/" not in extent.pack:
-                live[extent.pack].add((extent.offset, extent.offset + extent.nbytes))
+    for run in runs:
+        if "/" not in run.pack:
+            live[run.pack].add((run.offset, run.offset + run.nbytes))
     for name, ranges in sorted(live.items()):
         path = store.packs / name
         # A symlink may lead out of the store, where nothing is ours to change.

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
@@ -21,10 +21,11 @@ from weights.dtypes import BLOCK_SIZES, ITEM_BYTES, tensor_nbytes
 from weights.errors import StoreVersionError, WeightsError
 from weights.formats.untrusted import MAX_RANK
 
-MANIFEST_VERSION: Final = 1
+MANIFEST_VERSION: Final = 2  # with deltas; a manifest without one says 1, as before there were any
 MAX_MANIFEST_BYTES: Final = 256 * 2**20  # a pipeline of 10,000 tensors has 3 MiB; a damaged length must not fill memory
 TENSOR_ALIGNMENT: Final = 512  # of the combined layout, as in Ascend GE's external weights
 EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
+MAX_BASES: Final = 4096  # extents that one delta is against
 
 # "head": a linear layer above an encoder's pooled vector (a classifier's, say). "tensors": weights without an
 # architecture of their own (a bare file); "program": a torch.export or ONNX graph.
@@ -74,14 +75,84 @@ class TensorRef(_Record):
         return self
 
 
+class StoredRun(NamedTuple):
+    """Bytes of a pack file, in whatever form."""
+
+    pack: str
+    offset: int
+    nbytes: int
+
+
 class ExtentRef(_Record):
-    """A run of a pack file: `offset` and `nbytes` in `pack` (a path in the store's packs/), xxh3-128 of its bytes."""
+    """A run of a pack file: `offset` and `nbytes` in `pack` (a path in the store's packs/), xxh3-128 of its bytes.
+
+    With a `delta` its bytes can be had from that as well; `pack` and `offset` are those of the delta where the plain
+    bytes are stored no more.
+    """
 
     id: Annotated[str, Field(pattern="^[A-Za-z0-9_-]{1,64}$")]
     pack: InsidePath
     offset: Size
     nbytes: Size
     checksum: Hex128
+    delta: DeltaRef | None = Field(default=None, exclude_if=lambda delta: delta is None)
+
+    @property
+    def has_plain(self) -> bool:
+        """Return whether its plain bytes are stored."""
+        return self.delta is None or (self.pack, self.offset) != (self.delta.pack, self.delta.offset)
+
+    @property
+    def plain(self) -> ExtentRef:
+        """The extent without its delta."""
+        return self.model_copy(update={"delta": None}) if self.delta else self
+
+    def forms(self) -> Iterator[ExtentRef]:
+        """Yield the extent as it is stored, once for each form: plain, and as a delta alone."""
+        if self.has_plain:
+            yield self.plain
+        if self.delta:
+            yield self.model_copy(update={"pack": self.delta.pack, "offset": self.delta.offset})
+
+    def part(self, offset: int, nbytes: int) -> ExtentRef:
+        """Return bytes of the plain extent as one; its checksum is that of the whole."""
+        return ExtentRef.model_construct(
+            id=self.id, pack=self.pack, offset=self.offset + offset, nbytes=nbytes, checksum=self.checksum, delta=None
+        )
+
+    def runs(self) -> Iterator[StoredRun]:
+        """Yield all bytes on disk that belong to it: plain, its delta, and the delta's bases."""
+        if self.has_plain:
+            yield StoredRun(self.pack, self.offset, self.nbytes)
+        if self.delta:
+            yield StoredRun(self.delta.pack, self.delta.offset, self.delta.nbytes)
+            for base in self.delta.bases:
+                yield from base.runs()
+
+
+class DeltaRef(_Record):
+    """An extent as its lossless difference from tensors of others (weights/storage/deltas): a run of a pack file, the
+    xxh3-128 of its bytes, and the extents that it is against, which are plain: one hop."""
+
+    pack: InsidePath
+    offset: Size
+    nbytes: Size
+    checksum: Hex128
+    codec: Literal["xor-planes-zstd-1"]
+    bases: Annotated[tuple[ExtentRef, ...], Field(min_length=1, max_length=MAX_BASES)]
+
+    @model_validator(mode="after")
+    def _is_one_hop(self) -> Self:
+        if any(base.delta for base in self.bases):
+            raise ValueError("the base of a delta is a delta itself")
+        return self
+
+    def stored(self, id_: str) -> ExtentRef:
+        """Return the delta's own bytes, of extent `id_`, as they are read."""
+        return ExtentRef(id=id_, pack=self.pack, offset=self.offset, nbytes=self.nbytes, checksum=self.checksum)
+
+
+ExtentRef.model_rebuild()
 
 
 class ViewRow(NamedTuple):
@@ -191,7 +262,7 @@ class Manifest(_Record):
     says how the source looked when it was read ("" where nobody looks).
     """
 
-    version: Literal[1] = 1
+    version: Literal[1, 2] = 1
     model: str
     kind: ModelKind
     class_name: str | None
@@ -208,6 +279,8 @@ class Manifest(_Record):
         for id_, extent in self.extents.items():
             if id_ != extent.id:
                 raise ValueError(f"extent {id_!r} calls itself {extent.id!r}")
+            if extent.delta and self.version == 1:
+                raise ValueError(f"extent {id_} has a delta, which version 1 does not know")
             if self.layout != "inline" and extent.offset % EXTENT_ALIGNMENT:
                 raise ValueError(f"extent {id_} begins at byte {extent.offset}, not a multiple of {EXTENT_ALIGNMENT}")
         places: dict[str, list[tuple[int, int, str]]] = {}
@@ -233,10 +306,21 @@ class Manifest(_Record):
     def nbytes(self) -> int:
         return sum(component.nbytes for component in self.components.values())
 
+    @property
+    def plain_extents(self) -> dict[str, ExtentRef]:
+        """Its extents whose plain bytes are stored, by id, without their deltas."""
+        return {id_: extent.plain for id_, extent in self.extents.items() if extent.has_plain}
+
     def extents_of(self, components: Iterable[str]) -> tuple[ExtentRef, ...]:
         """Return the extents that hold these components, each once, in a stable order."""
         ids = {id_ for name in components for id_ in self.components[name].extent_ids}
         return tuple(self.extents[id_] for id_ in sorted(ids))
+
+    def with_extents(self, extents: Mapping[str, ExtentRef]) -> Manifest:
+        """Return the manifest with other places of some of its extents, in the version that they take."""
+        places = self.extents | dict(extents)
+        version = MANIFEST_VERSION if any(extent.delta for extent in places.values()) else 1
+        return self.model_copy(update={"version": version, "extents": places})
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -252,7 +336,7 @@ def read_manifest(path: Path) -> Manifest:
         first = error.errors()[0]
         if first["loc"] == ("version",):
             raise StoreVersionError(
-                f"{path}: manifest version {first['input']!r}, this library reads version {MANIFEST_VERSION}"
+                f"{path}: manifest version {first['input']!r}, this library reads version {MANIFEST_VERSION} and before"
             ) from None
         where = ".".join(str(part) for part in first["loc"])
         raise WeightsError(f"{path}: damaged manifest at {where or 'top level'}: {first['msg']}") from None

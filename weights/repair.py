@@ -18,10 +18,11 @@ from weights.errors import ExtentCorrupt, FormatError, StoreError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import SourceTensor
 from weights.layouts import publish_again
-from weights.manifest import Component, Manifest, TensorRef
+from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.storage.hashing import Progress, hash_tensors
-from weights.store import StoredTensor, WeightStore
-from weights.verification import Damage, Place, VerifyReport, place_of, verify, verify_models
+from weights.storage.publishing import publish_places
+from weights.store import DecodedExtents, WeightStore, stored_tensor
+from weights.verification import Damage, Place, VerifyReport, place_of, read_form, verify, verify_models
 
 _Read = Callable[[], bytes | memoryview]
 _BySource = dict[tuple[str, str], SourceTensor]  # by component and name
@@ -63,14 +64,18 @@ def repair(
         return RepairReport(found.num_models, (), (), ())
     manifests = {manifest.model: manifest for manifest in store.readable_manifests()}
     broken = {
-        extent
+        form
         for damage in found.damages
         if (manifest := manifests.get(damage.model)) and (extent := manifest.extents.get(damage.extent))
+        for form in extent.forms()
+        if damage.file == f"packs/{form.pack}"
     }
+    broken |= {base for form in broken if form.delta for base in form.delta.bases if not _is_sound(store, base)}
     with store.locked():
         store.indexed(lambda index: index.forget_extents(broken))
-    run = _Repair(store, manifests, {place_of(extent) for extent in broken}, allow_torch, weight_dir, progress)
+    run = _Repair(store, manifests, frozenset(map(place_of, broken)), allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
+    concerned.sort(key=lambda manifest: manifest.version)  # bases before what is a delta from them
     problems = run.rewrite_all(concerned)
     with store.locked():
         store.write_meta()
@@ -87,14 +92,14 @@ class _Repair:
 
     store: WeightStore
     known: dict[str, Manifest]
-    places: Collection[Place]
+    places: frozenset[Place]
     allow_torch: bool
     weight_dir: Path | None
     progress: Progress | None
 
     def broken_tensors(self, manifest: Manifest) -> list[tuple[str, str, str]] | None:
         """Return component, name and sha256 of tensors in damaged extents; None when no extent is damaged."""
-        broken = {id_ for id_, extent in manifest.extents.items() if place_of(extent) in self.places}
+        broken = {form.id for form in self._broken_forms(manifest)}
         refs = [(part.name, name, ref) for part in manifest.components.values() for name, ref in part.tensors.items()]
         return [(part, name, ref.sha256) for part, name, ref in refs if ref.extent in broken] if broken else None
 
@@ -119,6 +124,9 @@ class _Repair:
 
     def _rewrite(self, manifest: Manifest, copies: _Copies) -> Manifest:
         """Publish a model anew. Raises WeightsError naming every tensor that is nowhere, with nothing changed."""
+        if rebased := self._rebased(manifest):
+            publish_places(self.store, manifest, rebased, {})
+            return rebased
         tensors = {name: copies.tensors(manifest, part) for name, part in manifest.components.items()}
         lost = []
         for part, name, _ in self.broken_tensors(manifest) or ():
@@ -130,6 +138,42 @@ class _Repair:
             raise StoreError("; ".join(lost))
         hashed = hash_tensors(tensors, progress=self.progress)
         return publish_again(self.store, manifest, hashed, manifest.layout, self.weight_dir)
+
+    def _rebased(self, manifest: Manifest) -> Manifest | None:
+        """Return the model with its deltas against the copies of damaged bases that were repaired; None when that does
+        not make it sound."""
+        sound = {
+            extent.id: extent
+            for known in self.known.values()
+            for extent in known.plain_extents.values()
+            if place_of(extent) not in self.places
+        }
+        moved = {}
+        for id_ in {form.id for form in self._broken_forms(manifest)}:
+            extent = manifest.extents[id_]
+            if extent.delta is None:
+                return None
+            bases = tuple(
+                sound.get(base.id, base) if place_of(base) in self.places else base for base in extent.delta.bases
+            )
+            moved[id_] = extent.model_copy(update={"delta": extent.delta.model_copy(update={"bases": bases})})
+        if all(_is_sound(self.store, form) for extent in moved.values() for form in extent.forms()):
+            return manifest.with_extents(moved)
+        return None
+
+    def _broken_forms(self, manifest: Manifest) -> Iterator[ExtentRef]:
+        for extent in manifest.extents.values():
+            for form in extent.forms():
+                if not self.places.isdisjoint(map(place_of, (form, *(form.delta.bases if form.delta else ())))):
+                    yield form
+
+
+def _is_sound(store: WeightStore, form: ExtentRef) -> bool:
+    try:
+        read_form(store, form)
+    except StoreError:
+        return False
+    return True
 
 
 def _left(
@@ -185,13 +229,14 @@ class _Copies:
         self._store = store
         self._allow_torch = allow_torch
         self._sources: dict[str, _BySource | WeightsError] = {}
-        self._stored: dict[str, dict[tuple[str, int], tuple[Manifest, TensorRef]]] = defaultdict(dict)
+        self._decoded = DecodedExtents(store.packs)
+        self._stored: dict[str, dict[tuple[str, int], tuple[ExtentRef, TensorRef]]] = defaultdict(dict)
         for manifest in manifests:
             for component in manifest.components.values():
                 for ref in component.tensors.values():
                     if ref.sha256 in wanted:
-                        extent = manifest.extents[ref.extent]
-                        self._stored[ref.sha256][extent.pack, extent.offset + ref.offset] = manifest, ref
+                        for form in manifest.extents[ref.extent].forms():
+                            self._stored[ref.sha256][form.pack, form.offset + ref.offset] = form, ref
 
     def tensors(self, manifest: Manifest, component: Component) -> Mapping[str, _CopiedTensor]:
         """Return the component's tensors by name: each from its own place, else others, else the source."""
@@ -199,20 +244,17 @@ class _Copies:
 
     def _tensor(self, manifest: Manifest, component: Component, name: str, ref: TensorRef) -> _CopiedTensor:
         label = f"{component.name}.{name}"
-        places = [(manifest, ref), *self._stored.get(ref.sha256, {}).values()]
         extent = manifest.extents[ref.extent]
+        places = [(extent, ref), *self._stored.get(ref.sha256, {}).values()]
         copies = [self._in_store(label, *place) for place in places]
         copies.append(lambda: self._in_source(manifest, component.name, name, ref))
         return _CopiedTensor(
             label, self._store.packs / extent.pack, ref.dtype, ref.shape, ref.nbytes, ref.sha256, copies
         )
 
-    def _in_store(self, label: str, manifest: Manifest, ref: TensorRef) -> _Read:
-        def read() -> bytes:
-            extent = manifest.extents[ref.extent]
-            file = self._store.pack_file(extent.pack)
-            place = extent.offset + ref.offset
-            return StoredTensor(label, file, place, ref.nbytes, ref.dtype, ref.shape, ref.sha256).read()
+    def _in_store(self, label: str, extent: ExtentRef, ref: TensorRef) -> _Read:
+        def read() -> bytes | memoryview:
+            return stored_tensor(self._store.pack_file(extent.pack), extent, label, ref, self._decoded).read()
 
         return read
 

@@ -20,10 +20,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,16 +38,22 @@ from weights.errors import ExtentCorrupt, FormatError, ModelNotStored, StoreErro
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.tensors import FileTensor
-from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, read_manifest
+from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, TensorRef, read_manifest
+from weights.memory.pages import ByteArray
 from weights.reading.blocks import resolve_pack
+from weights.reading.extents import read_extent
 from weights.storage.durable import copy_tree, make_folder, move, remove_path, sync, sync_tree
 from weights.storage.index import IndexDamaged, StoreIndex, remove_index
 from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
 from weights.storage.staging import STAGED, claimed_folder
 
-__all__ = ["StoredTensor", "WeightStore", "check_model_name", "manifest_text", "stored_tensors"]
+__all__ = [
+    *("DecodedExtents", "StoredTensor", "WeightStore"),
+    *("check_model_name", "manifest_text", "stored_tensor", "stored_tensors"),
+]
 
 Result = TypeVar("Result")
+_NUM_DECODED: Final = 2
 _MAX_NAMED: Final = 50  # models in a refusal
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -130,9 +138,12 @@ class WeightStore:
         return resolve_pack(self.packs, pack)
 
     def holds(self, extent: ExtentRef) -> bool:
-        """Return True when the extent's pack exists and is long enough. Its bytes are not read."""
+        """Return True when the packs of the extent, its delta and its bases exist and are long enough.
+
+        Their bytes are not read.
+        """
         try:
-            return self.pack_file(extent.pack).stat().st_size >= extent.offset + extent.nbytes
+            return all(self.pack_file(run.pack).stat().st_size >= run.offset + run.nbytes for run in extent.runs())
         except (OSError, StoreError):
             return False
 
@@ -263,7 +274,11 @@ class WeightStore:
         if not target.exists():
             sync_tree(skeleton)
             move(skeleton, target)
-        self._publish_file(self.models / manifest.model / "manifest.json", text)
+        self.replace_manifest(manifest.model, text)
+
+    def replace_manifest(self, model: str, text: bytes) -> None:
+        """Put the manifest `text` of a model in place, whose packs and skeleton are there."""
+        self._publish_file(self.models / model / "manifest.json", text)
 
     def _publish_file(self, target: Path, data: bytes) -> None:
         with self.staged("json") as path:
@@ -311,9 +326,30 @@ def check_model_name(model: str) -> None:
         raise StoreError(f"model name {model!r}: expected letters, digits, '.', '_' and '-', 128 at most")
 
 
+class DecodedExtents:
+    """Extents read whole, deltas decoded; the latest ones stay, since tensors are read in order. Thread-safe."""
+
+    def __init__(self, packs: Path) -> None:
+        self._packs = packs
+        self._lock = threading.Lock()  # held while one is decoded: the others mostly want the same one
+        self._latest: dict[ExtentRef, ByteArray] = {}
+
+    def bytes_of(self, extent: ExtentRef) -> ByteArray:
+        """Return the plain bytes. Raises what `read_extent` does."""
+        with self._lock:
+            if extent not in self._latest:
+                while len(self._latest) >= _NUM_DECODED:
+                    del self._latest[next(iter(self._latest))]
+                self._latest[extent] = read_extent(self._packs, extent)
+            return self._latest[extent]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a pack; a SourceTensor like those of checkpoints."""
+    """A tensor of a pack; a SourceTensor like those of checkpoints.
+
+    Of an extent that is stored as a delta, `decoded` gives the plain bytes, and `offset` is one in these.
+    """
 
     name: str
     file: Path
@@ -322,12 +358,17 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
+    decoded: Callable[[], ByteArray] | None = None
 
-    def read(self) -> bytes:
+    def read(self) -> bytes | memoryview:
         """Return the bytes. Raises ExtentCorrupt when they are missing or not the ones that were stored."""
+        data: bytes | memoryview
         try:
-            data = FileTensor(self.file, self.offset, self.nbytes, self.dtype, self.shape).read()
-        except FormatError as error:
+            if self.decoded:
+                data = self.decoded()[self.offset : self.offset + self.nbytes].data
+            else:
+                data = FileTensor(self.file, self.offset, self.nbytes, self.dtype, self.shape).read()
+        except (FormatError, ExtentCorrupt) as error:
             raise ExtentCorrupt(f"tensor {self.name}: {error}") from error
         if hashlib.sha256(data).hexdigest() != self.sha256:
             raise ExtentCorrupt(
@@ -338,16 +379,23 @@ class StoredTensor:
 
 def stored_tensors(store: WeightStore, manifest: Manifest, component: Component) -> Mapping[str, StoredTensor]:
     """Return the component's tensors by name. Raises StoreError for a pack that leads out of the store."""
+    decoded = DecodedExtents(store.packs)
     packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
     return {
-        name: StoredTensor(
-            name=f"{component.name}.{name}",
-            file=packs[ref.extent],
-            offset=manifest.extents[ref.extent].offset + ref.offset,
-            nbytes=ref.nbytes,
-            dtype=ref.dtype,
-            shape=ref.shape,
-            sha256=ref.sha256,
-        )
+        name: stored_tensor(packs[ref.extent], manifest.extents[ref.extent], f"{component.name}.{name}", ref, decoded)
         for name, ref in component.tensors.items()
     }
+
+
+def stored_tensor(file: Path, extent: ExtentRef, name: str, ref: TensorRef, decoded: DecodedExtents) -> StoredTensor:
+    """Return a tensor, to be called `name`, of an extent that is in `file`."""
+    return StoredTensor(
+        name=name,
+        file=file,
+        offset=ref.offset + (extent.offset if extent.has_plain else 0),
+        nbytes=ref.nbytes,
+        dtype=ref.dtype,
+        shape=ref.shape,
+        sha256=ref.sha256,
+        decoded=None if extent.has_plain else functools.partial(decoded.bytes_of, extent),
+    )

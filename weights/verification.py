@@ -12,7 +12,7 @@ from weights.storage.index import IndexDamaged
 from weights.store import StoredTensor, WeightStore, stored_tensors
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-Place = tuple[str, int, int, str]  # pack, offset, bytes, checksum
+Place = tuple[str, int, int, str, str]  # pack, offset, bytes, checksum, and the places of the bases of a delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +56,13 @@ def verify_models(
     store: WeightStore, manifests: Sequence[Manifest], *, deep: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Check the extents of some models, given by their manifests, as `verify` does."""
-    places = {place_of(extent): extent for manifest in manifests for extent in manifest.extents.values()}
+    extents = [extent for manifest in manifests for extent in manifest.extents.values()]
+    places = {place_of(form): form for extent in extents for form in extent.forms()}
     problems: dict[Place, str] = {}
     total_bytes, done_bytes = sum(extent.nbytes for extent in places.values()), 0
     for place, extent in sorted(places.items()):
         try:
-            if not store.holds(extent):  # before memory is taken for it
-                store.pack_file(extent.pack)
-                raise ExtentCorrupt(f"{store.packs / extent.pack}: missing or too short for extent {extent.id}")
-            read_extent(store.packs, extent)
+            read_form(store, extent)
         except StoreError as error:
             problems[place] = str(error)
         done_bytes += extent.nbytes
@@ -74,9 +72,19 @@ def verify_models(
     return VerifyReport(len(manifests), len(places), total_bytes, damages)
 
 
-def place_of(extent: ExtentRef) -> Place:
-    """Return the key that models sharing an extent have in common."""
-    return extent.pack, extent.offset, extent.nbytes, extent.checksum
+def read_form(store: WeightStore, form: ExtentRef) -> None:
+    """Read an extent that has one form. Raises StoreError, ExtentCorrupt naming the file that is damaged."""
+    for run in form.runs():
+        if not store.holds(ExtentRef(id=form.id, **run._asdict(), checksum=form.checksum)):  # before it takes memory
+            store.pack_file(run.pack)
+            raise ExtentCorrupt(f"{store.packs / run.pack}: missing or too short for extent {form.id}", form.id)
+    read_extent(store.packs, form)
+
+
+def place_of(form: ExtentRef) -> Place:
+    """Return the key that models sharing an extent, in one of its forms, have in common."""
+    bases = " ".join(f"{base.pack}@{base.offset}" for base in form.delta.bases) if form.delta else ""
+    return form.pack, form.offset, form.nbytes, form.checksum, bases
 
 
 def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
@@ -98,8 +106,9 @@ def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
 def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[Place, str], deep: bool) -> Iterator[Damage]:
     if not store.skeleton(manifest).is_dir():
         yield Damage(manifest.model, f"models/{manifest.skeleton}", (), "the skeleton is missing")
-    broken = {id_: problems[place_of(ref)] for id_, ref in manifest.extents.items() if place_of(ref) in problems}
-    wrong: dict[str, list[str]] = {id_: [] for id_ in broken}
+    forms = [form for extent in manifest.extents.values() for form in extent.forms() if place_of(form) in problems]
+    broken = {form.id for form in forms}
+    wrong: dict[str, list[str]] = {}
     for component in manifest.components.values():
         concerned = {name: ref for name, ref in component.tensors.items() if deep or ref.extent in broken}
         part = component.model_copy(update={"tensors": concerned})
@@ -110,9 +119,12 @@ def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[Place, st
         for name, ref in concerned.items():
             if name not in tensors or not _is_right(tensors[name]):
                 wrong.setdefault(ref.extent, []).append(f"{component.name}.{name}")
-    for id_, names in wrong.items():
-        problem = broken.get(id_, "the checksum is right, but the sha256 of tensors is not")
-        yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(names), problem, id_)
+    for form in forms:
+        names = tuple(wrong.get(form.id, ()))
+        yield Damage(manifest.model, f"packs/{form.pack}", names, problems[place_of(form)], form.id)
+    for id_ in wrong.keys() - broken:
+        problem = "the checksum is right, but the sha256 of tensors is not"
+        yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(wrong[id_]), problem, id_)
 
 
 def _is_right(tensor: StoredTensor) -> bool:

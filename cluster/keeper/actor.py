@@ -112,7 +112,15 @@ class NodeKeeper:
         self._pinning = threading.Lock()
         self._pins: Mapping[str, Sequence[str]] = {}
         self.peering = PeerLink(directory, node_id, host) if directory else None
-        self.reading = Reading(Path(packs), settings.staging_bytes, self.peering, metrics, verify=settings.verify)
+        # A view that is being read from keeps its bytes, whatever is evicted meanwhile.
+        self.reading = Reading(
+            Path(packs),
+            settings.staging_bytes,
+            self.peering,
+            metrics,
+            verify=settings.verify,
+            resident=lambda base: self._held.view(base.id),
+        )
         store = store or ObjectStore(node_id)
         self._held = HeldExtents(
             budget_within_store(budget_bytes, store.capacity_bytes, node_id),

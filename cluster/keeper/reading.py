@@ -15,16 +15,26 @@ from cluster.keeper.shared_memory import NodeMemory
 from cluster.telemetry import LoadMetrics
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
-from weights.reading.extents import ExtentReader, reading_order
+from weights.reading.extents import ExtentReader, Resident, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 
 
 class Reading:
-    """The reads of one keeper. Thread-safe. Raises WeightsError when `ATELIER_READ` is malformed."""
+    """The reads of one keeper. Thread-safe. Raises WeightsError when `ATELIER_READ` is malformed.
+
+    `resident` gives what is in the node's memory, as the base of a delta.
+    """
 
     def __init__(
-        self, packs: Path, staging_bytes: int, peers: Peers | None, metrics: LoadMetrics | None, *, verify: bool
+        self,
+        packs: Path,
+        staging_bytes: int,
+        peers: Peers | None,
+        metrics: LoadMetrics | None,
+        *,
+        verify: bool,
+        resident: Resident = lambda base: None,
     ) -> None:
         self.pool = HostBufferPool(staging_bytes)
         self.stages = StageClock()
@@ -37,7 +47,9 @@ class Reading:
             self._plan.strategy.num_threads, thread_name_prefix="read"
         )
         self.loader = ExtentLoader(
-            ExtentReader(packs, self.pool, self._planner, verify=verify), peers, has_storage=self.has_storage
+            ExtentReader(packs, self.pool, self._planner, verify=verify, resident=resident),
+            peers,
+            has_storage=self.has_storage,
         )
         self._counting = threading.Lock()
         self._bytes: Counter[Source] = Counter()

@@ -102,8 +102,8 @@ class SummaryFiles:
         if mark is None:
             return
         packs: dict[str, int] = {}
-        for extent in manifest.extents.values():
-            packs[extent.pack] = max(packs.get(extent.pack, 0), extent.offset + extent.nbytes)
+        for run in (run for extent in manifest.extents.values() for run in extent.runs()):
+            packs[run.pack] = max(packs.get(run.pack, 0), run.offset + run.nbytes)
         file = _SummaryFile(
             version=2,
             source_mark=manifest.source_mark,

@@ -23,6 +23,7 @@ from deployments.cli.pictures import check_plot, write_file
 if TYPE_CHECKING:
     from weights.inspection import ExternalWeight
     from weights.manifest import Manifest
+    from weights.storage.deltas.compaction import ModelFigures
     from weights.store import WeightStore
     from weights.verification import Damage
 
@@ -62,6 +63,16 @@ DAMAGE_COLUMNS: Final = (
     Column("file", "name"),
     Column("tensors", "text", only_wide=True),
     Column("problem", "text"),
+)
+
+
+COMPACT_COLUMNS: Final = (
+    Column("model", "name"),
+    Column("tensors", "text"),
+    Column("plain", align="right"),
+    Column("delta", align="right"),
+    Column("ratio", align="right"),
+    Column("bases", "text", only_wide=True),
 )
 
 
@@ -239,6 +250,54 @@ def index(store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
 
 
 @app.command()
+def compact(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would save.")] = False,
+    keep_plain: Annotated[
+        bool, typer.Option("--keep-plain", help="Keep the plain bytes beside, for loads that are faster so.")
+    ] = False,
+    weight_dir: WeightDir = None,
+    store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
+    as_json: Json = False,
+) -> None:
+    """Store fine-tunes as lossless differences from a model of their family; exit code 1 when some could not be."""
+    from weights.storage.deltas.compaction import compact as compact_store
+
+    with working_folder(weight_dir) as folder, _progress("compact", as_json) as progress:
+        report = compact_store(
+            _open(store), keep_plain=keep_plain, dry_run=dry_run, weight_dir=folder, progress=progress
+        )
+    saved = report.before_bytes - report.after_bytes
+    summary = f"{decimal(report.before_bytes)} {'would become' if dry_run else 'became'} {decimal(report.after_bytes)}"
+    summary += "" if dry_run or saved <= 0 else f"; `gc` frees {decimal(saved)}"
+    _print_report(asdict(report), COMPACT_COLUMNS, list(_compact_rows(report.models)), summary, as_json, wide)
+    for problem in report.problems:
+        _err.print(escape(problem))
+    if report.problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def expand(
+    models: Annotated[list[str] | None, typer.Argument(help="Models of the store.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All models.")] = False,
+    weight_dir: WeightDir = None,
+    store: StorePath = DEFAULT_STORE,
+    as_json: Json = False,
+) -> None:
+    """Store models plain again that `compact` made deltas of."""
+    from weights.storage.deltas.compaction import expand as expand_models
+
+    if bool(models) == everything:
+        raise typer.BadParameter("name models, or --all for all of them")
+    weight_store = _open(store)
+    with working_folder(weight_dir) as folder, _progress("expand", as_json) as progress:
+        expanded = expand_models(weight_store, models or weight_store.model_names(), folder, progress)
+    rows = [[model] for model in expanded]
+    _print_report({"expanded": expanded}, (Column("expanded", "name"),), rows, f"{len(rows)} models", as_json)
+
+
+@app.command()
 def load(model: Model, store: StorePath = DEFAULT_STORE, as_json: Json = False) -> None:
     """Read a model into this process's memory and say where the time went."""
     from weights.loader import load_model
@@ -332,7 +391,7 @@ def _tensor_row(weight: ExternalWeight, wide: bool) -> list[str]:
         weight.dtype,
         " ".join(map(str, weight.shape)),
         decimal(weight.nbytes),
-        str(weight.path),
+        f"{weight.path} (delta)" if weight.is_delta else str(weight.path),
         str(weight.offset),
         weight.id if wide else weight.id[:SHORT_HASH],
     ]
@@ -340,6 +399,19 @@ def _tensor_row(weight: ExternalWeight, wide: bool) -> list[str]:
 
 def _damage_rows(damages: Iterable[Damage]) -> list[list[str]]:
     return [[damage.model, damage.file, " ".join(damage.tensors), damage.problem] for damage in damages]
+
+
+def _compact_rows(models: Iterable[ModelFigures]) -> Iterator[list[str]]:
+    """Yield a row for each model, and below it one for each kind of its tensors."""
+    for model in models:
+        bases = " ".join(model.bases)
+        yield [model.model, "all", *_ratio(model.plain_bytes, model.delta_bytes), bases]
+        for kind in model.kinds:
+            yield ["", kind.kind, *_ratio(kind.plain_bytes, kind.delta_bytes), bases]
+
+
+def _ratio(plain_bytes: int, delta_bytes: int) -> tuple[str, str, str]:
+    return decimal(plain_bytes), decimal(delta_bytes), f"{delta_bytes / plain_bytes:.2f}" if plain_bytes else ""
 
 
 def _saved(totals: dict[str, Any]) -> str:

@@ -126,6 +126,22 @@ def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False)
     print_dedup_figures(measure_dedup(models), as_json)
 
 
+@app.command("deltas")
+def bench_deltas(
+    models: Path = Path("infra/demo/models"),
+    quick: Annotated[bool, typer.Option("--quick", help="Few steps and small loads: whether it works.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the fine-tunes.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure fine-tunes stored as differences from their base: ratios, decoding, and loads from slow media."""
+    from infra.bench.deltas import QUICK, DeltaSettings, measure_deltas, print_delta_figures
+
+    settings = QUICK if quick else DeltaSettings()
+    with _err.status("measuring: takes about three minutes"):
+        figures = measure_deltas(settings, models, seed)
+    print_delta_figures(figures, settings, as_json)
+
+
 @app.command("evict")
 def bench_evict(as_json: Json = False) -> None:
     """Count the bytes that eviction moves on a heavy-tailed trace, beside least recent use; simulated."""

@@ -49,14 +49,14 @@ def given_extents(
     small, a tensor in it that is not aligned to its element size, `verify` asked of device memory; and
     ExtentCorrupt when `verify` finds other bytes than were stored.
     """
-    known = {extent.pack for extent in manifest.extents.values()}
+    known = {extent.pack for extent in manifest.plain_extents.values()}
     for location in memory:
         if location not in known:
             shown = ", ".join(sorted(known)[:8]) + ", …" * (len(known) > 8)  # `separate` has a file per tensor
             raise WeightsError(f"external weights for {location!r}: {manifest.model} has no such file (known: {shown})")
     files = {location: _as_bytes(location, buffer) for location, buffer in memory.items()}
     names = list(components)
-    extents = {extent.id: extent for extent in manifest.extents_of(names) if extent.pack in files}
+    extents = {extent.id: extent for extent in manifest.extents_of(names) if extent.has_plain and extent.pack in files}
     for component in names:
         for name, ref in manifest.components[component].tensors.items():
             if extent := extents.get(ref.extent):

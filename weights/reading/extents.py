@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from xxhash import xxh3_128
@@ -18,12 +20,16 @@ from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.blocks import PackReader, resolve_pack
+from weights.reading.deltas import Bases, Resident, decoded
+from weights.reading.forms import MeasuredRate, prefers_delta
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import LoadReport, StageClock
 from weights.reading.strategy import ReadStrategy
+from weights.storage.deltas.codec import DeltaDamaged, Source
 
-__all__ = ["ByteArray", "ExtentReader", "Place", "Progress", "read_extent", "reading_order"]
+__all__ = ["ByteArray", "ExtentReader", "Place", "Progress", "Resident", "read_extent", "reading_order"]
 
+Result = TypeVar("Result")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = Callable[[], ByteArray]
 
@@ -31,14 +37,25 @@ Place = Callable[[], ByteArray]
 MIN_DIRECT_BYTES: Final = 4 * 2**20
 # Hashed and copied at once: it fits into a core's cache, and is long enough for copies that pass the cache by.
 PIECE_BYTES: Final = 2**20
+_BASE_BLOCK_BYTES: Final = 2 * 2**20
 # One extent in one thread: blocks small enough to be in cache still when the checksum comes to them.
 _SINGLE: Final = ReadStrategy(direct=False, num_threads=1, block_bytes=8 * 2**20)
+
+
+@dataclass(slots=True)
+class _Passed:
+    """Blocks of a delta that passed by: their digest, which says whether it is the delta or a base that is damaged."""
+
+    digest: xxh3_128 = field(default_factory=xxh3_128)
+    read_s: float = 0.0
 
 
 class ExtentReader:
     """Reads extents into memory of their own, or into a place that is given. Thread-safe.
 
-    What is read directly on its way to such a place goes through a buffer of `pool`, block by block.
+    What is read directly on its way to such a place goes through a buffer of `pool`, block by block. An extent that has
+    a delta is read in the form that is here sooner, and in the other one when that is damaged; `resident` gives the
+    bases that are in memory.
     """
 
     def __init__(
@@ -49,34 +66,47 @@ class ExtentReader:
         *,
         verify: bool = True,
         clock: Callable[[], float] = time.perf_counter,
+        resident: Resident = lambda base: None,
     ) -> None:
         self._packs = packs
         self._pool = pool
         self._planner = planner
         self._verify = verify
         self._clock = clock
+        self._resident = resident
         self._places: dict[str, tuple[Path, ReadStrategy]] = {}
+        # Of plain extents; of deltas, and of all but the reading that these take, in plain bytes.
+        self._plain, self._delta, self._decoding = MeasuredRate(), MeasuredRate(), MeasuredRate()
 
     def read(self, extent: ExtentRef, stages: StageClock) -> ByteArray:
         """Read an extent into memory that is the caller's. Raises what `read_into` does."""
-        with self._open(extent, stages) as (pack, strategy):
-            buffer = allocate_pages(pack.span.nbytes)
-            self._verified(extent, pack.blocks(buffer, strategy.block_bytes), None, stages)
-            return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
+
+        def plain() -> ByteArray:
+            with self._plain_timed(extent), self._open(extent, stages) as (pack, strategy):
+                buffer = allocate_pages(pack.span.nbytes)
+                self._verified(extent, self._measured(pack.blocks(buffer, strategy.block_bytes), stages), None, stages)
+                return buffer[pack.span.lead : pack.span.lead + extent.nbytes]
+
+        def delta() -> ByteArray:
+            with _placed_once(lambda: allocate_pages(extent.nbytes)) as place:
+                self._decode(extent, place, stages)
+                return place()
+
+        return self._in_either_form(extent, plain, delta)
 
     def read_into(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
         """Fill what `place` gives: memory, writable, contiguous and as long as the extent. It is asked once.
 
         Raises ExtentCorrupt naming the pack: missing, shorter than the manifest says, unreadable, or other bytes
-        than were written; StoreError when its name leads out of the store; and what `place` does. After an error
-        the place holds nothing of worth.
+        than were written, of the extent or of the base of its delta; StoreError when its name leads out of the store;
+        and what `place` does. After an error the place holds nothing of worth.
         """
-        with self._open(extent, stages) as (pack, strategy):
-            if not pack.is_direct:
-                self._verified(extent, pack.blocks(place(), strategy.block_bytes), None, stages)
-                return
-            with self._staging(min(strategy.block_bytes, pack.span.nbytes)) as staging:
-                self._verified(extent, pack.blocks(staging, staging.nbytes), place, stages)
+        with _placed_once(place) as once:
+            self._in_either_form(
+                extent,
+                functools.partial(self._read_plain, extent, once, stages),
+                functools.partial(self._decode, extent, once, stages),
+            )
 
     def read_all(
         self, extents: Sequence[ExtentRef], progress: Progress | None = None, *, what: str = ""
@@ -145,19 +175,147 @@ class ExtentReader:
             return self._pool.acquire(min(nbytes, self._pool.max_bytes))
         return contextlib.nullcontext(allocate_pages(nbytes))
 
+    def _in_either_form(self, extent: ExtentRef, plain: Callable[[], Result], delta: Callable[[], Result]) -> Result:
+        if extent.delta is None:
+            return plain()
+        if not extent.has_plain:
+            return delta()
+        first, second = (delta, plain) if self._prefers_delta(extent) else (plain, delta)
+        try:
+            return first()
+        except ExtentCorrupt:
+            return second()
+
+    @contextlib.contextmanager
+    def _plain_timed(self, extent: ExtentRef) -> Iterator[None]:
+        begin_s = self._clock()
+        yield
+        self._plain.add(extent.nbytes, self._clock() - begin_s)
+
+    def _read_plain(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
+        with self._plain_timed(extent), self._open(extent, stages) as (pack, strategy):
+            if not pack.is_direct:
+                blocks = pack.blocks(place(), strategy.block_bytes)
+                self._verified(extent, self._measured(blocks, stages), None, stages)
+                return
+            with self._staging(min(strategy.block_bytes, pack.span.nbytes)) as staging:
+                blocks = pack.blocks(staging, staging.nbytes)
+                self._verified(extent, self._measured(blocks, stages), place, stages)
+
+    def _prefers_delta(self, extent: ExtentRef) -> bool:
+        assert extent.delta
+        return prefers_delta(
+            extent.nbytes,
+            extent.delta.nbytes,
+            base_is_resident=len(self._resident_bases(extent)) == len(extent.delta.bases),
+            plain_bytes_per_s=self._plain.bytes_per_s,
+            read_bytes_per_s=self._delta.bytes_per_s,
+            decode_bytes_per_s=self._decoding.bytes_per_s,
+        )
+
+    def _resident_bases(self, extent: ExtentRef) -> dict[int, ByteArray]:
+        """Return the bases that are in memory, by number. Whoever has these arrays keeps the bytes there."""
+        found = {}
+        for number, base in enumerate(extent.delta.bases if extent.delta else ()):
+            view = self._resident(base)
+            if view is not None and view.nbytes == base.nbytes:
+                found[number] = view
+        return found
+
+    def _decode(self, extent: ExtentRef, place: Place, stages: StageClock) -> None:
+        """Make the extent from its delta, in `place`. Raises ExtentCorrupt naming the file that is damaged."""
+        resident = self._resident_bases(extent)
+        try:
+            self._decode_with(extent, resident, place, stages)
+        except ExtentCorrupt:
+            if not resident:
+                raise
+            self._decode_with(extent, {}, place, stages)  # damaged in memory, perhaps
+
+    def _decode_with(
+        self, extent: ExtentRef, resident: Mapping[int, ByteArray], place: Place, stages: StageClock
+    ) -> None:
+        delta = extent.delta
+        assert delta
+        passed, begin_s = _Passed(), self._clock()
+        with self._open(delta.stored(extent.id), stages) as (pack, strategy), contextlib.ExitStack() as stack:
+            staging = stack.enter_context(self._staging(min(strategy.block_bytes, pack.span.nbytes)))
+            bases = stack.enter_context(
+                contextlib.closing(Bases(delta, resident, lambda part: self._open_base(part, stages)))
+            )
+            source = Source(self._measured(pack.blocks(staging, staging.nbytes), stages, passed))
+            where = f"{self._places[delta.pack][0]}: bytes {delta.offset}..{delta.offset + delta.nbytes}"
+            what = f"{where} (delta of extent {extent.id})"
+            try:
+                found = self._take_in(decoded(extent, source, bases, stages), place, stages)
+            except DeltaDamaged as error:
+                raise ExtentCorrupt(f"{what} are damaged: {error}", extent.id) from None
+            except ExtentCorrupt as error:  # of the base, perhaps
+                raise ExtentCorrupt(str(error), extent.id) from error
+        if self._verify and found != extent.checksum:
+            if passed.digest.hexdigest() == delta.checksum:
+                self._blame_bases(extent, resident)
+                raise ExtentCorrupt(f"{what} give checksum {found}, expected {extent.checksum}", extent.id)
+            raise ExtentCorrupt(
+                f"{what} have checksum {passed.digest.hexdigest()}, expected {delta.checksum}", extent.id
+            )
+        if len(resident) == len(delta.bases):
+            self._delta.add(delta.nbytes, passed.read_s)
+            self._decoding.add(extent.nbytes, self._clock() - begin_s - passed.read_s)
+
+    def _blame_bases(self, extent: ExtentRef, resident: Mapping[int, ByteArray]) -> None:
+        """Raise ExtentCorrupt naming the file of a base on disk that is damaged, if one is."""
+        for number, base in enumerate(extent.delta.bases if extent.delta else ()):
+            if number not in resident:
+                try:
+                    self.read(base, StageClock(self._clock))
+                except ExtentCorrupt as error:
+                    raise ExtentCorrupt(f"{error}; the delta of extent {extent.id} needs it", extent.id) from None
+
+    @contextlib.contextmanager
+    def _open_base(self, part: ExtentRef, stages: StageClock) -> Iterator[Iterator[memoryview]]:
+        """Yield the blocks of a part of a base. Read through the page cache: it is a piece here and a piece there."""
+        with stages.measure("open"):
+            path, _ = self._places.get(part.pack) or self._find(part.pack)
+            pack = PackReader(path, part, direct=False)
+        with pack:
+            buffer = allocate_pages(min(_BASE_BLOCK_BYTES, part.nbytes))
+            yield self._measured(pack.blocks(buffer, buffer.nbytes), stages)
+
+    def _measured(
+        self, blocks: Iterator[memoryview], stages: StageClock, passed: _Passed | None = None
+    ) -> Iterator[memoryview]:
+        """Pass blocks on as they are read."""
+        while True:
+            begin_s = self._clock()
+            with stages.measure("read"):
+                block = next(blocks, None)
+            if block is None:
+                return
+            stages.add_bytes("read", block.nbytes)
+            if passed:
+                passed.read_s += self._clock() - begin_s
+                passed.digest.update(block)
+            yield block
+
     def _verified(
         self, extent: ExtentRef, blocks: Iterator[memoryview], place: Place | None, stages: StageClock
     ) -> None:
         """Take the blocks in, and copy them to `place` if there is one. Raises ExtentCorrupt."""
+        found = self._take_in(blocks, place, stages)
+        if self._verify and found != extent.checksum:
+            raise ExtentCorrupt(
+                f"{self._places[extent.pack][0]}: bytes {extent.offset}..{extent.offset + extent.nbytes} "
+                f"(extent {extent.id}) have checksum {found}, expected {extent.checksum}",
+                extent.id,
+            )
+
+    def _take_in(self, blocks: Iterator[memoryview], place: Place | None, stages: StageClock) -> str:
+        """Take the blocks in, copied to `place` if there is one; returns their checksum if that is wanted."""
         digest = xxh3_128()
         out: ByteArray | None = None
         position = 0
-        while True:
-            with stages.measure("read"):
-                block = next(blocks, None)
-            if block is None:
-                break
-            stages.add_bytes("read", block.nbytes)
+        for block in blocks:
             if place is not None:
                 # Not before: to make the place takes time in which something can be read already.
                 out = place() if out is None else out
@@ -167,12 +325,7 @@ class ExtentReader:
                 with stages.measure("verify", block.nbytes):
                     digest.update(block)
             position += block.nbytes
-        if self._verify and digest.hexdigest() != extent.checksum:
-            raise ExtentCorrupt(
-                f"{self._places[extent.pack][0]}: bytes {extent.offset}..{extent.offset + extent.nbytes} "
-                f"(extent {extent.id}) have checksum {digest.hexdigest()}, expected {extent.checksum}",
-                extent.id,
-            )
+        return digest.hexdigest()
 
     def _pass(self, block: memoryview, out: ByteArray, digest: xxh3_128) -> None:
         """Hash and copy in one pass: what the checksum has brought into the cache is copied from there."""
@@ -182,6 +335,16 @@ class ExtentReader:
             if self._verify:
                 digest.update(piece.data)
             out[start : start + PIECE_BYTES] = piece
+
+
+@contextlib.contextmanager
+def _placed_once(place: Place) -> Iterator[Place]:
+    """Yield `place` as one that is asked once: a second form is read into what the first one got."""
+    once = functools.cache(place)
+    try:
+        yield once
+    finally:
+        once.cache_clear()  # HAZARD: the frames of an error keep their functions, which would keep this memory
 
 
 def reading_order(extents: Sequence[ExtentRef], strategy: ReadStrategy) -> list[ExtentRef]:

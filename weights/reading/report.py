@@ -13,10 +13,12 @@ from weights.memory.host_pool import PoolStats
 from weights.reading.strategy import Medium, ReadStrategy
 
 # `copy`: from staging to its place, verified on the way. `verify`: where it was read into its place at once.
-# `put`: room made for it in a node's store.
-Stage = Literal["open", "read", "verify", "copy", "put", "attach", "upload"]
+# `put`: room made for it in a node's store. `decode`: plain bytes made of a delta and its base.
+Stage = Literal["open", "read", "decode", "verify", "copy", "put", "attach", "upload"]
 
-_STREAMED: Final[frozenset[Stage]] = frozenset({"open", "read", "verify", "copy", "put"})  # done by all threads at once
+_STREAMED: Final[frozenset[Stage]] = frozenset(
+    {"open", "read", "decode", "verify", "copy", "put"}
+)  # done by all threads at once
 
 
 @dataclass(frozen=True, slots=True)

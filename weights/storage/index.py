@@ -257,7 +257,9 @@ def remove_index(path: Path) -> None:
 
 
 def _users(manifests: Iterable[Manifest]) -> set[tuple[str, str]]:
-    return {(manifest.model, id_) for manifest in manifests if manifest.layout != "inline" for id_ in manifest.extents}
+    return {
+        (manifest.model, id_) for manifest in manifests if manifest.layout != "inline" for id_ in manifest.plain_extents
+    }
 
 
 def _connect(path: Path) -> sqlite3.Connection:

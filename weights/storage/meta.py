@@ -61,7 +61,9 @@ class StoreMeta(BaseModel):
         """Enter tensors (offset by sha256) that lie in `extent`. Equal ids are equal bytes: the latest place counts."""
         known = self.extents.get(extent.id)
         before = known.tensors if known else {}
-        self.extents[extent.id] = StoredExtent(**extent.model_dump(exclude={"id"}), tensors=before | dict(tensors))
+        self.extents[extent.id] = StoredExtent(
+            **extent.model_dump(exclude={"id", "delta"}), tensors=before | dict(tensors)
+        )
         for sha256 in tensors.keys() - before.keys():
             self._extents_of.setdefault(sha256, []).append(extent.id)
 
@@ -75,7 +77,8 @@ class StoreMeta(BaseModel):
 
 
 def meta_of(manifests: Iterable[Manifest], before: StoreMeta | None = None) -> StoreMeta:
-    """Build what meta.json says when these are all models. Tensors of `inline` models are private to them.
+    """Build what meta.json says when these are all models. Tensors of `inline` models are private to them, and what is
+    stored as a delta alone has no place.
 
     Where models name several places for one extent, it is the one that `before` has, if any: a copy that was
     written because another was damaged stays the one that is shared.
@@ -88,8 +91,8 @@ def meta_of(manifests: Iterable[Manifest], before: StoreMeta | None = None) -> S
         for component in manifest.components.values():
             for ref in component.tensors.values():
                 tensors[ref.extent][ref.sha256] = ref.offset
-        for id_, offsets in tensors.items():
-            extent = manifest.extents[id_]
+        for id_, extent in manifest.plain_extents.items():
+            offsets = tensors[id_]
             is_preferred = before is not None and id_ in before.extents and before.extent(id_) == extent
             meta.add_extent(extent if id_ not in meta.extents or is_preferred else meta.extent(id_), offsets)
     return meta

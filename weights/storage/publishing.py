@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
+from weights.errors import StoreError
 from weights.formats.tensors import FileTensor
 from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
 from weights.storage.durable import disk_errors, sync_tree
@@ -115,7 +116,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
                 placed = _place_shared(store, draft, layout, pack, shared)
             manifest = _manifest(draft, layout, placed)
             text = manifest_text(manifest)
-            with disk_errors(store.path, draft.nbytes), _undone_on_failure(store, placed.packs, draft.model, text):
+            with disk_errors(store.path, draft.nbytes), undone_on_failure(store, placed.packs, draft.model, text):
                 _enter(store, manifest, placed)
                 store.publish_model(manifest, text, skeleton)
     return manifest
@@ -176,6 +177,42 @@ def _enter(store: WeightStore, manifest: Manifest, placed: _Placed) -> None:
             needed_paths=(*needed, f"models/{manifest.skeleton}"),
         )
     )
+
+
+def publish_places(store: WeightStore, before: Manifest, after: Manifest, packs: Mapping[str, Path]) -> None:
+    """Publish a model with its extents in other places, or other forms; the staged `packs` have what is new of these.
+
+    Raises StoreError, and nothing is published, when the model was published by somebody else since it was `before`,
+    or when a base of its deltas is needed by no model any more, so that its bytes may have been freed.
+    """
+    text = manifest_text(after)
+    with store.locked(), disk_errors(store.path, 0), undone_on_failure(store, packs, after.model, text):
+        if store.find_manifest(before.model) != before:
+            raise StoreError(f"model {before.model!r} was published anew meanwhile; nothing was changed")
+        _refuse_lost_bases(store, after)
+        if packs:
+            store.add_packs(packs)
+        plain, runs = after.plain_extents, {run for extent in after.extents.values() for run in extent.runs()}
+
+        def enter(index: StoreIndex) -> None:
+            lost = before.plain_extents.keys() - plain.keys()
+            forgotten = lost - index.used_by_others(lost, after.model)
+            needed = {f"packs/{PurePosixPath(run.pack).parts[0]}" for run in runs}
+            index.enter(after.model, {}, plain, forgotten=forgotten, needed_paths=needed)
+
+        store.indexed(enter)
+        store.replace_manifest(after.model, text)
+
+
+def _refuse_lost_bases(store: WeightStore, manifest: Manifest) -> None:
+    named = {run for found in store.readable_manifests() for extent in found.extents.values() for run in extent.runs()}
+    for extent in manifest.extents.values():
+        for base in extent.delta.bases if extent.delta else ():
+            if not named.issuperset(base.runs()):
+                raise StoreError(
+                    f"model {manifest.model!r}: {base.pack}, the base of extent {extent.id}, is of no model any more; "
+                    "nothing was changed"
+                )
 
 
 def _write_inline(pack: Path, skeleton: Path, components: Sequence[DraftComponent]) -> list[_InlineComponent]:
@@ -244,7 +281,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
 
 
 @contextlib.contextmanager
-def _undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, text: bytes) -> Iterator[None]:
+def undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, text: bytes) -> Iterator[None]:
     """Remove new packs on a failure, so that a full disk does not stay full, unless the manifest `text` is in place.
 
     Nothing refers to them before but, at worst, the index, whose places are read before they are shared. A pack that

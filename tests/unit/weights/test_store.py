@@ -141,8 +141,8 @@ def test_an_index_that_says_wrong_is_not_believed(store: WeightStore, write_mode
 @pytest.mark.parametrize("more", [{}, {"compression": "zstd"}])
 def test_a_newer_manifest_is_refused(store: WeightStore, more: dict[str, str]) -> None:
     file = store.models / "m" / "manifest.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2} | more))
-    with pytest.raises(StoreVersionError, match=r"manifest\.json: manifest version 2, this library reads version 1"):
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 3} | more))
+    with pytest.raises(StoreVersionError, match=r"manifest\.json: manifest version 3, this library reads version 2"):
         store.manifest("m")
 
 

@@ -32,9 +32,10 @@ from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.processes import ProcessMark
 from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
-from weights.manifest import ExtentRef
+from weights.manifest import DeltaRef, ExtentRef
 from weights.reading.extents import ExtentReader
 from weights.reading.report import StageClock
+from weights.storage.deltas.codec import CODEC, Segment, encode_chunk, encode_header
 
 WAIT_S = 10
 
@@ -797,3 +798,45 @@ def test_nodes_that_load_together_read_storage_once(
     finally:
         for node in nodes:
             node.close()
+
+
+def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
+    tmp_path: Path, keeper: Make, store: FakeStore
+) -> None:
+    """Of one that nobody has in memory the base is read as well; what is evicted under a reader stays readable."""
+    base = np.random.randint(0, 256, 50_000, dtype=np.uint8)
+    tuned = np.where(np.random.rand(50_000) < 0.05, 7, base).astype(np.uint8)
+    segment = Segment(50_000, 2, 0)
+    delta = encode_header([segment]) + encode_chunk(tuned, 2, base)
+    refs = {}
+    for name, data in (("base", base.tobytes()), ("deltas", delta)):
+        (tmp_path / name).write_bytes(data)
+        checksum = xxhash.xxh3_128_hexdigest(data)
+        refs[name] = ExtentRef(id=name, pack=name, offset=0, nbytes=len(data), checksum=checksum)
+    place = refs["deltas"].model_dump(exclude={"id"})
+    sibling = ExtentRef(
+        id="sibling",
+        pack="deltas",
+        offset=0,
+        nbytes=50_000,
+        checksum=xxhash.xxh3_128_hexdigest(tuned.tobytes()),
+        delta=DeltaRef(**place, codec=CODEC, bases=(refs["base"],)),
+    )
+    made = keeper(200_000)
+    leased = made.acquire([sibling], "me")
+    assert np.array_equal(leased.refs["sibling"].array, tuned)
+    assert leased.report is not None
+    assert leased.report.stages["read"].nbytes == len(delta) + 50_000
+    made.release(["sibling"], "me")
+    made.drop(["sibling"])
+    del leased
+    with pytest.raises(ExtentCorrupt) as failed:
+        made.acquire([sibling.model_copy(update={"checksum": "0" * 32})], "me")
+    assert store.written() is None  # nor does the error keep its memory
+    assert "delta of extent sibling" in str(failed.value)
+    made.acquire([refs["base"]], "me")
+    (tmp_path / "base").unlink()  # nothing of it is read
+    leased = made.acquire([sibling], "me")
+    assert np.array_equal(leased.refs["sibling"].array, tuned)
+    assert leased.report is not None
+    assert leased.report.stages["read"].nbytes == len(delta)

@@ -193,3 +193,35 @@ def test_inspect_reads_well_at_80_columns(
     for word in (name, weights[name]["id"], weights[name]["path"], str(weights[name]["offset"])):
         assert word in wide
     assert max(map(len, run("inspect", as_json=False).splitlines())) <= 80
+
+
+def test_fine_tunes_become_deltas_and_plain_again(run: Run, tmp_path: Path) -> None:
+    base = torch.randn(128, 96).to(torch.bfloat16)
+    for name, strength in (("a", 0.0), ("b", 2e-3), ("c", 4e-3)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text('{"architectures": ["TinyForCausalLM"]}')
+        tuned = (base.float() * (1 + strength * torch.randn(128, 96))).to(torch.bfloat16)
+        save_file({"w": tuned}, folder / "model.safetensors")
+        run("externalize", folder)
+    planned = run("compact", "--dry-run")
+    assert planned["after_bytes"] < planned["before_bytes"]
+    shown = run("compact", "--dry-run", as_json=False)
+    assert "BF16 matrix" in shown
+    assert "would become" in shown
+    assert not any(weight["is_delta"] for weight in run("inspect", "b")["weights"])
+    assert run("compact") == planned
+    num_deltas = {name: sum(weight["is_delta"] for weight in run("inspect", name)["weights"]) for name in "abc"}
+    assert sorted(num_deltas.values()) == [0, 1, 1]
+    run("gc")
+    assert run("verify", "--deep")["damages"] == []
+    assert run("inspect")["stored_bytes"] == planned["after_bytes"]
+    assert run("compact")["models"] == []
+    assert "--all" in run("expand", code=2)
+    assert "--all" in run("expand", "a", "--all", code=2)
+    assert "no model 'd'" in run("expand", "d", code=1)
+    expanded = run("expand", "--all")["expanded"]
+    assert expanded == [name for name, num in num_deltas.items() if num]
+    run("gc")
+    assert run("inspect")["stored_bytes"] == planned["before_bytes"]
+    assert run("verify", "--deep")["damages"] == []

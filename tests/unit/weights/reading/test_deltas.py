@@ -1,0 +1,161 @@
+"""Extents that are read from their deltas: with the base from memory or disk, and what happens when a piece is bad."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from weights.errors import ExtentCorrupt
+from weights.externalize import externalize
+from weights.manifest import ExtentRef, Manifest
+from weights.memory.host_pool import HostBufferPool
+from weights.memory.pages import ByteArray, allocate_pages
+from weights.reading.extents import ExtentReader, Resident, read_extent
+from weights.reading.forms import MIN_MEASURED_BYTES
+from weights.reading.planning import ReadPlanner
+from weights.reading.report import StageClock
+from weights.reading.strategy import ReadStrategy
+from weights.storage.deltas.compaction import compact
+from weights.store import WeightStore
+
+DIRECT = ReadStrategy(direct=True, num_threads=2, block_bytes=2**20)
+BUFFERED = ReadStrategy(direct=False, num_threads=2, block_bytes=64 * 1024)
+
+
+def add_siblings(store: WeightStore, write_model) -> tuple[Manifest, Manifest]:
+    base = {f"w{i}": torch.randn(300, 700).to(torch.bfloat16) for i in range(4)}
+    tuned = {name: (w.float() * (1 + 1e-2 * torch.randn(300, 700))).to(torch.bfloat16) for name, w in base.items()}
+    return (
+        externalize(store, "base", write_model("base", base)),
+        externalize(store, "tuned", write_model("tuned", tuned)),
+    )
+
+
+@pytest.fixture
+def plain(store: WeightStore, write_model) -> dict[str, bytes]:
+    """Bytes of the extents of "tuned" by id, which is compacted then, its plain bytes kept."""
+    _, tuned = add_siblings(store, write_model)
+    data = {id_: read_extent(store.packs, extent).tobytes() for id_, extent in tuned.extents.items()}
+    assert len(compact(store, keep_plain=True).models) == 1
+    return data
+
+
+def only_delta(store: WeightStore) -> ExtentRef:
+    (extent,) = store.manifest("tuned").extents.values()
+    assert extent.delta
+    assert extent.has_plain
+    return list(extent.forms())[1]
+
+
+def reader(store: WeightStore, strategy: ReadStrategy = BUFFERED, resident: Resident = lambda _: None) -> ExtentReader:
+    return ExtentReader(store.packs, HostBufferPool(2**22), ReadPlanner(override=strategy), resident=resident)
+
+
+def flip(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)[0]
+        file.seek(position)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("strategy", [DIRECT, BUFFERED])
+def test_the_base_from_disk_or_from_memory(
+    store: WeightStore, plain: dict[str, bytes], strategy: ReadStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weights.reading.extents.MIN_DIRECT_BYTES", 0)
+    extent = only_delta(store)
+    (base,) = extent.delta.bases if extent.delta else ()
+    from_disk, from_memory = StageClock(), StageClock()
+    assert reader(store, strategy).read(extent, from_disk).tobytes() == plain[extent.id]
+    base_bytes = read_extent(store.packs, base)
+    place = allocate_pages(extent.nbytes)
+    reader(store, strategy, lambda ref: {base.id: base_bytes}[ref.id]).read_into(extent, lambda: place, from_memory)
+    assert place.tobytes() == plain[extent.id]
+    figures = from_memory.figures()
+    assert figures["read"].nbytes == extent.delta.nbytes < 0.9 * extent.nbytes
+    assert figures["decode"].nbytes == extent.nbytes
+
+
+def test_a_base_that_is_damaged_in_memory_is_read_from_disk(store: WeightStore, plain: dict[str, bytes]) -> None:
+    extent = only_delta(store)
+    assert extent.delta
+    wrong = read_extent(store.packs, extent.delta.bases[0])
+    wrong[1000] ^= 4
+    places = []
+
+    def place() -> ByteArray:
+        places.append(allocate_pages(extent.nbytes))
+        return places[-1]
+
+    for view in (wrong, wrong[:100]):  # other bytes; another size, which is not even tried
+        reader(store, resident=lambda _, view=view: view).read_into(extent, place, StageClock())
+        assert places.pop().tobytes() == plain[extent.id]
+    assert places == []  # asked once each
+
+
+def test_a_damaged_delta_names_its_file_and_the_plain_bytes_serve_meanwhile(
+    store: WeightStore, plain: dict[str, bytes]
+) -> None:
+    extent = only_delta(store)
+    flip(store.packs / extent.pack, extent.offset + 30_000)
+    with pytest.raises(ExtentCorrupt, match=rf"{extent.pack}: bytes .*\(delta of extent {extent.id}\)") as caught:
+        reader(store).read(extent, StageClock())
+    assert caught.value.extent_id == extent.id
+    stored = store.manifest("tuned").extents[extent.id]
+    slow = reader(store)
+    slow._plain.add(MIN_MEASURED_BYTES, 60.0)  # so slow a medium that the delta is tried first
+    slow._resident = lambda base: read_extent(store.packs, base)
+    assert slow._prefers_delta(stored)
+    assert slow.read(stored, StageClock()).tobytes() == plain[extent.id]
+    flip(store.packs / stored.pack, stored.offset)
+    with pytest.raises(ExtentCorrupt, match=rf"{stored.pack}: bytes|delta of extent"):
+        slow.read(stored, StageClock())
+
+
+def test_damaged_plain_bytes_are_made_from_the_delta(store: WeightStore, plain: dict[str, bytes]) -> None:
+    (stored,) = store.manifest("tuned").extents.values()
+    flip(store.packs / stored.pack, stored.offset + 5)
+    assert reader(store).read(stored, StageClock()).tobytes() == plain[stored.id]
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_a_damaged_base_is_named(store: WeightStore, plain: dict[str, bytes], damage: str) -> None:
+    extent = only_delta(store)
+    assert extent.delta
+    pack = store.packs / extent.delta.bases[0].pack
+    match damage:
+        case "flipped":
+            flip(pack, 20_000)
+        case "short":
+            with pack.open("r+b") as file:
+                file.truncate(100_000)
+        case _:
+            pack.unlink()
+    with pytest.raises(ExtentCorrupt, match=str(pack)):
+        reader(store).read(extent, StageClock())
+
+
+def test_a_delta_that_is_cut_short_is_named(store: WeightStore, plain: dict[str, bytes]) -> None:
+    extent = only_delta(store)
+    with (store.packs / extent.pack).open("r+b") as file:
+        file.truncate(50_000)
+    with pytest.raises(ExtentCorrupt, match=rf"{extent.pack}: ends at byte 50000"):
+        reader(store).read(extent, StageClock())
+
+
+def test_another_delta_in_its_place_is_refused(store: WeightStore, plain: dict[str, bytes], tmp_path: Path) -> None:
+    extent = only_delta(store)
+    shutil.copy(store.packs / store.manifest("base").extents.popitem()[1].pack, store.packs / extent.pack)
+    with pytest.raises(ExtentCorrupt, match=r"are damaged: it begins with"):
+        reader(store).read(extent, StageClock())
+
+
+def test_what_is_not_verified_is_decoded_all_the_same(store: WeightStore, plain: dict[str, bytes]) -> None:
+    extent = only_delta(store)
+    hasty = ExtentReader(store.packs, None, ReadPlanner(override=BUFFERED), verify=False)
+    assert np.array_equal(hasty.read(extent, StageClock()), np.frombuffer(plain[extent.id], np.uint8))
