@@ -263,7 +263,7 @@ def compact(
     """Store fine-tunes as lossless differences from a model of their family; exit code 1 when some could not be."""
     from weights.storage.deltas.compaction import compact as compact_store
 
-    with working_folder(weight_dir) as folder, _progress("compact", as_json) as progress:
+    with working_folder(weight_dir) as folder, progress_bar("compact", quiet=as_json) as progress:
         report = compact_store(
             _open(store), keep_plain=keep_plain, dry_run=dry_run, weight_dir=folder, progress=progress
         )
@@ -291,7 +291,7 @@ def expand(
     if bool(models) == everything:
         raise typer.BadParameter("name models, or --all for all of them")
     weight_store = _open(store)
-    with working_folder(weight_dir) as folder, _progress("expand", as_json) as progress:
+    with working_folder(weight_dir) as folder, progress_bar("expand", quiet=as_json) as progress:
         expanded = expand_models(weight_store, models or weight_store.model_names(), folder, progress)
     rows = [[model] for model in expanded]
     _print_report({"expanded": expanded}, (Column("expanded", "name"),), rows, f"{len(rows)} models", as_json)
