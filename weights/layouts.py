@@ -9,15 +9,17 @@ from pathlib import Path
 from weights.errors import StoreError
 from weights.manifest import Layout, Manifest
 from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
-from weights.storage.hashing import HashedTensor, hash_tensors
+from weights.storage.hashing import HashedTensor, Progress, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
 from weights.store import WeightStore, stored_tensors
 
 
-def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:
-    """Publish `model` anew in another layout; all that is read of it is checked.
+def convert(
+    store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None, progress: Progress | None = None
+) -> Manifest:
+    """Publish `model` anew in another layout; all that is read of it is checked. `progress` gets the bytes of that.
 
     An extent that another model of the store uses as well stays where it is: one copy serves both. What is left of
     the old layout goes with the next `gc`. Raises ExtentCorrupt when the stored bytes are damaged.
@@ -26,7 +28,7 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
     if manifest.layout == layout:
         return manifest
     parts = manifest.components.values()
-    hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts})
+    hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts}, progress=progress)
     return publish_again(store, manifest, hashed, layout, weight_dir, relocates=True)
 
 

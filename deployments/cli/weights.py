@@ -131,8 +131,8 @@ def convert(
     from weights.layouts import convert as convert_layout
 
     weight_store = _open(store)
-    with working_folder(weight_dir) as folder:
-        manifest = convert_layout(weight_store, model, layout, folder)
+    with working_folder(weight_dir) as folder, progress_bar("convert", quiet=as_json) as progress:
+        manifest = convert_layout(weight_store, model, layout, folder, progress)
     _print_model(weight_store, manifest, as_json)
 
 
