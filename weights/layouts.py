@@ -67,10 +67,11 @@ def publish_again(
     return publish_draft(store, draft, layout, weight_dir)
 
 
-def write_inline(store: WeightStore, model: str, target: Path) -> None:
+def write_inline(store: WeightStore, model: str, target: Path, progress: Progress | None = None) -> None:
     """Write `model` as the stock checkpoint it came from into `target`, which must be empty or not exist.
 
     Every tensor is checked on its way; one is in memory at a time. PyTorch pickles come back as safetensors.
+    `progress` gets the bytes that are written.
     Raises StoreError (target in use, disk full), ExtentCorrupt; `target` is complete or untouched.
     """
     manifest = store.manifest(model)
@@ -81,18 +82,27 @@ def write_inline(store: WeightStore, model: str, target: Path) -> None:
         sweep(target.parent, partial)
         with claimed_folder(target.parent / partial.replace("*", uuid.uuid4().hex)) as folder:
             checkpoint = folder / "checkpoint"
-            _write_checkpoint(store, manifest, checkpoint)
+            _write_checkpoint(store, manifest, checkpoint, progress)
             sync_tree(checkpoint)
             move(checkpoint, target)  # onto an empty folder is fine, onto one that was filled meanwhile an error
 
 
-def _write_checkpoint(store: WeightStore, manifest: Manifest, target: Path) -> None:
+def _write_checkpoint(store: WeightStore, manifest: Manifest, target: Path, progress: Progress | None) -> None:
+    done_bytes, total_bytes = 0, manifest.nbytes
+
+    def note(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        if progress:
+            progress(done_bytes, total_bytes)
+
     skeleton = store.skeleton(manifest)
     _copy_skeleton(store, manifest, target)
     for component in manifest.components.values():
         folder = target / component.folder
         record = writable(component)
-        contents = write_files(folder, skeleton / component.folder, record, stored_tensors(store, manifest, component))
+        tensors = stored_tensors(store, manifest, component, note)
+        contents = write_files(folder, skeleton / component.folder, record, tensors)
         if record.format == "safetensors" and len(record.files) > 1:
             rewrite_index(folder, record, contents)
         for file in component.files:

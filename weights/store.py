@@ -26,7 +26,7 @@ import os
 import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -322,6 +322,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     sha256: str
+    on_read: Callable[[int], None] | None = field(default=None, compare=False)  # gets the bytes of each read
 
     def read(self) -> bytes:
         """Return the bytes. Raises ExtentCorrupt when they are missing or not the ones that were stored."""
@@ -333,10 +334,14 @@ class StoredTensor:
             raise ExtentCorrupt(
                 f"{self.file}: bytes {self.offset}..{self.offset + self.nbytes} are not those of tensor {self.name}"
             )
+        if self.on_read:
+            self.on_read(self.nbytes)
         return data
 
 
-def stored_tensors(store: WeightStore, manifest: Manifest, component: Component) -> Mapping[str, StoredTensor]:
+def stored_tensors(
+    store: WeightStore, manifest: Manifest, component: Component, on_read: Callable[[int], None] | None = None
+) -> Mapping[str, StoredTensor]:
     """Return the component's tensors by name. Raises StoreError for a pack that leads out of the store."""
     packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
     return {
@@ -348,6 +353,7 @@ def stored_tensors(store: WeightStore, manifest: Manifest, component: Component)
             dtype=ref.dtype,
             shape=ref.shape,
             sha256=ref.sha256,
+            on_read=on_read,
         )
         for name, ref in component.tensors.items()
     }

@@ -119,7 +119,9 @@ def inline(
     """Write a model back as stock libraries read it, its weights in its own files."""
     from weights.intake import write_back
 
-    write_back(_open(store), model, target.expanduser(), external=external_data)
+    weight_store = _open(store)
+    with progress_bar("inline") as progress:
+        write_back(weight_store, model, target.expanduser(), external=external_data, progress=progress)
     _err.print(f"{escape(model)} is in {escape(str(target))}")
 
 
