@@ -44,11 +44,13 @@ FILL_GALLERY = """async (count) => {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A demo cluster with two workers, which save running images often."""
+    """A demo cluster with two workers, which save running images often; a worker has room for one image model."""
     demo = load_cluster_config(CONFIG).model_dump()
     demo |= {"name": "pages", "http": {"port": free_port()}, "grpc": None}
     demo["store"] = {"path": str(tmp_path_factory.mktemp("pages") / "store")}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5, "checkpoint_interval_s": 0.2}
+    demo["worker"] |= {"device": "cpu-private", "device_budget_bytes": "8 MiB", "kv_cache_bytes": "1 MiB"}
+    demo["models"] = [model | {"preload": False} for model in demo["models"]]
     with cluster_up(ClusterConfig.model_validate(demo), str(CONFIG)) as address:
         yield address
 
@@ -94,15 +96,15 @@ def test_axe_finds_nothing(url: str, open_page: OpenPage, name: str, scheme: str
 
 
 def test_models_that_alternate_are_seen_to_switch(url: str, open_page: OpenPage) -> None:
-    """More models than workers, in turn: `out/pages/switch.png` shows it."""
-    page = open_page(f"{url}/cluster")
+    """More models than have room, in turn; `out/pages/switch.png` shows it."""
+    page = open_page(f"{url}/cluster", viewport={"width": 1440, "height": 960}, device_scale_factor=8 / 9)
     page.get_by_text("live", exact=True).wait_for()
     models = ("digits-flux", "digits-sdxl", "digits-flux-inverted")
-    for model in models * 4:
-        body = {"model": model, "prompt": "a handwritten two", "num_inference_steps": 8}
+    for model in models * 6:
+        body = {"model": model, "prompt": "a handwritten two", "num_inference_steps": 24}
         httpx.post(f"{url}/v1/images/generations", json=body, timeout=120).raise_for_status()
     for model in models:
-        page.locator(".decisions").get_by_text(f"→ {model}", exact=True).first.wait_for()
+        page.locator(".decisions strong").filter(has_text=re.compile(f"→ {model}$")).first.wait_for()
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / "switch.png")
 

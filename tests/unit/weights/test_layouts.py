@@ -69,7 +69,7 @@ def test_demo_models_come_back_byte_for_byte(store: WeightStore, tmp_path: Path,
         gc(store)
         assert verify(store, deep=True).damages == ()
         told: list[tuple[int, int]] = []
-        write_inline(store, name, tmp_path / layout, lambda *far: told.append(far))
+        write_inline(store, name, tmp_path / layout, lambda *far, told=told: told.append(far))
         assert told[-1] == (store.manifest(name).nbytes,) * 2  # each tensor is read once
         assert files(tmp_path / layout) == files(DEMO_MODELS / name)
 
