@@ -86,17 +86,20 @@ def _import_program(store: WeightStore, model: str, path: Path, layout: Layout, 
     return externalize_program(store, model, path, layout=layout, allow_torch=allow_torch)
 
 
-def write_back(store: WeightStore, model: str, target: Path, *, external: bool = False) -> None:
+def write_back(
+    store: WeightStore, model: str, target: Path, *, external: bool = False, progress: OnProgress | None = None
+) -> None:
     """Write `model` as stock libraries read it: a checkpoint folder, or for a program the file `target`.
 
-    `external` leaves an ONNX model's weights in a file beside it. Raises StoreError when `target` exists already.
+    `external` leaves an ONNX model's weights in a file beside it. `progress` gets the bytes of a checkpoint
+    that are written. Raises StoreError when `target` exists already.
     """
     manifest = store.manifest(model)
     formats = {component.format for component in manifest.components.values()}
     if manifest.kind != "program":
         if external:
             raise WeightsError(f"{model}: only an ONNX model is written with external data, this is {manifest.kind!r}")
-        write_inline(store, model, target)
+        write_inline(store, model, target, progress)
         return
     if target.exists():
         raise StoreError(f"{target}: exists already")

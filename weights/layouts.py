@@ -9,15 +9,17 @@ from pathlib import Path
 from weights.errors import StoreError
 from weights.manifest import Layout, Manifest
 from weights.storage.durable import copy_tree, disk_errors, move, sync_tree
-from weights.storage.hashing import HashedTensor, hash_tensors
+from weights.storage.hashing import HashedTensor, Progress, hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.storage.staging import claimed_folder, sweep
 from weights.storage.stock import rewrite_index, writable, write_files
 from weights.store import WeightStore, stored_tensors
 
 
-def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None) -> Manifest:
-    """Publish `model` anew in another layout; all that is read of it is checked.
+def convert(
+    store: WeightStore, model: str, layout: Layout, weight_dir: Path | None = None, progress: Progress | None = None
+) -> Manifest:
+    """Publish `model` anew in another layout; all that is read of it is checked. `progress` gets the bytes of that.
 
     An extent that another model of the store uses as well stays where it is: one copy serves both. What is left of
     the old layout goes with the next `gc`. Raises ExtentCorrupt when the stored bytes are damaged.
@@ -26,7 +28,7 @@ def convert(store: WeightStore, model: str, layout: Layout, weight_dir: Path | N
     if manifest.layout == layout:
         return manifest
     parts = manifest.components.values()
-    hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts})
+    hashed = hash_tensors({part.name: stored_tensors(store, manifest, part) for part in parts}, progress=progress)
     return publish_again(store, manifest, hashed, layout, weight_dir, relocates=True)
 
 
@@ -65,10 +67,11 @@ def publish_again(
     return publish_draft(store, draft, layout, weight_dir)
 
 
-def write_inline(store: WeightStore, model: str, target: Path) -> None:
+def write_inline(store: WeightStore, model: str, target: Path, progress: Progress | None = None) -> None:
     """Write `model` as the stock checkpoint it came from into `target`, which must be empty or not exist.
 
     Every tensor is checked on its way; one is in memory at a time. PyTorch pickles come back as safetensors.
+    `progress` gets the bytes that are written.
     Raises StoreError (target in use, disk full), ExtentCorrupt; `target` is complete or untouched.
     """
     manifest = store.manifest(model)
@@ -79,18 +82,27 @@ def write_inline(store: WeightStore, model: str, target: Path) -> None:
         sweep(target.parent, partial)
         with claimed_folder(target.parent / partial.replace("*", uuid.uuid4().hex)) as folder:
             checkpoint = folder / "checkpoint"
-            _write_checkpoint(store, manifest, checkpoint)
+            _write_checkpoint(store, manifest, checkpoint, progress)
             sync_tree(checkpoint)
             move(checkpoint, target)  # onto an empty folder is fine, onto one that was filled meanwhile an error
 
 
-def _write_checkpoint(store: WeightStore, manifest: Manifest, target: Path) -> None:
+def _write_checkpoint(store: WeightStore, manifest: Manifest, target: Path, progress: Progress | None) -> None:
+    done_bytes, total_bytes = 0, manifest.nbytes
+
+    def note(nbytes: int) -> None:
+        nonlocal done_bytes
+        done_bytes += nbytes
+        if progress:
+            progress(done_bytes, total_bytes)
+
     skeleton = store.skeleton(manifest)
     _copy_skeleton(store, manifest, target)
     for component in manifest.components.values():
         folder = target / component.folder
         record = writable(component)
-        contents = write_files(folder, skeleton / component.folder, record, stored_tensors(store, manifest, component))
+        tensors = stored_tensors(store, manifest, component, note)
+        contents = write_files(folder, skeleton / component.folder, record, tensors)
         if record.format == "safetensors" and len(record.files) > 1:
             rewrite_index(folder, record, contents)
         for file in component.files:

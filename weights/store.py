@@ -28,7 +28,7 @@ import re
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -359,6 +359,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     sha256: str
     decoded: Callable[[], ByteArray] | None = None
+    on_read: Callable[[int], None] | None = field(default=None, compare=False)  # gets the bytes of each read
 
     def read(self) -> bytes | memoryview:
         """Return the bytes. Raises ExtentCorrupt when they are missing or not the ones that were stored."""
@@ -374,20 +375,33 @@ class StoredTensor:
             raise ExtentCorrupt(
                 f"{self.file}: bytes {self.offset}..{self.offset + self.nbytes} are not those of tensor {self.name}"
             )
+        if self.on_read:
+            self.on_read(self.nbytes)
         return data
 
 
-def stored_tensors(store: WeightStore, manifest: Manifest, component: Component) -> Mapping[str, StoredTensor]:
+def stored_tensors(
+    store: WeightStore, manifest: Manifest, component: Component, on_read: Callable[[int], None] | None = None
+) -> Mapping[str, StoredTensor]:
     """Return the component's tensors by name. Raises StoreError for a pack that leads out of the store."""
     decoded = DecodedExtents(store.packs)
     packs = {id_: store.pack_file(manifest.extents[id_].pack) for id_ in {r.extent for r in component.tensors.values()}}
     return {
-        name: stored_tensor(packs[ref.extent], manifest.extents[ref.extent], f"{component.name}.{name}", ref, decoded)
+        name: stored_tensor(
+            packs[ref.extent], manifest.extents[ref.extent], f"{component.name}.{name}", ref, decoded, on_read
+        )
         for name, ref in component.tensors.items()
     }
 
 
-def stored_tensor(file: Path, extent: ExtentRef, name: str, ref: TensorRef, decoded: DecodedExtents) -> StoredTensor:
+def stored_tensor(
+    file: Path,
+    extent: ExtentRef,
+    name: str,
+    ref: TensorRef,
+    decoded: DecodedExtents,
+    on_read: Callable[[int], None] | None = None,
+) -> StoredTensor:
     """Return a tensor, to be called `name`, of an extent that is in `file`."""
     return StoredTensor(
         name=name,
@@ -398,4 +412,5 @@ def stored_tensor(file: Path, extent: ExtentRef, name: str, ref: TensorRef, deco
         shape=ref.shape,
         sha256=ref.sha256,
         decoded=None if extent.has_plain else functools.partial(decoded.bytes_of, extent),
+        on_read=on_read,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Final, Literal
@@ -23,6 +24,7 @@ from rich.progress import (
 OnProgress = Callable[[int, int], None]  # done, total
 Unit = Literal["bytes", "steps", "share"]
 LINE_EVERY_S: Final = 10.0
+LOOK_EVERY_S: Final = 0.5
 _COLUMNS: Final[dict[Unit, Callable[[], tuple[ProgressColumn, ...]]]] = {
     "bytes": lambda: (DownloadColumn(), TransferSpeedColumn()),
     "steps": lambda: (MofNCompleteColumn(),),
@@ -48,6 +50,24 @@ def progress_bar(
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def followed(look: Callable[[], tuple[int, int] | None], on_progress: OnProgress) -> Iterator[None]:
+    """Ask `look` in a thread how far the work of the body is, done and total, and tell that; None tells nothing."""
+    is_over = threading.Event()
+
+    def follow() -> None:
+        while not is_over.wait(LOOK_EVERY_S):
+            if (far := look()) is not None and not is_over.is_set():
+                on_progress(*far)
+
+    # Not waited for at the end: a look at a server that hangs holds nobody up.
+    threading.Thread(target=follow, name="progress", daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
 
 
 class _Lines:

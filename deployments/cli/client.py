@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import re
@@ -81,6 +82,14 @@ class Client:
     def register(self, entry: dict[str, Any], *, wait: bool = True) -> dict[str, Any]:
         """Return the model as it is listed. `entry` has the fields of a model or adapter in a cluster config."""
         return self._checked("POST", "/admin/models", "id", json=entry, params={"wait": wait})
+
+    def import_progress(self, model: str) -> tuple[int, int] | None:
+        """Return the bytes of a model's import, done and in all; None while it does not run, or cannot be known."""
+        with contextlib.suppress(ClientError, KeyError, TypeError):
+            for one in self._checked("GET", "/admin/imports", "imports")["imports"]:
+                if one["id"] == model:
+                    return int(one["done_bytes"]), int(one["total_bytes"])
+        return None
 
     def unregister(self, model: str, *, purge: bool = False) -> dict[str, Any]:
         """Serve a model no more; `purge` takes it out of the store, too."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.console import Console
 
+from deployments.cli.bars import followed, progress_bar
 from deployments.cli.client import Key, Url, find_client
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
 from deployments.cli.supported import print_supported, read_table
@@ -84,7 +85,10 @@ def register(
         given["vae"] = _located(vae)
     entry = {"id": model, "path": _located(path)} | {key: value for key, value in given.items() if value is not None}
     client = find_client(url, key)
-    with Console(stderr=True).status(f"registering {model!r}"):
+    with (
+        progress_bar(f"registering {model}", quiet=as_json) as on_progress,
+        followed(lambda: client.import_progress(model), on_progress),
+    ):
         found = client.register(entry, wait=wait)
     _print_answer(found, f"{model} is {found['state']} ({found['kind'] or 'kind not known yet'})", as_json)
 

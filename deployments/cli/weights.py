@@ -130,7 +130,9 @@ def inline(
     """Write a model back as stock libraries read it, its weights in its own files."""
     from weights.intake import write_back
 
-    write_back(_open(store), model, target.expanduser(), external=external_data)
+    weight_store = _open(store)
+    with progress_bar("inline") as progress:
+        write_back(weight_store, model, target.expanduser(), external=external_data, progress=progress)
     _err.print(f"{escape(model)} is in {escape(str(target))}")
 
 
@@ -142,8 +144,8 @@ def convert(
     from weights.layouts import convert as convert_layout
 
     weight_store = _open(store)
-    with working_folder(weight_dir) as folder:
-        manifest = convert_layout(weight_store, model, layout, folder)
+    with working_folder(weight_dir) as folder, progress_bar("convert", quiet=as_json) as progress:
+        manifest = convert_layout(weight_store, model, layout, folder, progress)
     _print_model(weight_store, manifest, as_json)
 
 

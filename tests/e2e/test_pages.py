@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 from integration.harness import ROOT, replica_processes
-from kit.browser import OpenPage
+from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
 
 from configs.cluster import ClusterConfig
@@ -24,7 +23,6 @@ from infra.ports import free_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-AXE = ROOT / ".judges/axe/node_modules/axe-core/axe.min.js"
 CONFIG = ROOT / "configs/clusters/demo.yaml"
 SHOTS = ROOT / "out/pages"
 PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines"}
@@ -46,11 +44,13 @@ FILL_GALLERY = """async (count) => {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A demo cluster with two workers, which save running images often."""
+    """A demo cluster with two workers, which save running images often; a worker has room for one image model."""
     demo = load_cluster_config(CONFIG).model_dump()
     demo |= {"name": "pages", "http": {"port": free_port()}, "grpc": None}
     demo["store"] = {"path": str(tmp_path_factory.mktemp("pages") / "store")}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5, "checkpoint_interval_s": 0.2}
+    demo["worker"] |= {"device": "cpu-private", "device_budget_bytes": "8 MiB", "kv_cache_bytes": "1 MiB"}
+    demo["models"] = [model | {"preload": False} for model in demo["models"]]
     with cluster_up(ClusterConfig.model_validate(demo), str(CONFIG)) as address:
         yield address
 
@@ -86,16 +86,27 @@ def test_a_page_fits_each_width(url: str, open_page: OpenPage, name: str, scheme
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed (make judges-long, where there is npm)")
+@needs_axe
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", PATHS)
 def test_axe_finds_nothing(url: str, open_page: OpenPage, name: str, scheme: str) -> None:
-    # The page's own policy lets nobody else's script in.
     page = open_page(url + PATHS[name], color_scheme=scheme, bypass_csp=True)
     prepare(page, name)
-    page.evaluate(Path(AXE).read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]] == []
+    assert axe_violations(page) == []
+
+
+def test_models_that_alternate_are_seen_to_switch(url: str, open_page: OpenPage) -> None:
+    """More models than have room, in turn; `out/pages/switch.png` shows it."""
+    page = open_page(f"{url}/cluster", viewport={"width": 1440, "height": 960}, device_scale_factor=8 / 9)
+    page.get_by_text("live", exact=True).wait_for()
+    models = ("digits-flux", "digits-sdxl", "digits-flux-inverted")
+    for model in models * 6:
+        body = {"model": model, "prompt": "a handwritten two", "num_inference_steps": 24}
+        httpx.post(f"{url}/v1/images/generations", json=body, timeout=120).raise_for_status()
+    for model in models:
+        page.locator(".decisions strong").filter(has_text=re.compile(f"→ {model}$")).first.wait_for()
+    SHOTS.mkdir(parents=True, exist_ok=True)
+    page.screenshot(path=SHOTS / "switch.png")
 
 
 def test_an_image_is_made_on_when_its_worker_is_killed(url: str, open_page: OpenPage) -> None:

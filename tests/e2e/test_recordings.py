@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from kit.browser import OpenPage
+from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
 
 from cluster.placement.state import Components
@@ -138,17 +138,21 @@ def test_a_trace_without_workers_has_a_lane_for_each_model(url: str, tmp_path: P
     assert page.locator(".holder.worker h3").all_inner_texts() == [f"Worker m{n}" for n in range(3)]
 
 
-def test_a_simulated_run_is_one_file_beside_the_peer(
-    monkeypatch: pytest.MonkeyPatch, trace: Path, tmp_path: Path, open_page: OpenPage
-) -> None:
+@pytest.fixture
+def simulated(monkeypatch: pytest.MonkeyPatch, trace: Path, tmp_path: Path) -> Path:
+    """The page that `atelier simulate` writes of the trace."""
     file = tmp_path / "run.html"
     monkeypatch.setattr(sys, "argv", ["atelier", "simulate", str(trace), "--html", str(file)])
     with pytest.raises(SystemExit, match="0"):
         main()
+    return file
+
+
+def test_a_simulated_run_is_one_file_beside_the_peer(simulated: Path, open_page: OpenPage) -> None:
     asked: list[str] = []
     page = open_page("about:blank")
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(file.as_uri())
+    page.goto(simulated.as_uri())
     page.get_by_role("heading", name="serve.multiplexed").wait_for()
     assert page.locator(".runs h2:text-matches('first|multiplexed')").all_inner_texts() == [
         "latency-first",
@@ -157,5 +161,21 @@ def test_a_simulated_run_is_one_file_beside_the_peer(
     at(page, 24)
     assert page.locator("canvas.time-line").count() == 2
     wait_until(lambda: HOSTILE in page.locator(".decisions").first.inner_text(), "the switch with its model's name")
-    assert [address for address in asked if not address.startswith("data:")] == [file.as_uri()]
+    assert [address for address in asked if not address.startswith("data:")] == [simulated.as_uri()]
     assert "pwned" not in page.title()
+
+
+@needs_axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing_in_a_run_that_is_over(
+    url: str, trace: Path, simulated: Path, scheme: str, open_page: OpenPage
+) -> None:
+    opened = open_page(f"{url}/cluster", color_scheme=scheme, bypass_csp=True)
+    open_trace(opened, trace)
+    opened.get_by_role("heading", name="Trace day.jsonl").wait_for()
+    file = open_page(simulated.as_uri(), color_scheme=scheme, bypass_csp=True)
+    file.get_by_role("heading", name="serve.multiplexed").wait_for()
+    for page in (opened, file):
+        at(page, 24)
+        page.locator(".decisions").first.get_by_text("onerror").wait_for()  # the switch to the hostile one
+        assert axe_violations(page) == []

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+AXE = Path(__file__).resolve().parents[2] / ".judges/axe/node_modules/axe-core/axe.min.js"
+needs_axe = pytest.mark.skipif(
+    not AXE.exists(), reason="axe-core is not installed (make judge-axe, where there is npm)"
+)
 _NAMES = ("chromium", "chromium-browser", "google-chrome")
 OpenPage = Callable[..., Any]
 
@@ -50,6 +55,16 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
     for context in contexts:
         context.close()
     assert problems == []
+
+
+def axe_violations(page: Any) -> list[tuple[str, list[Any]]]:
+    """Return what axe-core finds in an open page: each rule with where it is broken.
+
+    The page's own policy lets no script of anybody else in: open it with `bypass_csp=True`.
+    """
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    return [(one["id"], [node["target"] for node in one["nodes"]]) for one in found["violations"]]
 
 
 def _is_refusal(text: str) -> bool:

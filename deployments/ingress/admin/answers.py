@@ -76,6 +76,20 @@ class ClusterAnswer(Answer):
     templates: TemplatesAnswer | None = None
 
 
+class ImportAnswer(Answer):
+    """How far a model is that enters the store: bytes read, of a download or of its files."""
+
+    id: str
+    done_bytes: int
+    total_bytes: int
+
+
+class ImportsAnswer(Answer):
+    """The imports that run; a model that waits for its turn is not among them."""
+
+    imports: list[ImportAnswer]
+
+
 class UnregisteredAnswer(Answer):
     """The removed model. `orphans` are adapters that have lost a base."""
 

@@ -16,6 +16,7 @@ from cluster.placement.slot_link import QueuesAway
 from cluster.ray_seam.process_starts import template_stats
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry, ModelRecord
+from cluster.registry.importing import ImportProgress
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from configs.batching import BatchingConfig
@@ -121,6 +122,10 @@ class Operations:
         if wait:
             await self._snapshot.catch_up(is_known)
         return Registered(card_of(record), is_new)
+
+    async def imports(self) -> list[ImportProgress]:
+        """Return how far the imports are that run. Raises ModelUnavailable while the registry is away."""
+        return await self._call_registry(WeightRegistry.import_progress)
 
     async def unregister_model(self, model: str, *, purge: bool) -> tuple[str, ...]:
         """Remove a model and return the adapters that have no base left.

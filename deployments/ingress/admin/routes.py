@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
@@ -22,6 +23,8 @@ from deployments.ingress.admin.answers import (
     BatchingAnswer,
     ClusterAnswer,
     HealthAnswer,
+    ImportAnswer,
+    ImportsAnswer,
     PinAnswer,
     PrefetchAnswer,
     RetunedAnswer,
@@ -153,6 +156,12 @@ def _add_model_routes(router: APIRouter, operations: Operations) -> None:
         registered = await operations.register_model(entry, wait=wait)
         status = (201 if registered.is_new else 200) if wait else 202
         return json_response(ModelAnswer.of(registered.card), status)
+
+    @router.get("/admin/imports", response_model=ImportsAnswer, responses=documented(_503=_RESTARTING))
+    async def imports() -> Response:
+        """Show how far the models are that enter the store."""
+        running = [ImportAnswer(**asdict(one)) for one in await operations.imports()]
+        return json_response(ImportsAnswer(imports=running))
 
     @router.delete(
         "/admin/models/{model}",

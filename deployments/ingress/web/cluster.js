@@ -105,11 +105,9 @@ function Sections({ picture, aheadS }) {
     <${Places} picture=${picture} workers=${workers} />
     <div class="halves">
       <${Models} picture=${picture} />
-      <div class="stack">
-        <${Decisions} picture=${picture} aheadS=${aheadS} />
-        <${Tenants} shares=${picture.shares} />
-      </div>
-    </div>`;
+      <${Decisions} picture=${picture} aheadS=${aheadS} />
+    </div>
+    <${Tenants} shares=${picture.shares} />`;
 }
 
 open(html`<${Page} />`);

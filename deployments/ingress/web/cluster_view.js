@@ -77,7 +77,10 @@ function switchesOf(picture) {
 
 const partsOf = (report) => (report ? { nbytes: report.attached_bytes, keptParts: report.reused } : { nbytes: null, keptParts: [] });
 
-export function TimeLine({ picture, aheadS, spanS = SPAN_S, about = words.timeLineAbout }) {
+// The label of a part: its heading, after that of the run that it is `within`, where there are several.
+const labels = (...ids) => ids.filter(Boolean).join(" ");
+
+export function TimeLine({ picture, aheadS, spanS = SPAN_S, about = words.timeLineAbout, within }) {
   const id = useId("time-line");
   const names = Object.keys(picture.workers).slice(0, MAX_WORKERS);
   const lanes = names.map((name) => {
@@ -97,7 +100,7 @@ export function TimeLine({ picture, aheadS, spanS = SPAN_S, about = words.timeLi
   const models = [...new Set(recent.map((one) => one.model))].sort();
   const data = { lanes, requests: recent, switches: switchesOf(picture), nowS, spanS };
   const draw = (pen, width, height, look) => drawTimeLine(pen, width, height, look, data);
-  return html`<section class="panel part" aria-labelledby=${id}>
+  return html`<section class="panel part" aria-labelledby=${labels(within, id)}>
     <div class="section-head"><h2 id=${id}>${words.timeLine}</h2><small>${about}</small></div>
     <${Canvas} className="time-line" height=${lanes.length * laneHeight(lanes.length) + 24} draw=${draw} drawn=${`${nowS} ${spanS}`} label=${words.timeLineLabel} />
     <${Legend} names=${models} />
@@ -105,7 +108,7 @@ export function TimeLine({ picture, aheadS, spanS = SPAN_S, about = words.timeLi
 }
 
 // Nodes with what their memory holds, and below each the workers with what they have built.
-export function Places({ picture, workers, about = "" }) {
+export function Places({ picture, workers, about = "", within }) {
   const heading = useId("places");
   const nodes = Object.entries(picture.nodes);
   const of = (id) => workers.filter(([, worker]) => (worker.node || nodes[0]?.[0]) === id);
@@ -113,7 +116,7 @@ export function Places({ picture, workers, about = "" }) {
   const encoders = Object.entries(picture.encoders).filter(([, encoder]) => !encoder.unreachable);
   const held = [...workers, ...encoders].map(([, one]) => sum((one.modules ?? []).map((module) => module[2])));
   const scale = 1.05 * Math.max(1, ...held, ...nodes.map(([, node]) => node.resident_bytes ?? 0));
-  return html`<section class="panel part" aria-labelledby=${heading}>
+  return html`<section class="panel part" aria-labelledby=${labels(within, heading)}>
     <div class="section-head"><h2 id=${heading}>${words.nodes}</h2><small>${about}</small></div>
     ${nodes.map(([id, node]) => html`<div class="node" key=${id}>
       <${Node} id=${id} node=${node} scale=${scale} />
@@ -184,7 +187,7 @@ function modulesOf(modules) {
     });
 }
 
-export function Models({ picture, canOrder = true }) {
+export function Models({ picture, canOrder = true, within }) {
   const id = useId("models");
   const [filter, setFilter] = useState("");
   const loads = new Map();
@@ -192,12 +195,12 @@ export function Models({ picture, canOrder = true }) {
   const rank = ([name, model]) => -((loads.get(name)?.waiting ?? 0) * 1e6 + (loads.get(name)?.started ?? 0) + (model.tier === "resident" ? 0.5 : 0));
   const all = Object.entries(picture.models).filter(([name]) => name.toLowerCase().includes(filter.toLowerCase()));
   const rows = all.sort((one, other) => rank(one) - rank(other) || (one[0] < other[0] ? -1 : 1)).slice(0, MAX_ROWS);
-  return html`<section class="panel part" aria-labelledby=${id}>
+  return html`<section class="panel part" aria-labelledby=${labels(within, id)}>
     <div class="section-head">
       <h2 id=${id}>${words.models}</h2><span class="space"></span>
       <input class="filter" type="search" aria-label=${words.filter} placeholder=${words.filter} value=${filter} onInput=${(event) => setFilter(event.target.value)} />
     </div>
-    <div class="scroll" tabindex="0" role="region" aria-label=${words.table}>
+    <div class="scroll" tabindex="0" role="group" aria-label=${words.table}>
       <table class="table">
         <thead><tr>
           <th scope="col">${words.model}</th><th scope="col">${words.state}</th>
@@ -237,11 +240,11 @@ function ModelRow({ name, model, load, canOrder }) {
   }, [name, model, load]);
 }
 
-export function Decisions({ picture, aheadS }) {
+export function Decisions({ picture, aheadS, within }) {
   const id = useId("decisions");
   const rows = switchesOf(picture).slice(0, 30);
   const nowS = picture.totals.at_s + aheadS;
-  return html`<section class="panel part" aria-labelledby=${id}>
+  return html`<section class="panel part" aria-labelledby=${labels(within, id)}>
     <div class="section-head"><h2 id=${id}>${words.decisions}</h2></div>
     ${(picture.totals.notes ?? []).slice(0, 5).map((note) => html`<p class="muted" key=${note}>${note}</p>`)}
     ${rows.length === 0 && html`<p class="muted">${words.noDecisions}</p>`}
@@ -265,7 +268,7 @@ export function Tenants({ shares }) {
   return html`<section class="panel part" aria-labelledby=${id}>
     <div class="section-head"><h2 id=${id}>${words.tenants}</h2></div>
     ${rows.length
-      ? html`<div class="scroll" tabindex="0" role="region" aria-label=${words.tenantsTable}><table class="table">
+      ? html`<div class="scroll" tabindex="0" role="group" aria-label=${words.tenantsTable}><table class="table">
           <thead><tr><th scope="col">${words.tenant}</th><th scope="col">${words.model}</th>${names.map((name) => html`<th scope="col" class="number">${name}</th>`)}</tr></thead>
           <tbody>${rows.map(([key, one]) => html`<${TenantRow} key=${key} load=${one} />`)}</tbody>
         </table></div>`

@@ -134,8 +134,8 @@ export function drawTimeLine(pen, width, height, look, { lanes, requests, switch
   const labels = new Map(); // where the last label of a lane ends
   for (const one of [...switches].reverse()) {
     if (!tops.has(one.worker) || one.atS < nowS - spanS) continue;
-    const isFree = at(one.atS) > (labels.get(one.worker) ?? 0);
-    const wide = drawSwitch(pen, one, tops.get(one.worker), at, lane, isFree, look);
+    const room = at(one.atS) > (labels.get(one.worker) ?? 0) ? width - at(one.atS) : 0; // of its label
+    const wide = drawSwitch(pen, one, tops.get(one.worker), at, lane, room, look);
     if (wide) labels.set(one.worker, at(one.atS) + wide);
   }
   pen.restore();
@@ -173,8 +173,8 @@ function drawRequests(pen, requests, tops, at, lane, sinceS) {
   pen.globalAlpha = 1;
 }
 
-// Draw a mark, and its label where that `isFree` of another; returns the width of the label.
-function drawSwitch(pen, { atS, model, nbytes }, top, at, lane, isFree, look) {
+// Draw a mark, and its label where there is `room` for it, in pixels; returns the width of the label.
+function drawSwitch(pen, { atS, model, nbytes }, top, at, lane, room, look) {
   const x = at(atS);
   pen.fillStyle = look.text;
   pen.fillRect(x - 1, top - 2, 2, lane);
@@ -183,9 +183,10 @@ function drawSwitch(pen, { atS, model, nbytes }, top, at, lane, isFree, look) {
   pen.lineTo(x + 4, top - 2);
   pen.lineTo(x, top + 4);
   pen.fill();
-  if (lane < 26 || !isFree) return 0;
+  if (lane < 26 || !room) return 0;
   const text = `${model}${nbytes ? ` ${bytes(nbytes)}` : ""}`;
   const wide = Math.min(130, pen.measureText(text).width);
+  if (wide + 12 > room) return 0;
   pen.globalAlpha = 0.85;
   pen.fillStyle = look.sunken;
   pen.fillRect(x + 3, top, wide + 8, look.size);

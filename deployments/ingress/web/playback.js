@@ -51,16 +51,18 @@ function Moment({ atS, endS, onInput }) {
 
 function Run({ run, atS, spanS, head, isAlone }) {
   const picture = useMemo(() => pictureAt(run, atS, spanS), [run, atS, spanS]);
+  const id = useId("run");
+  const within = isAlone ? "" : id;
   return html`<section class="stack" aria-label=${run.title}>
-    ${!isAlone && html`<h2>${run.title}</h2>`}
+    ${!isAlone && html`<h2 id=${id}>${run.title}</h2>`}
     ${head}
     ${run.leftOut?.length > 0 && html`<p class="problem">${words.leftOut(run.leftOut.length, run.leftOut[0])}</p>`}
     <${Tiles} picture=${picture} spanS=${spanS} />
-    <${TimeLine} picture=${picture} aheadS=${0} spanS=${spanS} about=${words.about(seconds(spanS))} />
-    <${Places} picture=${picture} workers=${Object.entries(picture.workers)} about=${run.isExact ? "" : words.reckoned} />
+    <${TimeLine} picture=${picture} aheadS=${0} spanS=${spanS} about=${words.about(seconds(spanS))} within=${within} />
+    <${Places} picture=${picture} workers=${Object.entries(picture.workers)} about=${run.isExact ? "" : words.reckoned} within=${within} />
     <div class=${isAlone ? "halves" : "stack"}>
-      <${Models} picture=${picture} canOrder=${false} />
-      <${Decisions} picture=${picture} aheadS=${0} />
+      <${Models} picture=${picture} canOrder=${false} within=${within} />
+      <${Decisions} picture=${picture} aheadS=${0} within=${within} />
     </div>
   </section>`;
 }

@@ -68,7 +68,9 @@ def test_demo_models_come_back_byte_for_byte(store: WeightStore, tmp_path: Path,
         assert convert(store, name, layout).layout == layout
         gc(store)
         assert verify(store, deep=True).damages == ()
-        write_inline(store, name, tmp_path / layout)
+        told: list[tuple[int, int]] = []
+        write_inline(store, name, tmp_path / layout, lambda *far, told=told: told.append(far))
+        assert told[-1] == (store.manifest(name).nbytes,) * 2  # each tensor is read once
         assert files(tmp_path / layout) == files(DEMO_MODELS / name)
 
 
@@ -99,7 +101,11 @@ def test_a_conversion_moves_what_is_the_models_own(
     externalize(store, "a", write_model("a", {"shared": shared, "own": own}))
     externalize(store, "b", write_model("b", {"shared": shared}))
     before = store.manifest("b")
-    refs = convert(store, "a", "separate").components["model"].tensors
+    told: list[tuple[int, int]] = []
+    done = convert(store, "a", "separate", progress=lambda *far: told.append(far))
+    assert sorted(told) == told
+    assert (len(told), told[-1]) == (2, (12_000, 12_000))  # bytes
+    refs = done.components["model"].tensors
     assert refs["shared"].extent == before.components["model"].tensors["shared"].extent
     assert (store.packs / f"weight_{refs['own'].sha256}").stat().st_size == own.nbytes
     assert store.manifest("b") == before

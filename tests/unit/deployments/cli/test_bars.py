@@ -6,9 +6,11 @@ import io
 
 import pytest
 from kit.clock import Clock
+from kit.waiting import wait_until
 from rich.console import Console
 
-from deployments.cli.bars import LINE_EVERY_S, Unit, progress_bar
+from deployments.cli import bars
+from deployments.cli.bars import LINE_EVERY_S, Unit, followed, progress_bar
 
 
 def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
@@ -36,6 +38,15 @@ def test_what_is_done_soon_or_is_quiet_says_nothing_in_a_log() -> None:
             clock.now_s += seconds
             progress(1, 2)
         assert out.getvalue() == ""
+
+
+def test_work_that_is_done_elsewhere_is_asked_for_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    looks = iter([None, (1, 4), None, (3, 4), *[None] * 10**6])
+    told: list[tuple[int, int]] = []
+    with followed(lambda: next(looks), lambda done, total: told.append((done, total))):
+        wait_until(lambda: len(told) == 2, "both reports")
+    assert told == [(1, 4), (3, 4)]
 
 
 @pytest.mark.parametrize(("unit", "shown"), [("bytes", "1.0/2.0 MB"), ("steps", "1000000/2000000"), ("share", "50 %")])

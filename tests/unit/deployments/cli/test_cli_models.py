@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from deployments.cli import bars
+
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
 CONFLICT = {"error": {"message": "m is in the [/red] cluster config", "code": "conflict"}}
 NODE = {"node_id": "0123456789abcdef", "num_extents": 3, "resident_bytes": 2048, "leased_bytes": 1024}
@@ -45,6 +47,7 @@ class Answers(BaseHTTPRequestHandler):
         server: Any = self.server
         server.asked.append((self.command, self.path, body))
         status, answer = server.answers[self.command, self.path.partition("?")[0]]
+        answer = answer() if callable(answer) else answer
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(answer).encode())
@@ -68,6 +71,7 @@ def server() -> Iterator[Any]:
             ("DELETE", "/admin/models/taken"): (409, CONFLICT),
             ("DELETE", "/admin/models/..%2Fx"): (409, CONFLICT),
             ("GET", "/admin/cluster"): (200, CLUSTER),
+            ("GET", "/admin/imports"): (200, {"imports": []}),
         }
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         yield server
@@ -84,10 +88,41 @@ def run(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_register_sends_an_absolute_path_and_what_was_given(run: Run, server: Any, tmp_path: Path) -> None:
     assert run("register", "models/m", "--id", "m", "--dtype", "bfloat16") == (0, "m is ready (llm)\n", "")
     run("register", "s3://bucket/m", "--id", "m", "--base", "x", "--base", "y", "--no-wait")
-    assert server.asked == [
+    assert [asked for asked in server.asked if asked[0] == "POST"] == [
         ("POST", "/admin/models?wait=true", {"id": "m", "path": f"{tmp_path}/models/m", "dtype": "bfloat16"}),
         ("POST", "/admin/models?wait=false", {"id": "m", "path": "s3://bucket/m", "base": ["x", "y"]}),
     ]
+
+
+def test_register_says_how_far_the_import_is(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bars, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    num_looks, is_told = 0, threading.Event()
+
+    def look() -> dict[str, Any]:
+        nonlocal num_looks
+        if (num_looks := num_looks + 1) == 3:
+            is_told.set()  # what the first two looks found was said
+        broken = {"imports": None} if num_looks == 1 else {}
+        other = {"id": "other", "done_bytes": 9, "total_bytes": 9}
+        return {"imports": [other, {"id": "m", "done_bytes": 1000, "total_bytes": 4000}]} | broken
+
+    server.answers["GET", "/admin/imports"] = (200, look)
+    server.answers["POST", "/admin/models"] = (201, lambda: LISTED if is_told.wait(30) else {})
+    code, out, err = run("register", "models/m", "--id", "m")
+    assert (code, out) == (0, "m is ready (llm)\n")
+    assert "registering m: 25%, 1.0 kB of 4.0 kB, about" in err
+
+
+def test_register_does_without_a_server_that_tells_of_imports(
+    run: Run, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    is_asked = threading.Event()
+    missing = {"error": {"message": "no such path", "code": "not_found"}}
+    server.answers["GET", "/admin/imports"] = (404, lambda: is_asked.set() or missing)
+    server.answers["POST", "/admin/models"] = (201, lambda: LISTED if is_asked.wait(30) else {})
+    assert run("register", "models/m", "--id", "m") == (0, "m is ready (llm)\n", "")
 
 
 def test_a_path_outside_of_the_roots_is_one_line_that_names_them(run: Run, server: Any) -> None:

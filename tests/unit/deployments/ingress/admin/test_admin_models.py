@@ -16,6 +16,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
 from cluster.ray_seam.templates.process_files import record_process
 from cluster.registry.directory import DirectoryChange, Entry
+from cluster.registry.importing import ImportProgress
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
@@ -89,6 +90,9 @@ class Registry:
         await self.models.find_model(model)
         self.calls.append(("prefetch", model))
         return {"n1": "", "n2": "the keeper is gone"}
+
+    async def on_import_progress(self) -> list[ImportProgress]:
+        return [ImportProgress("new", 3, 8)]
 
     async def on_want(self, model: str) -> None:
         self.models.set_loaded(model, True)
@@ -183,6 +187,16 @@ async def test_a_model_is_registered_listed_replaced_and_removed(
     assert registry.calls == [("unregister", "new", True)]
     assert worker.calls == [("unpin", "new")]  # pins end with the model
     assert problem(await http.delete("/admin/models/new")) == (404, "model_not_found", "model")
+
+
+async def test_imports_say_how_far_they_are(http: httpx.AsyncClient, registry: Registry) -> None:
+    found = await http.get("/admin/imports")
+    assert (found.status_code, found.json()) == (
+        200,
+        {"imports": [{"id": "new", "done_bytes": 3, "total_bytes": 8}]},
+    )
+    registry.dead = True
+    assert problem(await http.get("/admin/imports"))[0] == 503
 
 
 @pytest.mark.parametrize(
