@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
+from cluster.registry.failed_loads import FailedLoads
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
@@ -66,6 +67,8 @@ class ServedModels:
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
         self._users: dict[str, set[str]] = {}  # models by extent
+        self._failed_loads = FailedLoads()
+        self._running: frozenset[str] = frozenset()  # replicas, as far as is known
         self._changed = asyncio.Event()
         # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
         self._importing = asyncio.Lock()
@@ -194,14 +197,36 @@ class ServedModels:
             pass
         return change
 
-    async def report_attach(self, model: str, error: str | None) -> None:
-        """Show in the directory that a replica could not attach the weights, or could again (None).
+    async def report_attach(self, model: str, version: str, replica: str, node: str, error: str | None) -> None:
+        """Take in that a replica could not load a version of a model, or could again (None).
 
-        Requests for the model are still tried.
+        The directory shows the model as unavailable when no replica is left that may. Requests are still tried.
         """
+        if error is None:
+            self._failed_loads.note_load(model, version, replica)
+        else:
+            self._failed_loads.note_failure(model, version, replica, node, error)
+        self._show_loads(model, version)
+
+    def follow_replicas(self, running: Collection[str]) -> None:
+        """Know which replicas run: what those could not load that have ended, others may."""
+        shown = self._failed_loads.models()
+        self._running = frozenset(running)
+        self._failed_loads.forget_ended(running)
+        for model, version in shown:
+            self._show_loads(model, version)
+
+    def _show_loads(self, model: str, version: str) -> None:
         record = self.directory.get(model)
-        if record and record.serves and record.state != "updating":
-            self._apply(replace(record, state="unavailable" if error else "ready", error=error or ""))
+        if not (
+            record and record.serves and record.state in ("ready", "unavailable") and record.fingerprint == version
+        ):
+            return
+        error = self._failed_loads.why_unavailable(model, version, self._running)
+        if error or record.state == "unavailable":
+            shown = replace(record, state="unavailable" if error else "ready", error=error)
+            if shown != record:
+                self._apply(shown)
 
     async def want(self, model: str) -> None:
         """Count an evicted model as loaded again, because a request wants it."""
