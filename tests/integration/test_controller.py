@@ -15,6 +15,9 @@ import ray
 from integration.harness import Cluster
 from kit.waiting import wait_until
 
+from deployments.cli.client import Client
+from deployments.cli.orders import _on_node
+
 IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten two", "num_inference_steps": 2, "seed": 5}
 SUM = {"model": "adder", "prompt": "What is 4", "max_tokens": 4, "temperature": 0}
 
@@ -30,6 +33,11 @@ def decisions(http: httpx.Client) -> dict[str, Any]:
     return found
 
 
+def both_workers(http: httpx.Client) -> list[str]:
+    wait_until(lambda: len(decisions(http)["workers"]) == 2, "both workers' reports")
+    return [worker["name"] for worker in decisions(http)["workers"]]
+
+
 def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once(http: httpx.Client) -> None:
     """A request pays a switch that takes less than itself: an order would take longer."""
     http.post("/v2/repository/models/digits-sdxl/unload").raise_for_status()
@@ -42,7 +50,8 @@ def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once
 
 
 def test_a_drained_worker_hands_over_and_no_request_fails(http: httpx.Client) -> None:
-    first, second = (worker["name"] for worker in decisions(http)["workers"])
+    first, second = both_workers(http)
+    assert {one["name"] for one in _on_node(Client(str(http.base_url)), "here")} == {first, second}
     refused = http.post("/admin/workers/nobody/drain")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "worker")
     assert first in refused.json()["error"]["message"]
@@ -94,7 +103,7 @@ def mend_adder(replica: Any) -> None:
 def test_what_one_worker_cannot_load_another_answers_and_only_none_is_unavailable(
     http: httpx.Client, break_loading: Callable[[str, bool], None]
 ) -> None:
-    first, second = (worker["name"] for worker in decisions(http)["workers"])
+    first, second = both_workers(http)
 
     def state() -> tuple[str, str]:
         found = http.get("/v1/models/adder").json()
