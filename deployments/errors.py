@@ -12,6 +12,7 @@
     ├── QueueFull            429  the request cannot wait: a queue is full, or it would not be done in time
     ├── DeadlineExceeded     504  the request's time was over before its work was done
     ├── ModelUnavailable     503  the model's weights cannot be used
+    │   └── CannotLoad       503  this replica cannot load them; another one may
     ├── NoReplica            503  no replica runs that could work on it; says why
     ├── ReplicaLost          503  the replica that worked on it died, and so did the next ones or the stream had begun
     ├── Conflict             409  a model that is registered already forbids it
@@ -30,7 +31,7 @@ from cluster import errors as cluster_errors
 from cluster.errors import ModelUnknown
 from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.protocol import ComputationFailed, EngineError
-from weights.errors import BudgetExceeded, WeightsError
+from weights.errors import AdapterError, BudgetExceeded, WeightsError
 
 
 class ServiceError(Exception):
@@ -102,6 +103,10 @@ class ModelUnavailable(ServiceError):
     """The model is known, but its weights cannot be used."""
 
 
+class CannotLoad(ModelUnavailable):
+    """The replica that was asked could not load the model. Another one may: it has another node, disk and device."""
+
+
 class NoReplica(ServiceError):
     """No replica of the deployment that the request needs is running, and none is about to; says why."""
 
@@ -135,8 +140,10 @@ def as_service_errors() -> Iterator[None]:
         raise UnknownModel(str(error), "model") from error
     except BudgetExceeded as error:
         raise Overloaded(str(error)) from error
-    except (cluster_errors.WeightsUnavailable, cluster_errors.KeeperFailed, WeightsError) as error:
+    except (cluster_errors.WeightsUnavailable, AdapterError) as error:
         raise ModelUnavailable(str(error), "model") from error
+    except (cluster_errors.KeeperFailed, WeightsError) as error:
+        raise CannotLoad(str(error), "model") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

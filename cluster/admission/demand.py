@@ -14,7 +14,7 @@ class Demand:
     `work` is in a unit of its `model` (pixels x steps, tokens). `share` is the part of a replica that it takes while
     it runs, above 0 and at most 1. `deadline_s` is a time of the queue's clock. `is_inner`: it is a part of a request
     that was admitted before, and no bound may refuse it. Raises ValueError for work or a share that no statistic can
-    count.
+    count. `version` is the model's: what is known of replicas that could not load it holds for that one.
     """
 
     pool: str
@@ -25,6 +25,7 @@ class Demand:
     tenant: str
     deadline_s: float
     is_inner: bool = False
+    version: str = ""
 
     def __post_init__(self) -> None:
         if not WORK_BOUNDS[0] <= self.work <= WORK_BOUNDS[1]:

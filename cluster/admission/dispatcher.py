@@ -86,19 +86,26 @@ class Dispatcher:
         """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
         return self._slots[ticket]
 
-    def reassign(self, ticket: int) -> asyncio.Future[str]:
-        """Return another replica to wait for, before all others: the replica died. Raises, awaited: NotAdmitted."""
+    def reassign(self, ticket: int, *, is_lost: bool = True) -> asyncio.Future[str]:
+        """Return another replica to wait for, as `give_back`. Raises, awaited: NotAdmitted."""
         self._slots[ticket] = asyncio.get_running_loop().create_future()
-        self.give_back(ticket)
+        self.give_back(ticket, is_lost=is_lost)
         return self._slots[ticket]
 
-    def give_back(self, ticket: int) -> None:
-        """Let a request wait again, before all others: its replica died.
+    def note_unable(self, ticket: int) -> bool:
+        """Take in that a running request's replica could not load its model: others of that model go elsewhere.
 
-        Nothing starts there for a moment, in which the list of replicas follows.
+        Return whether there is another replica for this one.
+        """
+        return self._queue.note_unable(ticket, self._clock())
+
+    def give_back(self, ticket: int, *, is_lost: bool = True) -> None:
+        """Let a request wait again, before all others.
+
+        Where its replica `is_lost`, nothing starts there for a moment, in which the list of replicas follows.
         """
         pool, replica = self._queue.give_back(ticket, self._clock())
-        if replica:  # one without a name is whichever Serve chooses
+        if is_lost and replica:  # one without a name is whichever Serve chooses
             self._avoided.setdefault(pool, set()).add(replica)
             asyncio.get_running_loop().call_later(AVOID_S, self._trust, pool, replica)
             self._list_replicas(pool)

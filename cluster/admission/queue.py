@@ -35,6 +35,7 @@ from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCoun
 from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
 from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
+from cluster.admission.unable_replicas import UnableReplicas
 from configs.admission import AdmissionConfig
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
@@ -87,6 +88,7 @@ class AdmissionQueue:
         self._allowed: dict[tuple[str, str], list[str]] = {}  # by pool and replica: the models that it lets start there
         self._refused: list[Refused] = []
         self.ended = EndedLog()
+        self._unable = UnableReplicas()
         self._num_arrived = 0
         self._reviewed_s = -math.inf
         self._has_failed_to_learn = False
@@ -129,7 +131,10 @@ class AdmissionQueue:
         self._pool_of[ticket] = demand.pool
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
-        """Let a running request wait again, before all others: its replica died. Returns the pool and the replica."""
+        """Let a running request wait again, before all others: its replica died, or could not load its model.
+
+        Returns the pool and the replica.
+        """
         pool = self._pools[self._pool_of[ticket]]
         ended = pool.slots.end(ticket, now_s)
         pool.slots.forget_model(ended.replica, ended.waiting.demand.model)
@@ -138,6 +143,18 @@ class AdmissionQueue:
         pool.note_waiting(ended.waiting.demand.model)
         self._note_room(pool, ended)
         return ended.waiting.demand.pool, ended.replica
+
+    def note_unable(self, ticket: int, now_s: float) -> bool:
+        """Start no more requests of that model for a while where this one runs: the replica could not load it.
+
+        Return whether there is another replica, which has not failed with it.
+        """
+        pool = self._pools[self._pool_of[ticket]]
+        if not (found := pool.slots.run_of(ticket)) or not found[1]:  # without a name it is whichever Serve chooses
+            return False
+        demand, replica = found
+        self._unable.note_failure(demand, replica, now_s)
+        return not self._unable.unable(demand, now_s).issuperset(pool.slots.names())
 
     def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request: one that waits is given up, one that runs has `is_answered` or was given up.
@@ -154,6 +171,8 @@ class AdmissionQueue:
         ended = pool.slots.end(ticket, now_s)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         self._note_room(pool, ended)
+        if is_answered:
+            self._unable.note_answer(ended.waiting.demand, ended.replica)
         try:
             self.ended.note_end(ended, now_s, switch_s, is_answered)
             self._learn(pool, ended, now_s, is_answered, switch_s)
@@ -183,6 +202,7 @@ class AdmissionQueue:
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
         self._pool(pool).slots.set_replicas(names, now_s)
+        self._unable.keep_replicas(pool, self._pool(pool).slots.uses().keys() | set(names))
         self._set_part(pool, self._pool(pool), now_s)
 
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float, now_s: float) -> None:
@@ -418,7 +438,7 @@ class AdmissionQueue:
     def _options(self, waiting: Waiting, full: Collection[str], now_s: float) -> Options:
         """Return where the placement lets the request start, and what is known of its model."""
         demand, placement = waiting.demand, self._placement
-        among = placement.replicas_of(demand.pool, demand.model, now_s)
+        among = self._able(demand, placement.replicas_of(demand.pool, demand.model, now_s), now_s)
         times = self._times.times(demand.model)
         on_demand = placement.on_demand_of(demand.pool, demand.model, now_s) or {}
         return Options(
@@ -429,6 +449,13 @@ class AdmissionQueue:
             placement.chances,
             held_until_s(on_demand, waiting, times.usual_latency_s(demand.work) if times else 0.0, now_s),
         )
+
+    def _able(self, demand: Demand, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
+        """Return those of the replicas that have not just failed with the model; all where every one has."""
+        if not (unable := self._unable.unable(demand, now_s)):
+            return among
+        able = [name for name in self._pools[demand.pool].slots.names() if name not in unable]
+        return [name for name in able if among is None or name in among] if able else among
 
     def _let_wait(self, starting: _Starting, model: str, among: Collection[str], until_s: float) -> None:
         """Try no more of the model. Where it may start nothing else does, unless the request is held back itself."""

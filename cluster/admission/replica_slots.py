@@ -180,6 +180,15 @@ class ReplicaSlots:
         """Number of replicas that this queue can count on."""
         return self._capacity if self._is_shared and "" not in self._replicas else float(self.num_replicas)
 
+    def names(self) -> list[str]:
+        """Return the replicas that can be given work."""
+        return [name for name, replica in self._replicas.items() if not replica.is_gone]
+
+    def run_of(self, ticket: int) -> tuple[Demand, str] | None:
+        """Return what a request asks for, and the replica that it runs on; None for one that does not run."""
+        run = self._runs.get(ticket)
+        return (run.waiting.demand, run.replica) if run else None
+
     def set_replicas(self, names: Collection[str], now_s: float) -> None:
         """Give work to these replicas from now on. What others run stays theirs until it ends."""
         for name, replica in list(self._replicas.items()):

@@ -37,6 +37,7 @@ from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.ray_calls import connect_actor
 from cluster.ray_seam.serve_control import ServeReplicas
 from cluster.registry.actor import WeightRegistry, connect_registry
+from cluster.registry.node_keepers import node_addresses
 from cluster.registry.snapshot import RegistrySnapshot
 from cluster.telemetry import ControllerMetrics
 from configs.admission import AdmissionConfig, ScalingConfig
@@ -152,6 +153,7 @@ class Controller:
 
     async def describe(self, max_decisions: int) -> dict[str, Any]:
         """Return the last decisions with their reasons, and the state that the next one is made of, JSON-able."""
+        addresses = await asyncio.to_thread(node_addresses)
         decided, now_s = self._decided, time.monotonic()
         state, plan = (decided.observed.state, decided.plan) if decided else (None, SwitchPlan())
         reports = self._observations.workers
@@ -168,6 +170,7 @@ class Controller:
             else {},
             "workers": [
                 _described(name, report, state.workers.get(name) if state else None)
+                | {"address": addresses.get(report.node, "")}
                 for name, report in sorted(reports.items())
             ],
             "scaling": self._scaling.describe() if self._scaling else None,

@@ -100,6 +100,7 @@ def _checked_worker(
             and type(worker.running) is dict
             and type(worker.leased) is frozenset
             and type(worker.pinned) is frozenset
+            and type(worker.unable) is frozenset
             and (worker.switching_to is None or worker.switching_to in models)
             and (worker.reserved_for is None or worker.reserved_for in models)
             and type(worker.node) is str
@@ -203,7 +204,7 @@ def _mended_worker(
         resident = changes["resident"] = NOTHING
     changes["models"] = _believed_ready(name, worker, resident, models, notes)
     changes["running"] = _believed_running(name, worker, models, notes)
-    for key in ("leased", "pinned"):
+    for key in ("leased", "pinned", "unable"):
         value = getattr(worker, key)
         names = value if isinstance(value, tuple | list | set | frozenset) else ()
         changes[key] = frozenset(each for each in names if isinstance(each, str))

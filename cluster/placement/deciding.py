@@ -181,7 +181,9 @@ class Deciding:
         return {
             name: Orders(
                 tuple(given.order for given in self._table.given.get(name, ())),
-                observed.unknown[:MAX_ASKED] if name == asked else (),
+                tuple(one for one in observed.unknown if one[0] not in worker.unable)[:MAX_ASKED]
+                if name == asked
+                else (),
                 _movable(observed, placement, worker) if worker.is_draining else (),
             )
             for name, worker in observed.state.workers.items()

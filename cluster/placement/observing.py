@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cluster.admission.records import AdmissionSnapshot, ModelLoad
@@ -34,12 +34,14 @@ from cluster.placement.state import (
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
 WORKERS: Final = "worker"  # the pool of workers, until one has said it
+NODE_LETTERS: Final = 8  # of a node's id, in a message
+MAX_REASONS: Final = 4  # of workers that cannot load a model, in a message
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that have not reported yet
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """A model whose load failed on some worker: why, and the seconds until it is tried again."""
+    """A model whose load failed: why, and the seconds until it is tried again."""
 
     retry_in_s: float
     error: str
@@ -49,7 +51,8 @@ class Backoff:
 class Observed:
     """The state, and what is not in it: all models of the workers' kinds, and which of them are not known yet.
 
-    `waits` are models that requests wait for although their needs are not known.
+    `waits` are models that requests wait for although their needs are not known. `backoffs` are models that no worker
+    could load.
     """
 
     state: ClusterState
@@ -183,7 +186,8 @@ class Observations:
         loads, running = self._loads(pool), self._running(pool)
         pinned = {model for models in overrides.pins.values() for model in models}
         asked = {model for model, load in loads.items() if load.waiting or load.rate_long > 0} | pinned
-        failed = self._backoffs(now_s)
+        by_worker = {name: self._failed(name, now_s) for name in sorted(self._workers.keys() & listed)}
+        failed = _failed_everywhere({name: by_worker[name] for name in by_worker if name not in overrides.draining})
         backoffs = {model: backoff for model, backoff in failed.items() if backoff.retry_in_s > 0}
         lacking = [model for model in names if not self._is_described(model)]
         unknown = [model for model in lacking if model not in backoffs]
@@ -193,7 +197,10 @@ class Observations:
         models = [self._model(id_, loads.get(id_), failed.get(id_), usual_s) for id_ in names if id_ in self._needs]
         known = frozenset(model.id for model in models)
         workers = [
-            self._worker(name, now_s, known, running.get(name, {}), overrides, unconfirmed.get(name))
+            replace(
+                self._worker(name, now_s, known, running.get(name, {}), overrides, unconfirmed.get(name)),
+                unable=frozenset([model for model, one in by_worker[name].items() if one.retry_in_s > 0]),
+            )
             for name in self._workers
             if name in listed
         ]
@@ -266,19 +273,17 @@ class Observations:
         failure, entry = report.failures.get(model), self.catalog.get(model)
         return failure if failure and entry and failure.version == entry.version else None
 
-    def _backoffs(self, now_s: float) -> dict[str, Backoff]:
-        """Return the backoff of each model that failed: by the failures of all workers, since the last one."""
-        nums: Counter[str] = Counter()
-        newest: dict[str, tuple[float, str]] = {}
-        for report, at_s in self._workers.values():
-            for model in report.failures:
-                if (failure := self._failure(report, model)) is None:
-                    continue
+    def _failed(self, name: str, now_s: float) -> dict[str, Backoff]:
+        """Return the backoff of each model that a worker could not load, and has not got ready since."""
+        report, at_s = self._workers[name]
+        found = {}
+        for model in report.failures:
+            if failure := self._failure(report, model):
                 age_s = failure.age_s + max(0.0, now_s - at_s)
                 if age_s <= 2 * LONGEST_RETRY_S:
-                    nums[model] += failure.num
-                    newest[model] = min(newest.get(model, (math.inf, "")), (age_s, failure.error))
-        return {model: Backoff(retry_after_s(nums[model]) - age_s, error) for model, (age_s, error) in newest.items()}
+                    error = f"worker {name} on node {report.node[:NODE_LETTERS]}: {failure.error}"
+                    found[model] = Backoff(retry_after_s(failure.num) - age_s, error)
+        return found
 
     # workers
 
@@ -382,6 +387,19 @@ class Observations:
                 if load.pool == pool:
                     found[load.model] = _together(found[load.model], load) if load.model in found else load
         return found
+
+
+def _failed_everywhere(by_worker: Mapping[str, Mapping[str, Backoff]]) -> dict[str, Backoff]:
+    """Return the backoff of each model that all of the workers have failed with: one that may load it comes first."""
+    first, *others = by_worker.values() or ({},)
+    found = {}
+    for model in first:
+        all_ = [first[model], *[failed[model] for failed in others if model in failed]]
+        if len(all_) == len(by_worker):
+            errors = [one.error for one in all_[:MAX_REASONS]]
+            more = [f"and {len(all_) - MAX_REASONS} more workers"] if len(all_) > MAX_REASONS else []
+            found[model] = Backoff(min(one.retry_in_s for one in all_), "; ".join([*errors, *more]))
+    return found
 
 
 def _together(one: ModelLoad, other: ModelLoad) -> ModelLoad:

@@ -145,6 +145,8 @@ def _starts_there(
 
 
 def _can_switch_to(state: ClusterState, model: ModelState, worker: WorkerState, longest_s: float) -> bool:
+    if model.id in worker.unable:
+        return False
     pinned = [id_ for id_ in worker.pinned if id_ in state.models]
     fits = state.bytes_together(worker, (*pinned, model.id)) <= worker.budget_bytes
     return fits and state.switch_s(model, worker) <= max(model.service_s, longest_s)

@@ -117,7 +117,8 @@ class Scaling:
         for worker in new:
             if self.preloads and not (worker.models or worker.switching_to):
                 model = state.models.get(self.preloads.popleft())
-                if model is not None and model.components.total_bytes <= worker.budget_bytes:
+                able = model is not None and model.id not in worker.unable
+                if model is not None and able and model.components.total_bytes <= worker.budget_bytes:
                     reason = "new, and there for this model"
                     switch_s = state.switch_s(model, worker)
                     orders.append(Decision("switch", worker.id, model.id, reason, (), switch_s))

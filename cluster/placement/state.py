@@ -60,7 +60,7 @@ class ModelState:
     `service_s` is the seconds of a worker that a request costs, at the batch size that the model runs at, `latency_s`
     the time that it spends there, 0 where nobody knows. `slack_s` is the time until the earliest deadline among the
     waiting requests. `unstarted_s` is how long requests have waited without one of them being started.
-    `retry_in_s` is above 0 while a failed load is backed off. Rates are requests per second over
+    `retry_in_s` is above 0 while it is backed off because no worker could load it. Rates are requests per second over
     seconds (`short`) and over minutes (`long`).
     """
 
@@ -94,8 +94,9 @@ class WorkerState:
 
     `models` are attached and ready. `resident` has all components that occupy the budget, those of no ready model
     too. `running` is requests by model; what runs is leased, as are `leased` components. `reserved_for` is the model
-    that it drains for. `pinned` models were put here by hand. Costs are measured: `fixed_switch_s` of any
-    switch, and bytes per second from the node's memory to the worker, and from storage or peers to the node.
+    that it drains for. `pinned` models were put here by hand, `unable` ones it could not load a moment ago. Costs are
+    measured: `fixed_switch_s` of any switch, and bytes per second from the node's memory to the worker, and from
+    storage or peers to the node.
     """
 
     id: str
@@ -110,6 +111,7 @@ class WorkerState:
     ready_in_s: float = 0.0
     reserved_for: str | None = None
     pinned: frozenset[str] = frozenset()
+    unable: frozenset[str] = frozenset()
     is_draining: bool = False
     is_frozen: bool = False
     idle_s: float = 0.0

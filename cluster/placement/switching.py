@@ -8,8 +8,9 @@ urgent first, and decides in request-seconds, the time that requests wait, added
     harm   the waiting that others pay: requests of the models that go x the time until they could be back
 
 1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
-    slots for, and longer than a switch of one more. A load that failed is backed off. Getting ready counts: a thousand
-    requests are one load. A model that switches about as fast as it serves needs no order (`on_demand.py`).
+    slots for, and longer than a switch of one more. A worker whose load failed is passed over for a while. Getting
+    ready counts: a thousand requests are one load. A model that switches about as fast as it serves needs no order
+    (`on_demand.py`).
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
 3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
@@ -176,6 +177,12 @@ def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
         for model in outlook.state.models.values()
         if model.retry_in_s > 0 and model.waiting and model.id not in outlook.on_demand
     ]
+    notes += [
+        f"{id_}: worker {worker.id} could not load it a moment ago; others may"
+        for worker in outlook.open
+        for id_ in sorted(worker.unable)
+        if id_ in outlook.state.models and not outlook.state.models[id_].retry_in_s
+    ]
     outlook = outlook.with_notes(*notes)
     needs = _find_needs(outlook, policy)
     candidates = Candidates(outlook.open, [need.model for need in needs])
@@ -221,7 +228,9 @@ def _find_worker(
 
 def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState, may_push: bool) -> Option | None:
     """Return what it takes to get the worker ready for the model; None if it has it, or cannot."""
-    if model.id in worker.models or model.components.total_bytes > worker.budget_bytes:
+    if model.id in worker.models or model.id in worker.unable:
+        return None
+    if model.components.total_bytes > worker.budget_bytes:
         return None
     state, switch_s = outlook.state, outlook.state.switch_s(model, worker)
     if (going := _what_goes(outlook, model, worker, switch_s, may_push)) is None:

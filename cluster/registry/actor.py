@@ -257,6 +257,7 @@ class WeightRegistry:
     async def keeper(self, node_id: str, replica: str | None = None) -> Any:
         """Return the keeper of a node, as `NodeKeepers.keeper`. The control plane stays while `replica` runs."""
         self._users.add(replica)
+        self._models.follow_replicas(self._users.names)
         return self._keepers.keeper(node_id)
 
     async def locate(self, node_id: str, question: Question, load: int = 0) -> Located:
@@ -363,8 +364,9 @@ class WeightRegistry:
         HAZARD: from the decision on, the event loop stands still: a replica that comes at this moment is not answered
         any more, but told by Ray that the registry has died, and starts another one.
         """
-        self._models.forget_replicas(ended)
-        if self._users.have_ended(ended) and not self._keepers.may_have_holders:
+        have_ended = self._users.have_ended(ended)
+        self._models.follow_replicas(self._users.names)
+        if have_ended and not self._keepers.may_have_holders:
             logger.info(
                 "the last replica of cluster %s with this config has ended: its control plane ends", config.name
             )

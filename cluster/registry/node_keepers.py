@@ -311,3 +311,8 @@ def alive_nodes() -> list[str]:
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
     """Return the last line of a traceback: what was raised."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]
+
+
+def node_addresses() -> dict[str, str]:
+    """Return the addresses of Ray's running nodes, by id. Asks Ray: blocks."""
+    return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}

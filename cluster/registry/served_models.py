@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
-from cluster.registry.attach_reports import AttachReports
 from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
+from cluster.registry.failed_loads import FailedLoads
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
@@ -67,7 +67,8 @@ class ServedModels:
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
         self._users: dict[str, set[str]] = {}  # models by extent
-        self._attaching = AttachReports()
+        self._failed_loads = FailedLoads()
+        self._running: frozenset[str] = frozenset()  # replicas, as far as is known
         self._changed = asyncio.Event()
         # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
         self._importing = asyncio.Lock()
@@ -149,7 +150,7 @@ class ServedModels:
         await asyncio.to_thread(self._registrations.remove, id_)
         wanted = self._wanted.pop(id_, None)
         self._note_extents(id_, ())
-        self._attaching.forget_model(id_)
+        self._failed_loads.forget_model(id_)
         self.directory.remove(id_)
         self._wake_watchers()
         return wanted
@@ -197,24 +198,36 @@ class ServedModels:
             pass
         return change
 
-    async def report_attach(self, model: str, error: str | None, deployment: str, replica: str) -> None:
-        """Take in that a replica of a deployment could not attach the weights, or could (None).
+    async def report_attach(self, model: str, version: str, replica: str, node: str, error: str | None) -> None:
+        """Take in that a replica could not load a version of a model, or could again (None).
 
-        The directory shows the model as unavailable where no replica of the deployment can. Requests are still tried.
+        The directory shows the model as unavailable when no replica is left that may. Requests are still tried.
         """
-        if model in self.directory:
-            self._attaching.note(model, deployment, replica, error or "")
-            self._show_attaching(model)
+        if error is None:
+            self._failed_loads.note_load(model, version, replica)
+        else:
+            self._failed_loads.note_failure(model, version, replica, node, error)
+        self._show_loads(model, version)
 
-    def forget_replicas(self, names: Collection[str]) -> None:
-        """Forget what replicas have said that have ended."""
-        for model in self._attaching.forget_replicas(names):
-            self._show_attaching(model)
+    def follow_replicas(self, running: Collection[str]) -> None:
+        """Know which replicas run: what those could not load that have ended, others may."""
+        shown = self._failed_loads.models()
+        self._running = frozenset(running)
+        self._failed_loads.forget_ended(running)
+        for model, version in shown:
+            self._show_loads(model, version)
 
-    def _show_attaching(self, model: str) -> None:
-        record, problem = self.directory.get(model), self._attaching.problem(model)
-        if record and record.serves and record.state != "updating" and (problem or record.state == "unavailable"):
-            self._apply(replace(record, state="unavailable" if problem else "ready", error=problem))
+    def _show_loads(self, model: str, version: str) -> None:
+        record = self.directory.get(model)
+        if not (
+            record and record.serves and record.state in ("ready", "unavailable") and record.fingerprint == version
+        ):
+            return
+        error = self._failed_loads.why_unavailable(model, version, self._running)
+        if error or record.state == "unavailable":
+            shown = replace(record, state="unavailable" if error else "ready", error=error)
+            if shown != record:
+                self._apply(shown)
 
     async def want(self, model: str) -> None:
         """Count an evicted model as loaded again, because a request wants it."""
@@ -266,7 +279,7 @@ class ServedModels:
             await asyncio.to_thread(self._registrations.save, Registration(entry=entry, replaces=configured))
 
     def _begin(self, entry: Entry) -> asyncio.Task[None]:
-        self._attaching.forget_model(entry.id)
+        self._failed_loads.forget_model(entry.id)
         record = self.directory.get(entry.id)
         if record and record.serves:
             self._apply(replace(record, state="updating", error=""))

@@ -21,11 +21,18 @@ class Slot:
         self._queue = queue
         self._ticket = ticket
         self._had_replica = False
+        self._is_unable = False
+
+    def is_elsewhere(self) -> bool:
+        """Take in that the replica could not load the model. Return whether another one may be asked."""
+        self._is_unable = self._queue.note_unable(self._ticket)
+        return self._is_unable
 
     def replica(self) -> Awaitable[str]:
-        """Return the replica to wait for, "" for whichever Serve chooses. Asked again, the first one died."""
+        """Return the replica to wait for, "" for whichever Serve chooses. Asked again, another one."""
         if self._had_replica:
-            return self._queue.reassign(self._ticket)
+            is_lost, self._is_unable = not self._is_unable, False
+            return self._queue.reassign(self._ticket, is_lost=is_lost)
         self._had_replica = True
         return self._queue.slot(self._ticket)
 

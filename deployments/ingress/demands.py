@@ -60,7 +60,8 @@ def demand_of(
         pool, settings = ENCODER, config.text_encoder
         work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE
     share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # a replica refuses what Serve does not let in
-    return Demand(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, terms.is_inner)
+    version = request.model_version or ""
+    return Demand(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, terms.is_inner, version)
 
 
 def _num_tokens(text: str | tuple[int | str, ...]) -> float:

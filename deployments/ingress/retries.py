@@ -6,6 +6,8 @@ One request takes at most two replicas with it, and nobody else fails for it.
 
 Most replicas die of something else, and then all of their requests wait for each other. Who has waited for
 `MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
+
+A request whose replica could not load its model is asked again once too, of a replica that has not failed with it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 
 from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
-from deployments.errors import ReplicaLost
+from deployments.errors import CannotLoad, ReplicaLost
 from deployments.ingress.admitted import Slot, admitted
 from deployments.pipelines.plans import SegmentResult
 from deployments.services.deadlines import Deadline
@@ -44,12 +46,26 @@ def _is_lost(error: BaseException | None) -> bool:
     return error is not None and isinstance(error.__cause__, RayActorError)
 
 
-class _Retries:
-    """The count of retries of one request. None begins after its deadline."""
+def _nowhere() -> bool:
+    return False
 
-    def __init__(self, deadline: Deadline, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+
+class _Retries:
+    """The count of retries of one request. None begins after its deadline.
+
+    `is_elsewhere` takes in that the replica could not load the model, and says whether another one may.
+    """
+
+    def __init__(
+        self,
+        deadline: Deadline,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        is_elsewhere: Callable[[], bool] = _nowhere,
+    ) -> None:
         self._deadline = deadline
         self._sleep = sleep
+        self._is_elsewhere = is_elsewhere
+        self._has_moved = False
         self._num_tries = 1
         self.is_suspect = False
 
@@ -60,6 +76,12 @@ class _Retries:
         many replicas that died, or when `num_pieces` of a stream have gone out already that another replica would
         begin anew.
         """
+        if isinstance(error, CannotLoad):
+            # HAZARD: also told of the last failure, or else the next request would come here again.
+            if not self._is_elsewhere() or self._has_moved or num_pieces:
+                raise error
+            self._has_moved, self.is_suspect = True, False
+            return
         if not _is_lost(error):
             raise error
         if num_pieces:
@@ -116,7 +138,8 @@ class RetriedCalls:
             def send() -> Awaitable[Any]:
                 return self._calls.call(method, *arguments, deadline=deadline, place=slot.replica(), route=route)
 
-            result = await self.answered(send, deadline)
+            # The texts of a route have a replica of their own, whichever the place was.
+            result = await self.answered(send, deadline, _nowhere if route else slot.is_elsewhere)
             _note_answer(slot, result)
         return result
 
@@ -129,7 +152,7 @@ class RetriedCalls:
         replica moves out goes on elsewhere as often as that happens.
         """
         deadline = Deadline(demand.deadline_s)
-        retries, resumption, last = _Retries(deadline), resumption or Resumption(), None
+        resumption, last = resumption or Resumption(), None
 
         async def take(piece: Any) -> None:
             nonlocal last
@@ -138,6 +161,7 @@ class RetriedCalls:
                 await on_piece(piece)
 
         with admitted(self._queue, demand) as slot:
+            retries = _Retries(deadline, is_elsewhere=slot.is_elsewhere)
             while True:
                 try:
                     async with self._turn(retries, deadline):
@@ -171,9 +195,11 @@ class RetriedCalls:
         """Return the deadline of a request that comes now."""
         return Deadline(self._timeout_s)
 
-    async def answered(self, send: Callable[[], Awaitable[Any]], deadline: Deadline) -> Any:
+    async def answered(
+        self, send: Callable[[], Awaitable[Any]], deadline: Deadline, is_elsewhere: Callable[[], bool] = _nowhere
+    ) -> Any:
         """Return the result of `send`, of a second replica if need be."""
-        retries = _Retries(deadline)
+        retries = _Retries(deadline, is_elsewhere=is_elsewhere)
         while True:
             try:
                 async with self._turn(retries, deadline):

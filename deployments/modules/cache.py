@@ -18,7 +18,7 @@ from typing import Any
 
 from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
-from deployments.modules.filling import SlotFiller, switch_report
+from deployments.modules.filling import Report, SlotFiller, switch_report
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
@@ -118,11 +118,11 @@ class ModuleCache:
         budget: ModuleBudget,
         factory: ComponentFactory,
         *,
-        report: Callable[[str, str | None], None] = lambda model, error: None,
+        report: Report = lambda model, version, error: None,
         kept: KeptExtents | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`report` gets (model, error) when weights cannot be attached, and (model, None) when they can.
+        """`report` gets (model, version, error) when that cannot be loaded, and None when it can again.
 
         With `kept`, which is `provider`, weights stay in the node's shared memory until the node calls them back by
         `release_recalled`, and the budget only bounds Python's objects and working memory; else the device's weights

@@ -10,18 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from cluster.errors import KeeperFailed
 from deployments.engines.nn.streamed_blocks import stream_blocks
-from deployments.errors import ModelUnavailable
+from deployments.errors import CannotLoad
 from deployments.modules.device_tier import DeviceTier, Fetched
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import ManifestVersions
 from deployments.modules.parts import Part, PartName, distinct_bytes
 from deployments.modules.resident_modules import Built, ModuleSlot, ResidentModules
 from deployments.records import SwitchReport
-from weights.errors import ExtentCorrupt
+from weights.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
 
 NOTE_EVERY_S: Final = 0.02
+_OF_THE_REQUEST: Final = (AdapterError, BudgetExceeded)  # what the replica is not unable for
+Report = Callable[[str, str, str | None], None]
 Filling = tuple[ModuleSlot, Part]
 
 logger = logging.getLogger("atelier.replica")
@@ -30,8 +33,8 @@ logger = logging.getLogger("atelier.replica")
 class SlotFiller:
     """Fills the slots of a request in one thread, beside running work, and notes in `modules` what came of each.
 
-    `report` gets (model, error) when weights cannot be attached, and (model, None) when they first can, or can again.
-    `skeleton` returns the folder of a manifest. Lives on one event loop.
+    `report` gets (model, version, error) when that cannot be loaded, and None when it can again. `skeleton` returns the
+    folder of a manifest. Lives on one event loop.
     """
 
     def __init__(
@@ -41,7 +44,7 @@ class SlotFiller:
         tier: DeviceTier,
         build: Builder,
         skeleton: Callable[[Manifest], Path],
-        report: Callable[[str, str | None], None],
+        report: Report,
         clock: Callable[[], float],
     ) -> None:
         self._modules = modules
@@ -51,7 +54,8 @@ class SlotFiller:
         self._skeleton = skeleton
         self._report = report
         self._clock = clock
-        self._attached: dict[str, bool] = {}  # by model: what was reported last
+        # By model and version the modules that could not be loaded.
+        self._unable: dict[tuple[str, str], set[str]] = {}
 
     async def fill_slots(self, filling: Sequence[Filling], beside: Sequence[Sequence[ExtentRef]]) -> None:
         """Fill all slots. Extents `beside` are asked for together with theirs: their modules are here.
@@ -94,17 +98,19 @@ class SlotFiller:
         return await work
 
     def _note(self, slot: ModuleSlot, part: Part, found: Built | Exception) -> None:
-        model = part.manifest.model
+        version = part.manifest.model, part.manifest.fingerprint
         if not isinstance(found, Exception):
             self._modules.arrive(slot, found)
-            if not self._attached.get(model):
-                self._attached[model] = True
-                self._report(model, None)
+            if failed := self._unable.get(version):
+                failed.discard(slot.key)
+                if not failed:
+                    del self._unable[version]
+                    self._report(*version, None)
             return
-        if isinstance(found, ExtentCorrupt | ModelUnavailable):
-            self._attached[model] = False
-            self._report(model, str(found))
-        logger.info("%s of %r is not built", part.component.name, model, exc_info=found)
+        if isinstance(found, WeightsError | KeeperFailed | CannotLoad) and not isinstance(found, _OF_THE_REQUEST):
+            self._unable.setdefault(version, set()).add(slot.key)
+            self._report(*version, str(found).partition("\n")[0])
+        logger.info("%s of %r is not built", part.component.name, version[0], exc_info=found)
         self._modules.fail(slot, found)
 
     async def _locate_parts(self, filling: Sequence[Filling]) -> list[Filling]:
@@ -132,7 +138,7 @@ class SlotFiller:
     ) -> Iterator[Built | Exception]:
         """Yield what each slot is filled with, or why it cannot be, one after the other. Blocking.
 
-        A slot fails with what the tier raises, ExtentCorrupt naming the tensors, or ModelUnavailable.
+        A slot fails with what the tier raises, ExtentCorrupt naming the tensors, or CannotLoad.
         """
         try:
             together = self._fetch_together(filling, beside)
@@ -171,7 +177,7 @@ class SlotFiller:
     def _fill_slot(self, slot: ModuleSlot, part: Part, together: _FetchedTogether | None, *, pays: bool) -> Built:
         """Place the tensors of a part on the device and build it; the one that `pays` carries what fetching all took.
 
-        Raises what the tier raises, ExtentCorrupt naming the tensors, and ModelUnavailable.
+        Raises what the tier raises, ExtentCorrupt naming the tensors, and CannotLoad.
         """
         fetched = together.fetched if together else None
         start = self._clock() - (together.fetch_s if together and pays else 0.0)
@@ -190,7 +196,7 @@ class SlotFiller:
                 stream_blocks(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first
             what = f"{part.component.name} of {part.manifest.model!r}"
-            raise ModelUnavailable(f"{what} cannot be built: {error}") from error
+            raise CannotLoad(f"{what} cannot be built: {error}") from error
         return Built(
             thing,
             attach_ms=(attached - start) * 1e3,

@@ -101,10 +101,11 @@ class ModelReplica:
 
         self._models = WeightStore(config.store.path).models
 
-        name = ray.get_runtime_context().get_actor_name() or holder
+        node, name = ray.get_runtime_context().get_node_id(), ray.get_runtime_context().get_actor_name() or holder
 
-        def report_attach(model: str, error: str | None) -> None:
-            call_actor(self._registry, WeightRegistry.report_attach, model, error, self._section, name)
+        def report_attach(model: str, version: str, error: str | None) -> None:
+            call_actor(self._registry, WeightRegistry.report_attach, model, version, name, node, error)
+            self._note_load(model, version, error)
 
         self._module_cache = ModuleCache(
             self._fetch_manifest,
@@ -208,6 +209,9 @@ class ModelReplica:
     async def describe(self) -> dict[str, Any]:
         """Return a snapshot of this replica, as JSON-able values."""
         return self._module_cache.describe() | {"skeletons": asdict(self._builder.skeletons.skeleton_stats())}
+
+    def _note_load(self, model: str, version: str, error: str | None) -> None:
+        """Take in that this replica could not load a version of a model, or could again (None)."""
 
     async def _runs(self, model: str) -> bool:
         return (await self._module_cache.manifests.newest(model)).kind in self._kinds

@@ -24,6 +24,7 @@ from weights.manifest import Manifest
 __all__ = ["OrderedModels"]
 
 MAX_REMEMBERED: Final = 64  # orders
+ONE_LOAD_S: Final = 0.5  # failures that are no further apart are of one load: it is tried again later than that
 
 logger = logging.getLogger("atelier.replica")
 
@@ -115,6 +116,14 @@ class OrderedModels:
             self._asked = orders.describe
             self._run(self._describe(orders.describe))
 
+    def note_load(self, model: str, version: str, error: str | None) -> None:
+        """Report also what a request's load came to: `error`, or None where the model could be loaded again."""
+        if error is None:
+            self._failed.pop(model, None)
+        else:
+            self._note_failure(model, version, error)
+        self.changed.set()
+
     def _begin(self, order: Order) -> None:
         if order.action == "switch":
             self._switches[order.id] = _Switch(order.model, self._clock() + order.switch_s)
@@ -175,9 +184,11 @@ class OrderedModels:
         self.changed.set()
 
     def _note_failure(self, model: str, version: str, error: str) -> None:
-        before = self._failed.get(model)
+        """Note a failure; those of one load, which its modules and its order tell of, count as one."""
+        now_s, before = self._clock(), self._failed.get(model)
         num = before.num if before and before.version == version else 0
-        self._failed[model] = _Failed(version, num + 1, self._clock(), error)
+        is_another = not (num and before and now_s - before.at_s < ONE_LOAD_S)
+        self._failed[model] = _Failed(version, num + is_another, now_s, error)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))

@@ -56,6 +56,7 @@ class Worker(ModelReplica):
     _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm")
     _section: ClassVar[str] = "worker"
     _wants = staticmethod(is_denoise_component)
+    _ordered: OrderedModels | None = None  # without a controller, or before there is one
 
     async def __init__(self, config: ClusterConfig, encoder: Any) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = within_memory(config.worker, config.simulated)
@@ -97,7 +98,12 @@ class Worker(ModelReplica):
             )
             self._link.start()
 
+    def _note_load(self, model: str, version: str, error: str | None) -> None:
+        if self._ordered is not None:
+            self._ordered.note_load(model, version, error)
+
     def _apply(self, orders: Orders) -> None:
+        assert self._ordered is not None  # the link, which brings orders, is its
         self._ordered.apply(orders)
         self._images.migrate_out(orders.migrate)
 

@@ -10,7 +10,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
 from cluster.text_routes import route_of
-from deployments.errors import NoReplica, ReplicaLost
+from deployments.errors import CannotLoad, ModelUnavailable, NoReplica, ReplicaLost
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 from deployments.text.requests import Conditioning, ConditioningRequest
@@ -57,6 +57,8 @@ class TextEncoderClient:
             except NoReplica as error:
                 self._down_until_s = self._clock() + BELIEVED_DOWN_S
                 raise EncoderDown(str(error)) from None
+            except CannotLoad as error:  # not the worker's failure, which another worker would mend
+                raise ModelUnavailable(error.message, error.param) from None
             except (RayActorError, ReplicaUnavailableError) as error:
                 if num_tries == MAX_TRIES:
                     text = f"{MAX_TRIES} text encoders died while they worked on this prompt; try again"

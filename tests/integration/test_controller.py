@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import ray
 from integration.harness import Cluster
 from kit.waiting import wait_until
+
+from deployments.cli.client import Client
+from deployments.cli.orders import _on_node
 
 IMAGE = {"model": "digits-sdxl", "prompt": "a handwritten two", "num_inference_steps": 2, "seed": 5}
 SUM = {"model": "adder", "prompt": "What is 4", "max_tokens": 4, "temperature": 0}
@@ -28,6 +33,11 @@ def decisions(http: httpx.Client) -> dict[str, Any]:
     return found
 
 
+def both_workers(http: httpx.Client) -> list[str]:
+    wait_until(lambda: len(decisions(http)["workers"]) == 2, "both workers' reports")
+    return [worker["name"] for worker in decisions(http)["workers"]]
+
+
 def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once(http: httpx.Client) -> None:
     """A request pays a switch that takes less than itself: an order would take longer."""
     http.post("/v2/repository/models/digits-sdxl/unload").raise_for_status()
@@ -40,7 +50,8 @@ def test_a_model_that_is_nowhere_is_ordered_with_a_reason_or_switched_to_at_once
 
 
 def test_a_drained_worker_hands_over_and_no_request_fails(http: httpx.Client) -> None:
-    first, second = (worker["name"] for worker in decisions(http)["workers"])
+    first, second = both_workers(http)
+    assert {one["name"] for one in _on_node(Client(str(http.base_url)), "here")} == {first, second}
     refused = http.post("/admin/workers/nobody/drain")
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "worker")
     assert first in refused.json()["error"]["message"]
@@ -51,6 +62,71 @@ def test_a_drained_worker_hands_over_and_no_request_fails(http: httpx.Client) ->
         assert {http.post("/v1/completions", json=SUM).status_code for _ in range(20)} == {200}
     finally:
         assert http.delete(f"/admin/workers/{first}/drain").json()["draining"] == []
+
+
+@pytest.fixture
+def break_loading(cluster: Cluster) -> Iterator[Callable[[str, bool], None]]:
+    """Let one worker's loads of `adder` fail, or work again, as those of a node without a file would."""
+    broken: set[str] = set()
+
+    def change(worker: str, breaks: bool) -> None:
+        (name,) = (one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if worker in one["name"])
+        actor = ray.get_actor(name, namespace="serve")
+        ray.get(actor.__ray_call__.remote(break_adder if breaks else mend_adder), timeout=30)
+        (broken.add if breaks else broken.discard)(worker)
+
+    yield change
+    for worker in list(broken):
+        change(worker, breaks=False)
+
+
+def break_adder(replica: Any) -> None:
+    from deployments.modules.filling import SlotFiller
+    from weights.errors import FormatError
+
+    fill = SlotFiller._fill_slot
+
+    def failing(self: Any, slot: Any, part: Any, *more: Any, **named: Any) -> Any:
+        if part.manifest.model == "adder":
+            raise FormatError("config.json: no such file")
+        return fill(self, slot, part, *more, **named)
+
+    SlotFiller._whole_fill_slot, SlotFiller._fill_slot = fill, failing
+
+
+def mend_adder(replica: Any) -> None:
+    from deployments.modules.filling import SlotFiller
+
+    SlotFiller._fill_slot = SlotFiller._whole_fill_slot
+
+
+def test_what_one_worker_cannot_load_another_answers_and_only_none_is_unavailable(
+    http: httpx.Client, break_loading: Callable[[str, bool], None]
+) -> None:
+    first, second = both_workers(http)
+
+    def state() -> tuple[str, str]:
+        found = http.get("/v1/models/adder").json()
+        return found["state"], found.get("error") or ""
+
+    def forget() -> None:
+        http.post("/v2/repository/models/adder/unload").raise_for_status()
+
+    for name in (first, second):
+        break_loading(name, True)
+    forget()
+    wait_until(lambda: http.post("/v1/completions", json=SUM).status_code == 503, "a refusal")
+    wait_until(lambda: state()[0] == "unavailable", "a state that says so")
+    assert all(f"worker {name} on node " in state()[1] for name in (first, second))
+    assert "config.json: no such file" in state()[1]
+    break_loading(second, False)
+    wait_until(lambda: http.post("/v1/completions", json=SUM).status_code == 200, "an answer of the other")
+    wait_until(lambda: state() == ("ready", ""), "the model, which one worker can serve")
+    until_s = time.monotonic() + 4.0  # in which the first one is tried again
+    while time.monotonic() < until_s:
+        forget()
+        answers = [http.post("/v1/completions", json=SUM), http.post("/v1/images/generations", json=IMAGE)]
+        assert [answer.status_code for answer in answers] == [200, 200], [answer.text[:300] for answer in answers]
 
 
 def test_a_controller_that_is_killed_loses_nothing(cluster: Cluster, http: httpx.Client) -> None:

@@ -46,10 +46,11 @@ class DecisionStatus(TypedDict):
 
 
 class WorkerStatus(TypedDict):
-    """A worker as the controller sees it. Bytes are of its budget."""
+    """A worker as the controller sees it. `address` is its node's. Bytes are of its budget."""
 
     name: str
     node: str
+    address: str
     models: list[str]
     running: dict[str, int]
     switching_to: str | None

@@ -124,23 +124,54 @@ def test_a_worker_drains_before_it_switches_and_a_new_controller_goes_on_with_it
     assert (switch.action, switch.model, switch.evict) == ("switch", "b", ("a",))
 
 
-def test_a_model_that_cannot_be_loaded_is_refused_with_its_reason_and_the_others_go_on() -> None:
+def test_a_model_that_no_worker_can_load_is_refused_with_the_reasons_and_the_others_go_on() -> None:
     cluster = Cluster("w1", "w2")
-    cluster.change("w1", ready={"y": 10})
+    cluster.change("w1", ready={"y": 10}, failures={"a": LoadFailure("1", 3, 0.0, "the disk is full")})
     cluster.change("w2", failures={"a": LoadFailure("1", 2, 0.0, "tensor t is missing")})
     cluster.ask("a")
     decided = cluster.decide()
     refusal = decided.placement.refusal_of(POOL, "a", 0.0)
     assert refusal is not None
     assert (refusal.reason, refusal.retry_after_s) == ("unservable", pytest.approx(2.0))
-    assert refusal.text == "tensor t is missing (tried again in 2.0 s)"
+    assert refusal.text == (
+        "worker w1 on node node: the disk is full; worker w2 on node node: tensor t is missing (tried again in 2.0 s)"
+    )
     assert decided.placement.refusal_of(POOL, "b", 0.0) is None
     assert places(decided, "b") == ("w1",)
     assert ("switch", "a") not in [*orders(decided, "w1"), *orders(decided, "w2")]
     cluster.change("w2", failures={"a": LoadFailure("1", 2, 2.1, "tensor t is missing")})
     decided = cluster.decide()
-    assert ("switch", "a") in [*orders(decided, "w1"), *orders(decided, "w2")]
+    assert (orders(decided, "w1"), orders(decided, "w2")) == ([], [("switch", "a")])
     assert decided.placement.refusal_of(POOL, "a", 0.0) is None
+
+
+def test_what_one_worker_cannot_load_another_does_and_the_first_goes_on_with_other_models() -> None:
+    cluster = Cluster("w1", "w2")
+    cluster.change("w2", failures={"a": LoadFailure("1", 1, 0.0, "a file is missing")})
+    cluster.ask("a", 3)
+    cluster.ask("b")
+    decided = cluster.decide()
+    assert decided.placement.unservable == {}
+    assert (orders(decided, "w1"), orders(decided, "w2")) == ([("switch", "a")], [("switch", "b")])
+    assert any("w2 could not load it" in note for note in decided.plan.notes)
+
+
+@pytest.mark.parametrize("change", ["replaced", "version"])
+def test_a_worker_that_is_replaced_and_a_new_version_begin_anew(change: str) -> None:
+    cluster = Cluster("w1")
+    cluster.change("w1", failures={"a": LoadFailure("1", 9, 0.0, "torn")})
+    cluster.ask("a")
+    assert cluster.decide().placement.refusal_of(POOL, "a", 0.0) is not None
+    if change == "version":
+        cluster.observations.catalog = versions("a", "b", version="2")
+        cluster.change("w1", needs={"a": need("2", x=10), "b": need("2", y=10)})
+    else:
+        cluster.reports = {"w9": replace(cluster.reports["w1"], failures={})}
+        cluster.running = {"w9": {}}
+    decided = cluster.decide()
+    assert decided.placement.refusal_of(POOL, "a", 0.0) is None
+    (name,) = cluster.reports
+    assert orders(decided, name) == [("switch", "a")]
 
 
 def test_while_frozen_nothing_is_ordered_and_what_no_worker_has_is_refused() -> None:

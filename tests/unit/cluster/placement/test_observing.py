@@ -115,21 +115,39 @@ def test_a_new_controller_waits_for_every_worker_but_not_for_ever() -> None:
     assert seen(found, 100.0 + WARM_UP_S).state.workers.keys() == {"w1", "w2"}
 
 
-def test_a_failed_load_is_backed_off_by_all_failures_and_forgotten_with_its_version() -> None:
+def test_a_failed_load_is_backed_off_by_worker_and_forgotten_with_its_version() -> None:
     found = observations("a")
-    for name, num, age_s in (("w1", 1, 9.0), ("w2", 2, 0.5)):
+    for name, num, age_s in (("w1", 4, 1.0), ("w2", 2, 0.5)):
         failures = {"a": LoadFailure("1", num, age_s, f"broken on {name}")}
         found.note_worker(name, worker(needs={"a": need(x=1)}, failures=failures), 0.0)
     found.note_queue("q", queue([load("a", waiting=1, rate_short=1.0, rate_long=1.0)], w1={}, w2={}), 0.0)
     observed = seen(found, 0.25)
-    assert observed.state.models["a"].retry_in_s == pytest.approx(retry_after_s(3) - 0.75)
-    a = seen(found, 4.0).state.models["a"]
+    assert observed.state.models["a"].retry_in_s == pytest.approx(retry_after_s(2) - 0.75)  # of the first that may
+    assert [observed.state.workers[name].unable for name in ("w1", "w2")] == [{"a"}, {"a"}]
+    later = seen(found, 4.0)
+    a = later.state.models["a"]
     assert (a.retry_in_s, a.waiting, a.rate) == (0.0, 1, 0.0)  # tried again for who waits, not ahead
-    assert observed.backoffs["a"].error == "broken on w2"
+    assert [later.state.workers[name].unable for name in ("w1", "w2")] == [{"a"}, set()]
+    error = observed.backoffs["a"].error
+    assert error == "worker w1 on node node: broken on w1; worker w2 on node node: broken on w2"
     found.catalog = versions("a", version="2")
     observed = seen(found, 0.25)
     assert (observed.state.models["a"].retry_in_s, observed.backoffs) == (0.0, {})
     assert observed.unknown == (("a", "2"),)
+
+
+def test_a_model_that_another_worker_may_load_is_not_backed_off_unless_that_one_leaves() -> None:
+    found = observations("a")
+    found.note_worker("w1", worker(needs={"a": need(x=1)}, failures={"a": LoadFailure("1", 5, 0.0, "torn")}), 0.0)
+    found.note_worker("w2", worker(), 0.0)
+    found.note_queue("q", queue([load("a", waiting=1, rate_long=1.0)], w1={}, w2={}), 0.0)
+    observed = seen(found, 0.1)
+    assert (observed.backoffs, observed.state.models["a"].retry_in_s) == ({}, 0.0)
+    assert observed.state.models["a"].rate == 1.0  # others get ready ahead
+    assert [observed.state.workers[name].unable for name in ("w1", "w2")] == [{"a"}, set()]
+    leaving = found.observe(0.1, Overrides(draining=frozenset({"w2"})), {})
+    assert leaving is not None
+    assert leaving.backoffs.keys() == {"a"}
 
 
 def test_what_an_operator_unloaded_is_not_expected_until_a_request_waits() -> None:

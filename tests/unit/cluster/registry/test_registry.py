@@ -115,6 +115,15 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: P
         await models.manifest("far")
 
 
+TORN = "worker 1 on node n: torn"
+
+
+async def report_torn(models: WeightRegistry) -> None:
+    """Have the only worker report that it cannot load "near"."""
+    version = (await models.find_model("near")).fingerprint
+    await models.report_attach("near", version, "app#worker#1", "n", "torn")
+
+
 @pytest.mark.usefixtures("imports_here")
 async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpoint: Path, endpoint: str) -> None:
     models = await registry(tmp_path, checkpoint, endpoint)
@@ -123,9 +132,9 @@ async def test_watchers_hear_of_a_change_when_it_happens(tmp_path: Path, checkpo
     assert [record.id for record in first.changed] == ["far", "near"]
     watchers = [asyncio.ensure_future(models.watch(first.revision, first.epoch, 20)) for _ in range(200)]
     await asyncio.sleep(0)
-    await models.report_attach("near", "torn", "worker", "a")
+    await report_torn(models)
     for change in await asyncio.gather(*watchers):
-        assert [(record.id, record.error) for record in change.changed] == [("near", "torn")]
+        assert [(record.id, record.error) for record in change.changed] == [("near", TORN)]
 
 
 @pytest.mark.usefixtures("imports_here")
@@ -404,8 +413,8 @@ async def test_calls_of_another_group_come_from_another_loop(tmp_path: Path, che
         return change
 
     watching = asyncio.ensure_future(asyncio.to_thread(watch_elsewhere))
-    await models.report_attach("near", "torn", "worker", "a")
-    assert [record.error for record in (await watching).changed] == ["torn"]
+    await report_torn(models)
+    assert [record.error for record in (await watching).changed] == [TORN]
 
 
 @pytest.mark.usefixtures("imports_here")

@@ -381,40 +381,42 @@ async def test_a_stored_model_that_no_engine_runs_is_not_served_from_the_store(l
         await models.manifest("m")
 
 
-async def test_a_replicas_report_is_shown_and_never_hides_an_update(life: Life, tmp_path: Path) -> None:
+async def test_a_model_is_unavailable_when_every_replica_has_failed_with_it(life: Life, tmp_path: Path) -> None:
     models = await life.begin(model(checkpoint(tmp_path / "c")))
-    await models.find_model("m")
-    await models.report_attach("m", "tensor w is torn", "worker", "a")
-    assert (record(models).state, record(models).error) == ("unavailable", "tensor w is torn")
-    assert await models.manifest("m")
-    await models.report_attach("m", None, "worker", "a")
-    assert (record(models).state, record(models).error) == ("ready", "")
-    await models.report_attach("nobody", "x", "worker", "a")
+    version = (await models.find_model("m")).fingerprint
+    one, two, other = (f"SERVE_REPLICA::app#{name}" for name in ("worker#1", "worker#2", "text_encoder#1"))
+    models.follow_replicas([one, two, other])
 
-
-async def test_what_one_replica_cannot_attach_is_unavailable_where_no_other_can(life: Life, tmp_path: Path) -> None:
-    entry = model(checkpoint(tmp_path / "c"))
-    models = await life.begin(entry)
-    await models.find_model("m")
-
-    def shown() -> tuple[str, str]:
+    async def report(replica: str, error: str | None, of: str = version) -> tuple[str, str]:
+        await models.report_attach("m", of, replica, "0123456789abcdef", error)
         return record(models).state, record(models).error
 
-    await models.report_attach("m", None, "worker", "good")
-    await models.report_attach("m", "no such file", "worker", "bad")
-    assert shown() == ("ready", "")
-    models.forget_replicas(["good", "another"])
-    assert shown() == ("unavailable", "no such file")
-    await models.report_attach("m", None, "text_encoder", "encoder")  # it has another part of the model
-    assert shown() == ("unavailable", "no such file")
-    models.forget_replicas(["bad"])
-    assert shown() == ("ready", "")
-    await models.report_attach("m", "torn", "text_encoder", "other")
-    assert shown() == ("ready", "")
-    await models.report_attach("m", "torn", "text_encoder", "encoder")
-    assert shown() == ("unavailable", "torn")
-    await models.register(entry, wait=True)
-    assert shown() == ("ready", "")
+    assert await report(one, "tensor w is torn") == ("ready", "")
+    assert await report(two, "no such file") == (
+        "unavailable",
+        "worker 1 on node 01234567: tensor w is torn; worker 2 on node 01234567: no such file",
+    )
+    assert await models.manifest("m")  # it is still tried
+    assert await report(two, None) == ("ready", "")
+    assert await report(two, "no such file", of="an older version") == ("ready", "")
+    assert (await report(one, "torn"), (await report(two, "torn"))[0]) == (("ready", ""), "unavailable")
+    models.follow_replicas([one, other, f"{two}-after"])
+    assert record(models).state == "ready"  # the one that replaces it may load it
+    models.follow_replicas([one, other])
+    assert (await report(one, "torn"))[0] == "unavailable"
+    await models.report_attach("nobody", version, one, "node", "x")
+
+
+async def test_a_failed_load_hides_no_update_and_a_new_version_begins_anew(life: Life, tmp_path: Path) -> None:
+    models = await life.begin(model(checkpoint(tmp_path / "c")))
+    version = (await models.find_model("m")).fingerprint
+    await models.report_attach("m", version, "app#worker#1", "node", "torn")
+    assert record(models).state == "unavailable"
+    await models.register(model(checkpoint(tmp_path / "d", seed=1)))
+    assert record(models).fingerprint != version
+    assert (record(models).state, record(models).error) == ("ready", "")
+    await models.report_attach("m", version, "app#worker#1", "node", "torn")
+    assert record(models).state == "ready"
 
 
 async def test_any_error_of_a_source_is_told_and_the_others_come_in(life: Life, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -321,3 +322,31 @@ def test_workers_are_ordered_by_hand(run: Run, server: Any) -> None:
     assert run("pin", "m", "--worker", "w1")[:2] == (0, "m is pinned to worker w1\n")
     assert run("unpin", "m", "--worker", "w1") == (1, "", "error: m is in the [/red] cluster config\n")
     assert run("drain")[0] == 2
+
+
+def test_a_node_is_drained_until_nothing_runs_there(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = [WORKER | {"name": name, "address": address} for name, address in (("w1", "10.0.0.7"), ("w2", "10.0.0.8"))]
+    server.answers |= {
+        ("GET", "/admin/decisions"): (200, DECISIONS | {"workers": busy}),
+        ("POST", "/admin/workers/w1/drain"): (200, NOTHING_BY_HAND | {"draining": ["w1"]}),
+    }
+
+    def finish(seconds: float) -> None:
+        server.answers["GET", "/admin/decisions"] = (
+            200,
+            DECISIONS | {"workers": [one | {"running": {}} for one in busy]},
+        )
+
+    code, _, problem = run("drain", "--node", "10.0.0.7", "--timeout", "0")
+    assert (code, problem) == (1, "error: requests still run after 0 s: 3 on worker w1\n")
+    monkeypatch.setattr("deployments.cli.orders.time.sleep", finish)
+    assert run("drain", "--node", "10.0.0.7")[:2] == (0, "nothing runs on node 10.0.0.7: w1\n")
+    assert json.loads(run("drain", "--node", "10.0.0.7", "--json")[1]) == {"node": "10.0.0.7", "drained": ["w1"]}
+    assert run("drain", "--node", "10.0.0.9")[2] == (
+        "error: no worker is on node '10.0.0.9' (nodes with workers: 10.0.0.7, 10.0.0.8)\n"
+    )
+    assert run("drain", "--node", "here")[:2] == (0, "nothing runs on node here: no worker is there\n")
+    own = {"eth0": [SimpleNamespace(address="10.0.0.7")]}
+    monkeypatch.setattr("deployments.cli.orders.psutil.net_if_addrs", lambda: own)
+    assert run("drain", "--node", "here")[:2] == (0, "nothing runs on node here: w1\n")
+    assert run("drain", "w1", "--node", "here")[0] == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
-from deployments.errors import DeadlineExceeded, ReplicaLost
+from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
 from deployments.ingress.demands import WORKER
 from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import RetriedCalls, _Retries
@@ -302,3 +303,75 @@ async def test_a_retry_does_not_begin_after_the_requests_time() -> None:
 
     with pytest.raises(DeadlineExceeded):
         await _Retries(Deadline(0.005), long_pause).after(ActorDiedError())
+
+
+class Loading:
+    """The replicas by name, of which some cannot load "m". `asked` are those that were."""
+
+    def __init__(self, *unable: str) -> None:
+        self.unable = set(unable)
+        self.asked: list[str] = []
+
+    def options(self, *, stream: bool, session_id: str = "") -> FakeHandle:
+        return FakeHandle(LoadingReplica(self, session_id), _stream=stream)
+
+
+class LoadingReplica:
+    """One of them."""
+
+    def __init__(self, all_: Loading, name: str) -> None:
+        self._all = all_
+        self._name = name
+
+    async def on_work(self, model: str) -> str:
+        self._all.asked.append(self._name)
+        if model == "m" and self._name in self._all.unable:
+            raise CannotLoad(f"{self._name} cannot read it", "model")
+        return self._name
+
+    async def on_pieces(self, model: str, num_before: int = 0) -> AsyncIterator[str]:
+        for _ in range(num_before):
+            yield "piece"
+        yield await self.on_work(model)
+
+
+def loading_calls(loading: Loading) -> RetriedCalls:
+    queue = Dispatcher(AdmissionConfig())
+    queue.set_replicas(WORKER, ["a", "b", "c"])
+    return RetriedCalls(ReplicaCalls(loading), queue, LONG_S)
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+async def test_what_one_replica_cannot_load_is_asked_of_another_and_other_models_still_come(kind: str) -> None:
+    loading = Loading("a")
+    calls, ask_it = loading_calls(loading), whole if kind == "call" else streamed
+    assert await ask_it(calls, "m") == "b"
+    assert loading.asked == ["a", "b"]
+    assert await ask_it(calls, "m") in ("b", "c")  # it is not tried there again at once
+    assert await calls.call("work", "n", demand=replace(ask(), model="n")) == "a"
+
+
+async def test_a_request_moves_once_and_every_failure_is_remembered() -> None:
+    loading = Loading("a", "b")
+    calls = loading_calls(loading)
+    with pytest.raises(CannotLoad, match="b cannot read it"):
+        await whole(calls, "m")
+    assert await whole(calls, "m") == "c"
+    assert loading.asked == ["a", "b", "c"]
+
+
+async def test_where_no_replica_is_left_the_reason_is_told() -> None:
+    loading = Loading("a", "b", "c")
+    calls = loading_calls(loading)
+    for _ in range(2):
+        with pytest.raises(CannotLoad, match="cannot read it"):
+            await whole(calls, "m")
+    assert set(loading.asked) == {"a", "b", "c"}
+
+
+async def test_a_stream_that_has_begun_does_not_move() -> None:
+    loading = Loading("a")
+    with pytest.raises(CannotLoad):
+        async with stream_pieces(loading_calls(loading), "pieces", "m", 1, demand=ask()) as pieces:
+            assert [piece async for piece in pieces] == ["piece"]
+    assert loading.asked == ["a"]

@@ -18,7 +18,7 @@ import pytest
 import torch
 from kit.waiting import until
 
-from deployments.errors import ModelUnavailable
+from deployments.errors import CannotLoad, ModelUnavailable
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
@@ -354,7 +354,7 @@ async def test_a_failure_to_build_reaches_all_and_the_next_attempt_works() -> No
     await until(lambda: host.provider.asked["a"] == 1)
     host.provider.gates["a"].set()
     errors = await asyncio.gather(*asking, return_exceptions=True)
-    assert [type(error) for error in errors] == [ModelUnavailable] * 5
+    assert [type(error) for error in errors] == [CannotLoad] * 5
     assert {str(error) for error in errors} == {"unet of 'a' cannot be built: a cannot be built"}
     assert host.builder.counts["a"] == 1
     await until(lambda: host.provider.leased == {"shared"})

@@ -72,7 +72,7 @@ class Cluster:
         self.registry = SimpleNamespace(
             keeper=SimpleNamespace(remote=lambda node_id, replica: Answer(ActorHandle(self.keeper))),
             manifest=SimpleNamespace(remote=lambda model, version: Answer(store.manifest(model))),
-            report_attach=SimpleNamespace(remote=lambda *_: Answer(None)),
+            report_attach=SimpleNamespace(remote=lambda *reported: Answer(None)),
             list_models=SimpleNamespace(remote=lambda: Answer([ModelRecord(MODEL, "ready", entry=entry)])),
         )
 

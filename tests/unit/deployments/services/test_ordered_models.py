@@ -95,8 +95,9 @@ async def test_what_runs_is_not_evicted_by_an_order(ordered: Ordered) -> None:
 async def test_failures_are_counted_until_it_works_or_is_not_tried_for_long(ordered: Ordered) -> None:
     ordered.host.builder.failing.add("c")
     for number in range(2):
+        ordered.host.now_s += 1.0
         report = await ordered.carried_out(switch(str(number), "c"))
-    ordered.host.now_s = 3.0
+    ordered.host.now_s += 3.0
     (failure,) = (await ordered.report()).failures.values()
     assert (failure.num, failure.age_s) == (2, 3.0)
     assert "c cannot be built" in failure.error
@@ -106,6 +107,16 @@ async def test_failures_are_counted_until_it_works_or_is_not_tried_for_long(orde
     ordered.host.builder.failing.add("d")
     await ordered.carried_out(switch("10", "d"))
     ordered.host.now_s += 2 * LONGEST_RETRY_S + 1
+    assert (await ordered.report()).failures == {}
+
+
+async def test_a_load_of_a_request_that_fails_is_reported_and_modules_of_one_load_count_once(ordered: Ordered) -> None:
+    for _ in range(2):
+        ordered.note_load("c", "1", "torn")
+    (failure,) = (await ordered.report()).failures.values()
+    assert (failure.version, failure.num, failure.error) == ("1", 1, "torn")
+    assert ordered.changed.is_set()
+    ordered.note_load("c", "1", None)
     assert (await ordered.report()).failures == {}
 
 

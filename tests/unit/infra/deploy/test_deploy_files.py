@@ -67,6 +67,9 @@ def commands() -> Iterator[list[str]]:
             if words[0] in COMMANDS.commands:
                 yield words
     yield documents(DEPLOY / "compose/compose.yaml")[0]["services"]["atelier"]["command"][1:]
+    for group in service()["rayClusterConfig"]["workerGroupSpecs"]:
+        for container in group["template"]["spec"]["containers"]:
+            yield container["lifecycle"]["preStop"]["exec"]["command"][1:]
     for line in (DEPLOY / "Dockerfile").read_text().splitlines():
         if line.startswith("CMD "):
             yield json.loads(line[4:])[1:]
@@ -83,7 +86,7 @@ def parse(command: Any, words: list[str]) -> None:
 
 def test_every_command_is_read_by_the_command_line() -> None:
     found = list(commands())
-    assert {words[0] for words in found} >= {"up", "keys", "render"}
+    assert {words[0] for words in found} >= {"up", "keys", "render", "drain"}
     for words in found:
         parse(COMMANDS, words)
 
@@ -124,9 +127,11 @@ def test_pods_fit_what_the_config_asks_of_them() -> None:
     assert cluster["rayVersion"] == pinned[1]
     for template in pods(cluster):
         (container,) = template["spec"]["containers"]
-        variables = {one["name"]: one["value"] for one in container["env"]}
+        variables = {one["name"]: one.get("value") for one in container["env"]}
         drain_s = int(variables["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
-        assert template["spec"]["terminationGracePeriodSeconds"] > drain_s > config.http.request_timeout_s
+        hook = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
+        assert template["spec"]["terminationGracePeriodSeconds"] >= drain_s + int(hook[-1])
+        assert drain_s > config.http.request_timeout_s
         assert {port["containerPort"] for port in container["ports"]} >= {config.http.port, config.grpc.port}
         assert template["spec"]["securityContext"]["runAsNonRoot"] is True
         assert "/healthz" not in str(container["livenessProbe"]).replace("_healthz", "")

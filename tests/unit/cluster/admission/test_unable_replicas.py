@@ -1,0 +1,128 @@
+"""Replicas that cannot load a model: its requests go elsewhere, and those of other models do not care."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.admission.demand import Demand
+from cluster.admission.queue import AdmissionQueue
+from cluster.admission.records import Placement, Started
+from cluster.admission.unable_replicas import FIRST_S, LONGEST_S, UnableReplicas
+from configs.admission import AdmissionConfig
+
+POOL = "worker"
+M = Demand(POOL, "m", 1.0, 0.5, 1, "default", 1e6, version="1")
+OTHER = replace(M, model="n")
+
+
+class Queue:
+    """An admission queue over replicas `a` and `b`, at a time that only tests move."""
+
+    def __init__(self, *names: str) -> None:
+        self.queue = AdmissionQueue(AdmissionConfig())
+        self.queue.set_replicas(POOL, names, 0.0)
+        self.now_s = 0.0
+        self._ticket = 0
+
+    def start(self, demand: Demand) -> tuple[int, str | None]:
+        """Let a request in. Return its ticket and where it starts."""
+        self._ticket += 1
+        self.queue.submit(self._ticket, demand, self.now_s)
+        return self._ticket, self.pump().get(self._ticket)
+
+    def pump(self) -> dict[int, str]:
+        return {one.ticket: one.replica for one in self.queue.pump(self.now_s) if isinstance(one, Started)}
+
+    def fail(self, ticket: int) -> bool:
+        """Let the request's replica be unable; it goes elsewhere where it can, and else it ends."""
+        if is_elsewhere := self.queue.note_unable(ticket, self.now_s):
+            self.queue.give_back(ticket, self.now_s)
+        else:
+            self.queue.leave(ticket, self.now_s)
+        return is_elsewhere
+
+    def end(self, ticket: int) -> None:
+        self.queue.leave(ticket, self.now_s, is_answered=True)
+
+
+def test_a_model_goes_elsewhere_and_others_still_come() -> None:
+    queue = Queue("a", "b")
+    ticket, where = queue.start(M)
+    assert where == "a"
+    assert queue.fail(ticket)
+    assert queue.pump() == {ticket: "b"}
+    assert [queue.start(demand)[1] for demand in (OTHER, M, OTHER)] == ["a", "b", "a"]
+    waiting, where = queue.start(M)
+    assert where is None  # it waits for the one that can
+    assert queue.start(OTHER)[1] is None
+    queue.end(ticket)
+    assert queue.pump() == {waiting: "b"}
+
+
+def test_where_every_replica_has_failed_each_is_asked_again() -> None:
+    queue = Queue("a", "b")
+    ticket, _ = queue.start(M)
+    assert queue.fail(ticket)
+    assert queue.pump() == {ticket: "b"}
+    assert not queue.fail(ticket)
+    assert queue.start(M)[1] in ("a", "b")
+
+
+def test_the_placement_is_followed_as_well() -> None:
+    queue = Queue("a", "b", "c")
+    queue.queue.set_placement(Placement({(POOL, "m"): ("a", "c")}))
+    ticket, where = queue.start(M)
+    assert where == "a"
+    assert queue.fail(ticket)
+    assert queue.pump() == {ticket: "c"}
+    queue.queue.set_placement(Placement({(POOL, "m"): ("a",)}))
+    later, where = queue.start(M)
+    assert where is None  # until the controller knows
+    queue.queue.set_placement(Placement({(POOL, "m"): ("b",)}))
+    assert queue.pump() == {later: "b"}
+
+
+@pytest.mark.parametrize("heals", ["time", "version", "replaced", "answered"])
+def test_it_heals(heals: str) -> None:
+    queue, demand = Queue("a", "b"), M
+    first, _ = queue.start(M)
+    second, where = queue.start(replace(M, share=1.0))
+    assert where == "b"
+    queue.fail(first)
+    assert queue.pump() == {}
+    if heals == "time":
+        queue.now_s = FIRST_S
+    elif heals == "version":
+        demand = replace(M, version="2")
+        queue.queue.leave(first, queue.now_s)
+    elif heals == "replaced":
+        queue.queue.set_replicas(POOL, ["b"], 0.0)
+        queue.queue.set_replicas(POOL, ["b", "a"], 0.0)
+    else:
+        queue.fail(second)  # all have failed, and each is asked again
+        assert queue.pump().get(first) == "a"
+        queue.end(first)
+    assert "a" in [*queue.pump().values(), queue.start(demand)[1]]
+
+
+def test_the_time_doubles_up_to_a_bound_and_an_answer_ends_it() -> None:
+    unable, now_s = UnableReplicas(), 0.0
+    for number in range(12):
+        unable.note_failure(M, "a", now_s)
+        rest_s = min(FIRST_S * 2**number, LONGEST_S)
+        assert unable.unable(M, now_s + 0.99 * rest_s) == {"a"}
+        now_s += rest_s
+        assert unable.unable(M, now_s) == frozenset()
+    assert unable.unable(OTHER, now_s - 1.0) == frozenset()
+    unable.note_answer(M, "a")
+    unable.note_failure(M, "a", now_s)
+    assert unable.unable(M, now_s + FIRST_S) == frozenset()
+
+
+def test_a_replica_without_a_name_is_no_other() -> None:
+    queue = Queue("")
+    ticket, where = queue.start(M)
+    assert where == ""
+    assert not queue.fail(ticket)
