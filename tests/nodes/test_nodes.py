@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 from kit.waiting import wait_until
-from nodes.three_nodes import PORT, Load, ThreeNodes
+from nodes.three_nodes import NAMES, PORT, Load, ThreeNodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(560)]
 
@@ -16,14 +16,14 @@ SMALL = {"num_cpus": 0.03}
 
 
 def disturbed(
-    cluster: ThreeNodes, what: str, disturb: Callable[[], object], *nodes: str, after: int = 20
+    cluster: ThreeNodes, what: str, disturb: Callable[[], object], without: str = "", after: int = 20
 ) -> list[object]:
-    """Ask HAProxy of these nodes before, during and after the disturbance: nothing may be lost or wrong.
+    """Ask HAProxy of all nodes but one before, during and after the disturbance: nothing may be lost or wrong.
 
     Prints a row of figures, and returns the answers of before.
     """
     expected = cluster.answers(cluster.url())
-    urls = [cluster.url(name) for name in nodes or ("head", "second")]
+    urls = [cluster.url(name) for name in NAMES if name != without]
     with Load(cluster.network.switch, urls, expected) as load:
         load.more()
         disturb()
@@ -35,17 +35,18 @@ def disturbed(
 
 
 def back(cluster: ThreeNodes, what: str, name: str) -> None:
-    """Let another node take the place of one that is gone: it gets replicas, and weights from its peers."""
+    """Let another node take the place of one that is gone: it gets a worker, and weights from its peers."""
 
     def join() -> None:
         cluster.join(name)
         cluster.wait_whole()
 
-    expected = disturbed(cluster, what, join)
+    expected = disturbed(cluster, what, join, without=name)
+    wait_until(lambda: cluster.asked(f"{cluster.url(name)}/healthz"), f"HAProxy on {name}")
     assert cluster.answers(cluster.url(name)) == expected
 
 
-@pytest.mark.parametrize("actor", ["WeightRegistry", "Controller", "NodeKeeper"])
+@pytest.mark.parametrize("actor", ["WeightRegistry", "Controller", "NodeKeeper", "ServeController"])
 def test_an_actor_of_the_head_is_killed(cluster: ThreeNodes, actor: str) -> None:
     def kill() -> None:
         (victim, *_) = cluster.head.processes(f"ray::{actor}")
@@ -84,24 +85,35 @@ def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:
 
 
 def test_a_node_that_is_told_to_end_drains(cluster: ThreeNodes) -> None:
-    disturbed(cluster, "node ended by SIGTERM", lambda: cluster.end_by_sigterm("third"))
-    back(cluster, "node joined", "third")
+    name = cluster.fullest()
+    disturbed(cluster, "node ended by SIGTERM", lambda: cluster.end_by_sigterm(name), without=name)
+    back(cluster, "node joined", name)
 
 
-def test_a_node_loses_its_power(cluster: ThreeNodes) -> None:
-    disturbed(cluster, "node killed", cluster.nodes["third"].kill)
-    back(cluster, "another node in its place", "third")
+@pytest.mark.parametrize("is_silent", [False, True], ids=["processes", "power"])
+def test_a_node_dies(cluster: ThreeNodes, is_silent: bool) -> None:
+    """The kernel of a node whose processes are killed still ends their connections; one without power says nothing."""
+    name = cluster.fullest()
+
+    def kill() -> None:
+        if is_silent:
+            cluster.network.cut(cluster.nodes[name])
+        cluster.nodes[name].kill()
+
+    disturbed(cluster, f"node killed{', silently' * is_silent}", kill, without=name, after=60)
+    back(cluster, "another node in its place", name)
 
 
 def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
     """Ray may have given it up meanwhile, and ends its processes then: whoever watches the node starts Ray again."""
+    name = cluster.fullest()
 
     def cut() -> None:
-        cluster.network.cut(cluster.nodes["third"])
+        cluster.network.cut(cluster.nodes[name])
         time.sleep(PARTITION_S)
-        cluster.network.heal(cluster.nodes["third"])
+        cluster.network.heal(cluster.nodes[name])
 
-    disturbed(cluster, "node cut off for 20 s", cut)
-    wait_until(lambda: not cluster.runs_ray("third") or cluster.is_whole(), "a node that is back or gave up")
-    if not cluster.runs_ray("third"):
-        back(cluster, "another node in its place", "third")
+    disturbed(cluster, "node cut off for 20 s", cut, without=name)
+    wait_until(lambda: not cluster.runs_ray(name) or cluster.is_whole(), "a node that is back or gave up")
+    if not cluster.runs_ray(name):
+        back(cluster, "another node in its place", name)

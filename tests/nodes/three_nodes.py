@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 import httpx
+import psutil
 import yaml
 from integration.harness import DEMO_MODELS, ROOT
 from kit.waiting import wait_until
@@ -26,7 +27,7 @@ from nodes.namespaces import Network, Node
 
 NAMES: Final = ("head", "second", "third")
 PORT, RAY_PORT = 8000, 6379
-NUM_CPUS: Final = 1  # that a node claims: one worker fits, beside an ingress, a text encoder and a small cluster
+NUM_CPUS: Final = 2  # that a node claims: one worker fits, and a text encoder and an ingress more than its own
 OBJECT_STORE_BYTES: Final = 160 * 2**20
 ENVIRONMENT: Final = {
     "PYTHONPATH": str(ROOT),
@@ -124,14 +125,28 @@ class ThreeNodes:
             return pool.submit(call).result()
 
     def wait_whole(self) -> None:
-        """Wait until each node has a worker, a text encoder and an ingress that say so."""
+        """Wait until all replicas say so, and each node has a worker."""
         wait_until(self.is_whole, "a cluster on all nodes", WHOLE_S)
 
     def is_whole(self) -> bool:
         shown = self.asked(f"{self.url()}/admin/cluster")
-        replicas = [one for kind in ("workers", "text_encoders") for one in shown.get(kind, ())]
-        whole = len(replicas) == 2 * len(NAMES) and not any("unreachable" in one for one in replicas)
-        return whole and all(node.processes("ray::ServeReplica:studio:ingress") for node in self.nodes.values())
+        answering = [
+            one for kind in ("workers", "text_encoders") for one in shown.get(kind, ()) if "budget_bytes" in one
+        ]
+        ingresses = [process for name in NAMES for process in self.replicas(name, "ingress")]
+        return (
+            len(answering) == 2 * len(NAMES)
+            and len(ingresses) == len(NAMES)
+            and all(self.replicas(name, "worker") for name in NAMES)
+        )
+
+    def replicas(self, name: str, deployment: str = "") -> list[psutil.Process]:
+        """Return the processes of the first cluster's replicas on the node."""
+        return self.nodes[name].processes(f"ray::ServeReplica:studio:{deployment}")
+
+    def fullest(self) -> str:
+        """Return the node beside the head with the most replicas: Serve leaves them where they are."""
+        return max(NAMES[1:], key=lambda name: len(self.replicas(name)))
 
     def end_by_sigterm(self, name: str) -> None:
         """End the node's Ray as systemd and Kubernetes do, and the node once nothing of Ray runs there."""
@@ -240,8 +255,8 @@ def _fields(name: str) -> dict[str, Any]:
         "http": {"host": "0.0.0.0", "port": PORT, "haproxy": {"replica_host": "0.0.0.0"}},
         "ray": {"address": "auto"},
         "store": {"path": f"/mnt/{name}", "node_budget_bytes": "64 MiB"},
-        "ingress": few | {"num_cpus": 0.2},
-        "text_encoder": few | {"num_cpus": 0.2},
-        "worker": few | {"num_cpus": 0.5, "resident_bytes": "64 MiB", "kv_cache_bytes": "16 MiB"},
+        "ingress": few | {"num_cpus": 0.3},
+        "text_encoder": few | {"num_cpus": 0.3},
+        "worker": few | {"num_cpus": 1, "resident_bytes": "64 MiB", "kv_cache_bytes": "16 MiB"},
         "models": models,
     }
