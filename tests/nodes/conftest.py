@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from nodes.namespaces import missing
-from nodes.three_nodes import ThreeNodes
+from nodes.three_nodes import NAMES, ThreeNodes
 
 
 @pytest.fixture(scope="session")
@@ -19,5 +19,8 @@ def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ThreeNodes]:
 
 @pytest.fixture
 def cluster(_cluster: ThreeNodes) -> ThreeNodes:
+    for name in NAMES:
+        if not _cluster.runs_ray(name):  # a scenario has failed in the middle
+            _cluster.join(name)
     _cluster.wait_whole()
     return _cluster

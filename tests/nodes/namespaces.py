@@ -46,6 +46,8 @@ def missing() -> str:
         return "namespaces need root"
     if absent := [tool for tool in ("bash", "ip", "mount", "nsenter", "unshare") if not shutil.which(tool)]:
         return f"namespaces need the commands {', '.join(absent)}"
+    if Path(__file__).is_relative_to("/tmp"):
+        return "a node has a /tmp of its own, where this checkout would not be"
     # In a namespace of its own: whatever this leaves is gone with it.
     bridge = "ip link add v0 type veth peer name v1 && ip link add br0 type bridge"
     tried = subprocess.run(
