@@ -13,7 +13,7 @@ TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama demo test test-gpu test-long abuse faults fuzz unit coverage check docs format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -83,6 +83,9 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	    tests/integration/test_admin.py tests/integration/test_image_checkpoints.py \
 	    -k "kill or keeper or registry or 64 or images" || exit 1; \
 	done
+
+nodes: setup     ## Three nodes in namespaces of this machine (as root): nodes, links and actors fail, come and go under load
+	$(PYTEST) tests/nodes -s
 
 fuzz: setup $(JUDGES)/atheris/.installed  ## Fuzz every reader of model files, SECONDS (600) for headers and for whole models
 	mkdir -p $(FUZZ)
