@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Iterator
 
@@ -32,6 +33,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     collection would visit all of them, for most of a second, and tests that look for leaks ask for many collections.
     """
     _freeze_imported()
+
+
+@pytest.fixture(autouse=True)
+def logs_of_this_process() -> Iterator[None]:
+    """Take out what an actor or a replica, made by a test in this process, has put into its logs."""
+    root, serve = logging.getLogger(), logging.getLogger("ray.serve")
+    before, filters = list(root.handlers), list(serve.filters)
+    yield
+    for handler in [one for one in root.handlers if one not in before and type(one).__module__ == "cluster.logs"]:
+        root.removeHandler(handler)
+    serve.filters[:] = filters
 
 
 @pytest.fixture(autouse=True, scope="module")

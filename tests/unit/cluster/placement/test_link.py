@@ -124,6 +124,7 @@ class Models:
 async def actors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Actors]:
     monkeypatch.setattr(link_module, "PAUSE_S", 0.01)
     monkeypatch.setattr(module, "HELD_S", 0.01)
+    monkeypatch.setattr(module, "node_addresses", lambda: {"n": "10.0.0.7"})
     found = Actors(monkeypatch)
     await found.start()
     yield found

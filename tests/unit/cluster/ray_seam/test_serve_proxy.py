@@ -22,6 +22,7 @@ from cluster.door.deadlines import HideDeadline
 from cluster.errors import RayIncompatible
 from cluster.ray_seam import serve_proxy
 from cluster.ray_seam.serve_proxy import ENVIRONMENT, _BufferedStart
+from cluster.request_ids import RequestIds
 
 HTTP = {"type": "http"}
 
@@ -168,7 +169,7 @@ def test_serve_finds_what_the_environment_names(monkeypatch: pytest.MonkeyPatch)
     install = getattr(import_module(module), name)
     assert install is serve_proxy.install
     monkeypatch.setattr(proxy, "start_asgi_http_server", proxy.start_asgi_http_server)
-    assert [middleware.cls for middleware in install()] == [_BufferedStart, HideDeadline]
+    assert [middleware.cls for middleware in install()] == [_BufferedStart, HideDeadline, RequestIds]
 
 
 @pytest.mark.parametrize("is_running", [True, False])
