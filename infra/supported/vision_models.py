@@ -36,7 +36,7 @@ _SPECIAL: Final = (
     *("<end_of_utterance>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>", "<end>"),
 )
 # Some of them stand for images that are not there.
-BANNED: Final = tuple((token, -100.0) for token in range(WORDS, WORDS + len(_SPECIAL)))
+BANNED: Final = tuple((token, -100.0) for token in (0, *range(WORDS, WORDS + len(_SPECIAL))))  # w0 pads: it has no text
 _PARTS: Final = (
     "{% for message in messages %}w1 {{ message['role'] }} {% if message['content'] is string %}"
     "{{ message['content'] }}{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}IMAGE"

@@ -9,7 +9,7 @@ import pytest
 from integration.harness import run_scenario
 from ray.serve.schema import DeploymentSchema
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 ALL = {"registry", "keeper", "ingress", "text_encoder", "worker"}
 
