@@ -89,6 +89,21 @@ ALERTS: Final = (
         "ticket",
         "a tick of the controller takes more than a second",
     ),
+    Alert(
+        "AtelierKvCacheFull",
+        'sum by (model, replica) (atelier_kv_blocks{state="used"}) > 0.95 * sum by (model, replica)'
+        ' (atelier_kv_blocks{state="total"})',
+        "10m",
+        "ticket",
+        "the KV cache of {{ $labels.model }} on {{ $labels.replica }} is full",
+    ),
+    Alert(
+        "AtelierEvicts",
+        "sum by (node) (rate(atelier_node_evicted_total[10m])) > 1",
+        "15m",
+        "ticket",
+        "node {{ $labels.node }} drops weights all the time, and reads them again",
+    ),
 )
 PANELS: Final = (
     Panel("Requests", "sum by (model) (rate(ray_atelier_requests_total[1m]))", "reqps", "{{model}}"),
@@ -133,6 +148,24 @@ PANELS: Final = (
         "percentunit",
         "share",
     ),
+    Panel(
+        "Weights in memory / budget",
+        'sum by (node) (atelier_node_weights_bytes{state="resident"}) / sum by (node) (atelier_node_budget_bytes)',
+        "percentunit",
+        "{{node}}",
+    ),
+    Panel(
+        "Weights read", "sum by (node, source) (rate(atelier_node_read_bytes_total[5m]))", "Bps", "{{node}} {{source}}"
+    ),
+    Panel("On devices", "sum by (replica, state) (atelier_device_bytes)", "bytes", "{{replica}} {{state}}"),
+    Panel(
+        "KV cache in use",
+        'sum by (model, replica) (atelier_kv_blocks{state="used"})'
+        ' / sum by (model, replica) (atelier_kv_blocks{state="total"})',
+        "percentunit",
+        "{{model}} {{replica}}",
+    ),
+    Panel("Switches", "sum by (replica) (rate(atelier_replica_switches_total[5m]))", "ops", "{{replica}}"),
     Panel("Workers", "max by (which) (ray_atelier_workers)", "short", "{{which}}"),
     Panel("Nodes whose metrics are missing", "sum(1 - atelier_node_metrics_up)", "short", "nodes"),
     Panel("Held for a worker", "max(ray_atelier_held_requests)", "short", "requests"),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.memory_limits import forget_frames
 from deployments.modules.parts import Part, PartName, RequestParts, distinct_bytes
 from weights.errors import BudgetExceeded
@@ -113,8 +114,8 @@ class ModuleSlot:
         self.built.set_result(error)
 
     def describe(self) -> dict[str, Any]:
-        """Return a description as JSON-able values."""
-        return {
+        """Return a description as JSON-able values; of a language model, the blocks of its KV cache as well."""
+        described = {
             "component": self.component.name,
             "models": sorted(self.models),
             "bytes": self.nbytes,
@@ -122,6 +123,10 @@ class ModuleSlot:
             "ready": self.result is not None,
             "damaged": self.is_damaged,
         }
+        if self.result is not None and isinstance(engine := self.result.thing, LLMEngine):
+            found = engine.stats()
+            described["kv_blocks"] = {"used": found.num_blocks - found.num_free_blocks, "total": found.num_blocks}
+        return described
 
 
 @dataclass(eq=False, slots=True)

@@ -15,6 +15,7 @@ from cluster.admission.records import AdmissionSnapshot
 from cluster.placement.slot_link import QueuesAway, SlotLink
 from configs.admission import AdmissionConfig
 from deployments.errors import NoReplica
+from deployments.ingress.admin.residency_metrics import label
 from deployments.ingress.errors import documented
 from deployments.ingress.responses import Answer, json_response
 
@@ -116,5 +117,5 @@ def _metric_lines(snapshot: AdmissionSnapshot) -> Iterator[str]:
         yield f"# HELP atelier_admission_{name} {text}"
         yield f"# TYPE atelier_admission_{name} {kind}"
         for load in snapshot.models:
-            model = load.model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-            yield f'atelier_admission_{name}{{pool="{load.pool}",model="{model}"}} {getattr(load, field):g}'
+            labels = f"pool={label(load.pool)},model={label(load.model)}"
+            yield f"atelier_admission_{name}{{{labels}}} {getattr(load, field):g}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Body, Query
@@ -33,6 +34,7 @@ from deployments.ingress.admin.answers import (
 )
 from deployments.ingress.admin.node_metrics import NodeMetrics
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
+from deployments.ingress.admin.residency_metrics import ResidencyMetrics
 from deployments.ingress.catalog import Health
 from deployments.ingress.errors import documented
 from deployments.ingress.json_route import JsonRoute
@@ -97,14 +99,15 @@ def _add_probe_routes(router: APIRouter, service: Service) -> None:
         return json_response(answer, 200 if health.num_ready else 503)
 
     nodes = NodeMetrics(node_exporters)
+    residency = ResidencyMetrics(partial(_without_models, service.operations))
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus text of the admission queue and of every node of the cluster, as Ray exports it.
+        """Prometheus text of the admission queue, of what is where, and of every node, as Ray exports it.
 
         `atelier_node_metrics_up` is 0 for a node whose exporter did not answer, and whose part is missing.
         """
-        pages = await asyncio.gather(_queue_page(service), nodes.page())
+        pages = await asyncio.gather(_queue_page(service), residency.page(), nodes.page())
         return PlainTextResponse("".join(pages), media_type="text/plain; version=0.0.4")
 
 
@@ -113,6 +116,11 @@ async def _queue_page(service: Service) -> str:
         return admission_metrics(await service.queues.snapshot())
     except QueuesAway:
         return ""
+
+
+async def _without_models(operations: Operations) -> dict[str, Any]:
+    cluster = await operations.describe_cluster(Page(max_models=0))
+    return cluster.model_dump(mode="json", exclude_unset=True)
 
 
 def _add_cluster_route(router: APIRouter, operations: Operations) -> None:

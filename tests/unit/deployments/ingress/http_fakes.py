@@ -141,7 +141,8 @@ class Replicas:
 
     def broadcast(self, method: str) -> Any:
         async def results_async(**_: Any) -> list[dict[str, Any]]:
-            return [{"name": "a", "answers": method}, {"name": "b", "answers": method}]
+            empty = dict.fromkeys(("resident_bytes", "leased_bytes", "budget_bytes", "num_switches"), 0)
+            return [{"name": name, "answers": method, "modules": [], **empty} for name in ("a", "b")]
 
         return SimpleNamespace(results_async=results_async)
 

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot
 from deployments.ingress.admin.admission import admission_metrics
 from deployments.ingress.admin.node_metrics import NodeMetrics
+from deployments.ingress.admin.residency_metrics import residency_metrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board
 
 EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]
@@ -22,7 +24,8 @@ EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]
 def known_names() -> set[str]:
     """Return the names of the queue's page, and those that replicas and actors give to Ray, as Ray writes them."""
     empty = AdmissionSnapshot(models=(), replicas={}, tenants={})
-    own = (admission_metrics(empty), asyncio.run(NodeMetrics(dict).page()))
+    nothing: dict[str, list[dict[str, Any]]] = {"nodes": [], "workers": [], "text_encoders": []}
+    own = (admission_metrics(empty), residency_metrics(nothing), asyncio.run(NodeMetrics(dict).page()))
     queue = set(re.findall(r"^# TYPE (\S+)", "".join(own), re.MULTILINE))
     source = Path(telemetry.__file__).read_text()
     counted = {f"ray_{name}" for name in re.findall(r'"(atelier_\w+)"', source)}

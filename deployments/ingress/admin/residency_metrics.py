@@ -1,0 +1,110 @@
+"""What is where, as Prometheus text: gauges made from one look at the cluster when the page is asked for.
+
+A replica that has ended is on the next page no more; counted in its own process, it would stay on Ray's for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from deployments.tasks import shared_task
+
+Labels = dict[str, str]
+_LOOK_S: Final = 5.0  # Prometheus gives up after 10 s
+
+
+class _Metric(NamedTuple):
+    name: str
+    kind: str
+    text: str
+
+
+_NODE: Final = _Metric("node_weights_bytes", "gauge", "Weights in a node's memory, by what holds them there.")
+_NODE_BUDGET: Final = _Metric("node_budget_bytes", "gauge", "Weights that a node may keep in memory.")
+_NODE_READ: Final = _Metric("node_read_bytes_total", "counter", "Weights that a node has read, by where from.")
+_NODE_EVICTED: Final = _Metric("node_evicted_total", "counter", "Extents that left a node's memory for others.")
+_REPLICA: Final = _Metric("replica_modules_bytes", "gauge", "Built modules of a replica, by what holds them there.")
+_REPLICA_BUDGET: Final = _Metric("replica_budget_bytes", "gauge", "Modules that a replica may keep.")
+_DEVICE: Final = _Metric("device_bytes", "gauge", "Weights on a replica's device, by what holds them there.")
+_SWITCHES: Final = _Metric("replica_switches_total", "counter", "Switches of a replica to another model.")
+_KV: Final = _Metric("kv_blocks", "gauge", "Blocks of a language model's KV cache on a replica.")
+_METRICS: Final = (_NODE, _NODE_BUDGET, _NODE_READ, _NODE_EVICTED, _REPLICA, _REPLICA_BUDGET, _DEVICE, _SWITCHES, _KV)
+
+
+class ResidencyMetrics:
+    """The page's part, by what `describe` answers (as /admin/cluster). All who ask at once share one look."""
+
+    def __init__(self, describe: Callable[[], Awaitable[Mapping[str, Any]]], look_s: float = _LOOK_S) -> None:
+        self._describe = describe
+        self._look_s = look_s
+        self._looking: asyncio.Task[str] | None = None
+
+    async def page(self) -> str:
+        """Return the part; the empty text where the cluster cannot be described in time."""
+        if self._looking is None or self._looking.done():
+            self._looking = shared_task(self._look())
+        return await asyncio.shield(self._looking)
+
+    async def _look(self) -> str:
+        try:
+            async with asyncio.timeout(self._look_s):
+                return residency_metrics(await self._describe())
+        except TimeoutError:
+            return ""
+
+
+def residency_metrics(cluster: Mapping[str, Any]) -> str:
+    """Return the answer of /admin/cluster as Prometheus text; what did not answer is not there."""
+    samples: dict[_Metric, list[tuple[Labels, float]]] = {metric: [] for metric in _METRICS}
+    for node in _answered(cluster["nodes"]):
+        for metric, labels, value in _of_node(node):
+            samples[metric].append((labels, value))
+    for service in ("workers", "text_encoders"):
+        for replica in _answered(cluster[service]):
+            for metric, labels, value in _of_replica(replica):
+                samples[metric].append(({"service": service, "replica": replica["name"], **labels}, value))
+    return "".join(f"{line}\n" for metric, found in samples.items() for line in _lines(metric, found))
+
+
+def label(value: str) -> str:
+    """Return a label's value as Prometheus quotes it."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
+
+
+def _answered(found: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    return (one for one in found if "unreachable" not in one)
+
+
+def _of_node(node: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, float]]:
+    name = {"node": node["node_id"]}
+    for state in ("resident", "leased", "pinned"):
+        yield _NODE, {**name, "state": state}, node[f"{state}_bytes"]
+    yield _NODE_BUDGET, name, node["budget_bytes"]
+    yield _NODE_READ, {**name, "source": "storage"}, node["read_bytes"]
+    yield _NODE_READ, {**name, "source": "peers"}, node["peer_bytes"]
+    yield _NODE_EVICTED, name, node["num_evicted"]
+
+
+def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, float]]:
+    for state in ("resident", "leased"):
+        yield _REPLICA, {"state": state}, replica[f"{state}_bytes"]
+    yield _REPLICA_BUDGET, {}, replica["budget_bytes"]
+    yield _SWITCHES, {}, replica["num_switches"]
+    if arena := replica.get("arena"):
+        for state in ("resident", "leased", "pinned", "lingering", "budget"):
+            yield _DEVICE, {"device": arena["device"], "state": state}, arena[f"{state}_bytes"]
+    for module in replica["modules"]:
+        if blocks := module.get("kv_blocks"):
+            for state in ("used", "total"):
+                yield _KV, {"model": ",".join(module["models"]), "state": state}, blocks[state]
+
+
+def _lines(metric: _Metric, found: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+    yield f"# HELP atelier_{metric.name} {metric.text}"
+    yield f"# TYPE atelier_{metric.name} {metric.kind}"
+    for labels, value in found:
+        inside = ",".join(f"{name}={label(text)}" for name, text in labels.items())
+        yield f"atelier_{metric.name}{{{inside}}} {value}"
