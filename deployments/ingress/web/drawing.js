@@ -4,7 +4,8 @@ import { bytes, html, seconds, useEffect, useRef } from "./parts.js";
 import { texts } from "./texts.js";
 
 export const SPAN_S = 60;
-const LANE = { least: 14, most: 44 };
+const LANE = { least: 14, most: 48 };
+const LABELED = 26; // so high is a lane that has room for labels of switches, in pixels
 const TRACKS = 5;
 const isDark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -130,13 +131,14 @@ export function drawTimeLine(pen, width, height, look, { lanes, requests, switch
   pen.beginPath();
   pen.rect(nameWide, 0, width - nameWide, height);
   pen.clip();
-  drawRequests(pen, requests, tops, at, lane, nowS - spanS);
-  const labels = new Map(); // where the last label of a lane ends
-  for (const one of [...switches].reverse()) {
+  const strip = lane < LABELED ? 0 : look.size; // above the bars, for the labels of switches
+  drawRequests(pen, requests, tops, at, lane, strip, nowS - spanS);
+  const nexts = new Map(); // where the switch begins that follows in a lane
+  for (const one of [...switches].sort((a, b) => b.atS - a.atS)) {
     if (!tops.has(one.worker) || one.atS < nowS - spanS) continue;
-    const room = at(one.atS) > (labels.get(one.worker) ?? 0) ? width - at(one.atS) : 0; // of its label
-    const wide = drawSwitch(pen, one, tops.get(one.worker), at, lane, room, look);
-    if (wide) labels.set(one.worker, at(one.atS) + wide);
+    const room = (nexts.get(one.worker) ?? width) - at(one.atS);
+    drawSwitch(pen, one, tops.get(one.worker), at(one.atS), lane, strip, room, look);
+    nexts.set(one.worker, at(one.atS));
   }
   pen.restore();
 }
@@ -153,9 +155,10 @@ function drawScale(pen, at, nowS, spanS, height, look) {
   pen.textAlign = "left";
 }
 
-function drawRequests(pen, requests, tops, at, lane, sinceS) {
-  const tracks = Math.max(1, Math.min(TRACKS, Math.floor((lane - 4) / 4)));
-  const step = (lane - 4) / tracks;
+function drawRequests(pen, requests, tops, at, lane, strip, sinceS) {
+  const high = lane - strip - 4;
+  const tracks = Math.max(1, Math.min(TRACKS, Math.floor(high / 4)));
+  const step = high / tracks;
   const ends = new Map(); // the end of what is in each track of a lane
   for (const { model, replica, arrivedS, startedS, endedS, isAnswered } of requests) {
     if (!tops.has(replica) || endedS < sinceS) continue;
@@ -163,7 +166,7 @@ function drawRequests(pen, requests, tops, at, lane, sinceS) {
     let track = 0;
     while (track < tracks - 1 && used[track] > startedS) track++;
     used[track] = endedS;
-    const top = tops.get(replica) + track * step;
+    const top = tops.get(replica) + strip + track * step;
     pen.fillStyle = colorOf(model);
     pen.globalAlpha = 0.3;
     pen.fillRect(at(arrivedS), top + step / 2 - 0.75, Math.max(0, at(startedS) - at(arrivedS)), 1.5);
@@ -173,27 +176,20 @@ function drawRequests(pen, requests, tops, at, lane, sinceS) {
   pen.globalAlpha = 1;
 }
 
-// Draw a mark, and its label where there is `room` for it, in pixels; returns the width of the label.
-function drawSwitch(pen, { atS, model, nbytes }, top, at, lane, room, look) {
-  const x = at(atS);
+// Draw a mark, and as much of its label as has `room` before the next one, in pixels.
+function drawSwitch(pen, { model, nbytes }, top, x, lane, strip, room, look) {
   pen.fillStyle = look.text;
-  pen.fillRect(x - 1, top - 2, 2, lane);
+  pen.globalAlpha = 0.35;
+  pen.fillRect(x - 0.5, top - 2, 1, lane);
+  pen.globalAlpha = 1;
   pen.beginPath();
   pen.moveTo(x - 4, top - 2);
   pen.lineTo(x + 4, top - 2);
   pen.lineTo(x, top + 4);
   pen.fill();
-  if (lane < 26 || !room) return 0;
-  const text = `${model}${nbytes ? ` ${bytes(nbytes)}` : ""}`;
-  const wide = Math.min(130, pen.measureText(text).width);
-  if (wide + 12 > room) return 0;
-  pen.globalAlpha = 0.85;
-  pen.fillStyle = look.sunken;
-  pen.fillRect(x + 3, top, wide + 8, look.size);
-  pen.globalAlpha = 1;
-  pen.fillStyle = look.text;
-  pen.fillText(text, x + 7, top + look.size / 2, 130);
-  return wide + 12;
+  const labels = strip ? [`${model} ${bytes(nbytes)}`, model].slice(nbytes ? 0 : 1) : [];
+  const text = labels.find((label) => pen.measureText(label).width + 12 < room);
+  if (text) pen.fillText(text, x + 6, top + strip / 2);
 }
 
 // The colors of the models in a picture, as text beside a color.
