@@ -12,6 +12,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.utils import _python_dispatch
 
 from weights.errors import WeightsError
 from weights.private_names import Shim
@@ -62,8 +63,15 @@ SHIMS: Final = (
         ),
         is_needed=False,
     ),
+    Shim(
+        "recordings of forwards",
+        "no forward is planned: batches keep to the bounds of the config",
+        used=("torch._subclasses.fake_tensor:FakeTensorMode", "torch.utils._python_dispatch:TorchDispatchMode"),
+        is_needed=False,
+    ),
 )
 
+DispatchMode: Final[Any] = _python_dispatch.TorchDispatchMode
 # Of simulated devices, which call it for every op. None where this torch has none: whoever asks is told so by SHIMS.
 below_autograd: Final[Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", None)  # a context manager
 
@@ -98,6 +106,13 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return whether a checkpoint of the module has the buffer."""
     return buffer not in module._non_persistent_buffers_set
+
+
+def fake_mode() -> Any:
+    """Return a mode within which tensors have sizes and no memory, on any device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # seconds, for what most processes never ask
+
+    return FakeTensorMode()
 
 
 def storage_at(weak_pointer: Any) -> torch.UntypedStorage | None:

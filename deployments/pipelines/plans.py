@@ -1,8 +1,7 @@
 """Plans: the stages of a checked pipeline, their inputs, and where they run. Pure.
 
-A segment is stages that run together in one call of the text-encoder service; it travels there. Its memory is planned
-greedily by size, as in ggml's allocator and TFLite's memory planner: the largest tensor first, each at the lowest place
-that is free for as long as it lives. All share one arena.
+A segment is stages that run together in one call of the text-encoder service; it travels there. Its tensors share one
+arena, whose places are planned (`weights/memory/lifetimes.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +9,20 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Final, Literal, NamedTuple, TypeAlias
 
 from configs.model import LongText
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import TEXT, TOKENS, Batch, EdgeType
 from deployments.pipelines.records import NUMPY_DTYPES, Signature
+from weights.memory.lifetimes import Lifetime, MemoryPlan, place
 
 Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "function"]
 WITH_TENSORS: Final = frozenset({"embed", "score", "head"})  # actions that give float32 tensors
 IN_ENCODER: Final = WITH_TENSORS | {"tokenize"}  # actions of the text-encoder service
 PIPELINE_INPUT: Final = ""
-ALIGNMENT_BYTES: Final = 256  # what CUDA's allocator gives too, so kernels may load vectors
 
 
 class Edge(NamedTuple):
@@ -53,18 +50,6 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Places of intermediate tensors: offsets into an arena of `nbytes`.
-
-    `live_bytes` is the most that is alive at once, a lower bound of every plan.
-    """
-
-    offsets: Mapping[Edge, int]
-    nbytes: int
-    live_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class SegmentPlan:
     """Stages that one replica of the text-encoder service runs in one call, in this order.
 
@@ -77,7 +62,7 @@ class SegmentPlan:
     results: tuple[Edge, ...]
     max_batch_size: int
     buffers: Mapping[Edge, tuple[int, ...]]
-    memory: MemoryPlan
+    memory: MemoryPlan[Edge]
 
     @property
     def name(self) -> str:
@@ -227,7 +212,7 @@ def _results(
 
 def _segment(pipeline: str, group: Sequence[StagePlan], results: tuple[Edge, ...], max_batch_size: int) -> SegmentPlan:
     buffers = _buffers(group, max_batch_size)
-    return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, _plan_memory(_needs(group, buffers)))
+    return SegmentPlan(pipeline, tuple(group), results, max_batch_size, buffers, place(_lifetimes(group, buffers)))
 
 
 def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tuple[int, ...]]:
@@ -242,58 +227,14 @@ def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tupl
     return shapes
 
 
-def _needs(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[_BufferNeed]:
+def _lifetimes(group: Sequence[StagePlan], buffers: Mapping[Edge, tuple[int, ...]]) -> list[Lifetime[Edge]]:
+    """Return when each tensor lives, by the positions of stages. The inputs of a stage live while it writes."""
     types = {Edge(stage.name, name): type_ for stage in group for name, type_ in stage.outputs.items()}
     positions = {stage.name: at for at, stage in enumerate(group)}
     last_reads = {edge: at for at, stage in enumerate(group) for edge in stage.edges.values()}
-    needs = []
+    lifetimes = []
     for edge, shape in buffers.items():
         first = positions[edge.stage]
         nbytes = math.prod(shape) * NUMPY_DTYPES[types[edge].datatype].itemsize
-        needs.append(_BufferNeed(edge, nbytes, first, last_reads.get(edge, first)))
-    return needs
-
-
-@dataclass(frozen=True, slots=True)
-class _BufferNeed:
-    """A tensor of at most `nbytes`, written by stage `first` and read last by stage `last` (positions, inclusive)."""
-
-    key: Edge
-    nbytes: int
-    first: int
-    last: int
-
-    @property
-    def alive(self) -> range:
-        """Positions at which it is alive. The inputs of a stage live while it writes."""
-        return range(self.first, self.last + 1)
-
-
-def _plan_memory(needs: Sequence[_BufferNeed]) -> MemoryPlan:
-    """Return places for all tensors; those that are alive at one position do not overlap."""
-    offsets: dict[Edge, int] = {}
-    placed: dict[int, list[_BufferNeed]] = {}  # by position
-    for need in sorted(needs, key=lambda need: (-need.nbytes, need.first)):
-        neighbours = {other.key: other for at in need.alive for other in placed.get(at, ())}
-        offset = 0
-        for start, nbytes in sorted((offsets[key], other.nbytes) for key, other in neighbours.items()):
-            if offset + need.nbytes <= start:
-                break
-            offset = max(offset, _aligned(start + nbytes))
-        offsets[need.key] = offset
-        for at in need.alive:
-            placed.setdefault(at, []).append(need)
-    end = max((offsets[need.key] + need.nbytes for need in needs), default=0)
-    return MemoryPlan(offsets, end, _most_alive(needs))
-
-
-def _aligned(offset: int) -> int:
-    return -(-offset // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def _most_alive(needs: Sequence[_BufferNeed]) -> int:
-    changes: Counter[int] = Counter()
-    for need in needs:
-        changes[need.first] += need.nbytes
-        changes[need.last + 1] -= need.nbytes
-    return max(accumulate(nbytes for _, nbytes in sorted(changes.items())), default=0)
+        lifetimes.append(Lifetime(edge, nbytes, first, last_reads.get(edge, first)))
+    return lifetimes

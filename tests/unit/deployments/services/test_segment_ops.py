@@ -18,12 +18,13 @@ from configs.model import LongText
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.sentence_layers import DenseHead
 from deployments.modules.cache import ModuleCache
-from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan, _plan_memory
+from deployments.pipelines.plans import SegmentCall, SegmentPlan, StagePlan
 from deployments.services import text_encoder
 from deployments.services.text_encoder import _EncoderOps
 from deployments.text.cache import Encoding, EncodingCache
 from deployments.text.encode import CachedEncoders, EncodeJob, encode_batch_or_raise
 from deployments.text.encoders import TextEncoderBuilder
+from weights.memory.lifetimes import place
 
 MODELS = Path(__file__).parents[4] / "infra" / "demo" / "models"
 BERT, HEAD = MODELS / "texts-bert", MODELS / "texts-head"
@@ -44,7 +45,7 @@ class Bench:
 
     def ops(self, long_text: LongText = "truncate") -> _EncoderOps:
         stage = StagePlan("s", "embed", "bert", {}, {}, {})
-        plan = SegmentPlan("p", (stage,), (), 4, {}, _plan_memory([]))
+        plan = SegmentPlan("p", (stage,), (), 4, {}, place([]))
         return _EncoderOps(self.host, self.encoders, SegmentCall(plan, {}, 1, 2, 3.5, {}, {"bert": long_text}))
 
     def is_idle(self) -> bool:

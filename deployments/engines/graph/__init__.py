@@ -1,0 +1,1 @@
+"""Forwards as graphs: recorded, their memory planned."""

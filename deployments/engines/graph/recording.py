@@ -1,0 +1,281 @@
+"""Recordings of forwards: the operations in the order in which they ran, and the buffers that they made.
+
+A recording is the graph of a forward. It is topological by construction, and each architecture builds it by running.
+On fake tensors it takes neither weights nor a device: it has the sizes of buffers, when each is born and let go, and so
+the peak of the same forward on the device. Of a real call, `keeps_calls` keeps what is needed to run it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from weights.memory.devices import allocated_bytes
+from weights.memory.lifetimes import Lifetime
+from weights.torch_seam import DispatchMode, buffers_of, parameters_of
+
+MAX_NODES: Final = 200_000  # of one recording
+
+
+@dataclass(slots=True)
+class Buffer:
+    """Memory that an operation of the forward made. Positions are those of nodes.
+
+    It is `born` with a node, some node is the `last` to use it, and the forward lets go of it before node `died`: None
+    for what outlives the forward.
+    """
+
+    nbytes: int
+    born: int
+    last: int
+    died: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a kept call: over the memory of a buffer, or of a tensor that came from outside (`given`)."""
+
+    number: int
+    is_given: bool
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """An operation as it was called; `Slot`s stand for tensors, also in `results`."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """An operation: its name, the layer that called it, and the buffers (by number) that it read and made.
+
+    One that makes nothing writes in place, or gives a view.
+    """
+
+    op: str
+    layer: str
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    call: Call | None = None
+
+
+@dataclass(slots=True)
+class Recording:
+    """Nodes in the order in which they ran, and buffers in that in which they were born.
+
+    `given` are the storages from outside that kept calls use: weights, inputs, constants.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
+    given: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def eager_peak(self) -> int:
+        """Return the most bytes that the forward held at once, as Python let go of them."""
+        peak = held = 0
+        deaths: dict[int, int] = {}
+        for buffer in self.buffers:
+            if buffer.died is not None:
+                deaths[buffer.died] = deaths.get(buffer.died, 0) + buffer.nbytes
+        buffers = iter(self.buffers)
+        following = next(buffers, None)
+        for at in range(len(self.nodes)):
+            held -= deaths.get(at, 0)
+            while following is not None and following.born == at:
+                held += following.nbytes
+                following = next(buffers, None)
+            peak = max(peak, held)
+        return peak
+
+    def lifetimes(self) -> list[Lifetime[int]]:
+        """Return when each buffer has to be there: from its birth to its last use, or to the end if it outlives."""
+        end = len(self.nodes) - 1
+        return [
+            Lifetime(number, buffer.nbytes, buffer.born, end if buffer.died is None else buffer.last)
+            for number, buffer in enumerate(self.buffers)
+        ]
+
+
+class Recorder(DispatchMode):
+    """Records what runs within it in this thread: on fake tensors (`is_fake`), or a real call.
+
+    HAZARD: kernels that are no operations of torch (`engines/native`) leave no trace.
+    """
+
+    def __init__(self, device: torch.device, *, is_fake: bool = False, keeps_calls: bool = False) -> None:
+        """Buffers of other devices are left out. `keeps_calls` keeps tensors alive, so that no buffer dies."""
+        super().__init__()
+        self.recording = Recording()
+        self._device = device
+        self._is_fake = is_fake
+        self._keeps_calls = keeps_calls
+        self._numbers: dict[int, int] = {}  # of buffers, by the ids of their storages
+        self._given: dict[int, int] = {}
+        self._alive: dict[int, Any] = {}  # what hears of a storage's end, by the number of its buffer
+        self._layers: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        run = _FAKE_FORMS.get(func, func) if self._is_fake else func
+        if func.namespace == "prim":  # a question about a tensor
+            return run(*args, **kwargs)
+        nodes, at = self.recording.nodes, len(self.recording.nodes)
+        if at >= MAX_NODES:
+            raise RuntimeError(f"a forward of more than {MAX_NODES} operations is not recorded")
+        used = list(_tensors((args, kwargs)))
+        reads = {number for tensor in used if (number := self._number_of(tensor)) is not None}
+        known = {id(tensor.untyped_storage()) for tensor in used}
+        results = run(*args, **kwargs)
+        makes = [self._note_birth(one, at) for one in _tensors(results) if self._is_new(one, known)]
+        for number in reads:
+            self.recording.buffers[number].last = at
+        call = self._call(func, args, kwargs, results) if self._keeps_calls else None
+        layer = self._layers[-1] if self._layers else ""
+        nodes.append(Node(str(func), layer, tuple(sorted(reads)), tuple(makes), call))
+        return results
+
+    @contextlib.contextmanager
+    def naming(self, module: nn.Module, name: str = "") -> Iterator[None]:
+        """Call nodes by the parts of a module within the block. Nobody else may run the module meanwhile."""
+        handles = []
+        for path, part in module.named_modules(prefix=name):
+            handles.append(part.register_forward_pre_hook(partial(self._enter, path)))
+            handles.append(part.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def end(self, results: Any) -> None:
+        """Note that the forward has given `results`: what is let go of from here on outlives it."""
+        self._alive.clear()
+        if self._keeps_calls:  # nothing was let go of
+            outlive = {self._number_of(tensor) for tensor in _tensors(results)}
+            for number, buffer in enumerate(self.recording.buffers):
+                buffer.died = None if number in outlive else buffer.last + 1
+
+    def _enter(self, path: str, module: nn.Module, inputs: Any) -> None:
+        self._layers.append(path)
+
+    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._layers.pop()
+
+    def _number_of(self, tensor: torch.Tensor) -> int | None:
+        return self._numbers.get(id(tensor.untyped_storage()))
+
+    def _is_new(self, tensor: torch.Tensor, known: set[int]) -> bool:
+        identity = id(tensor.untyped_storage())
+        return tensor.device == self._device and identity not in known and identity not in self._numbers
+
+    def _note_birth(self, tensor: torch.Tensor, at: int) -> int:
+        storage = tensor.untyped_storage()
+        buffers, number = self.recording.buffers, len(self.recording.buffers)
+        buffers.append(Buffer(allocated_bytes(self._device, storage.nbytes()), at, at))
+        self._numbers[id(storage)] = number
+        # torch keeps the object of a storage as long as the memory itself.
+        kept: Any = storage if self._keeps_calls else weakref.ref(storage, partial(self._note_death, id(storage)))
+        self._alive[number] = kept
+        return number
+
+    def _note_death(self, identity: int, _: Any) -> None:
+        number = self._numbers.pop(identity, None)
+        if number is not None:
+            self._alive.pop(number, None)
+            self.recording.buffers[number].died = len(self.recording.nodes)
+
+    def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Call:
+        return Call(op, self._slots(args), self._slots(kwargs), self._slots(results))
+
+    def _slots(self, value: Any) -> Any:
+        """Return a value with slots in the place of its tensors."""
+        if isinstance(value, torch.Tensor):
+            number, is_given = self._number_of(value), False
+            if number is None:
+                storage, is_given = value.untyped_storage(), True
+                number = self._given.setdefault(id(storage), len(self._given))
+                if number == len(self.recording.given):
+                    self.recording.given.append(storage)
+            offset = int(value.storage_offset())
+            return Slot(number, is_given, tuple(value.size()), value.stride(), offset, value.dtype)
+        if isinstance(value, tuple):
+            return tuple(map(self._slots, value))
+        if isinstance(value, list):
+            return [self._slots(one) for one in value]
+        if isinstance(value, dict):
+            return {key: self._slots(one) for key, one in value.items()}
+        return value
+
+
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int
+) -> torch.Tensor:
+    made: torch.Tensor = torch.ops.aten.convolution.default(
+        x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
+    )
+    return made
+
+
+# Operations that fake tensors have no rule for, and others of the same results.
+_FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {torch.ops.aten.mkldnn_convolution.default: _convolution}
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, Mapping):
+        yield from _tensors(list(value.values()))
+
+
+def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> None:
+    """Put fake tensors on `device` in the place of a module's parameters and buffers, which may be on `meta`."""
+    with mode:
+        for part in module.modules():
+            for table in (parameters_of(part), buffers_of(part)):
+                fakes: dict[str, Any] = {
+                    name: torch.empty_strided(one.size(), one.stride(), dtype=one.dtype, device=device)
+                    for name, one in table.items()
+                    if one is not None
+                }
+                if table is parameters_of(part):
+                    fakes = {name: nn.Parameter(one, requires_grad=False) for name, one in fakes.items()}
+                table.update(fakes)
+
+
+def record(
+    run: Callable[[], Any],
+    recorder: Recorder,
+    modules: Mapping[str, nn.Module],
+    mode: AbstractContextManager[Any] | None = None,
+) -> Recording:
+    """Return the recording of `run`, on fake tensors where their `mode` is given. `modules` name its nodes."""
+    with contextlib.ExitStack() as stack:
+        for name, module in modules.items():
+            stack.enter_context(recorder.naming(module, name))
+        if mode is not None:
+            stack.enter_context(mode)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(recorder)
+        recorder.end(run())
+    return recorder.recording
