@@ -383,6 +383,11 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
         description="maximum activations of one image in the VAE; larger images are decoded in overlapping tiles, as "
         "by diffusers' enable_tiling. The default is 1448x1448 pixels of SDXL in float32, 2048x2048 in bfloat16",
     )
+    replay: bool | Literal["checked"] = Field(
+        True,
+        description="run forwards of a small denoiser again as recorded calls, with the same bits (on the CPU); "
+        "checked: compare each with the module's own, and end the request where they differ",
+    )
     checkpoint_interval_s: float = Field(
         5.0,
         ge=0,

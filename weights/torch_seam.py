@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -106,6 +107,42 @@ def with_child(module: nn.Module, name: str, child: nn.Module) -> nn.Module:
 def is_persistent(module: nn.Module, buffer: str) -> bool:
     """Return whether a checkpoint of the module has the buffer."""
     return buffer not in module._non_persistent_buffers_set
+
+
+_OF_THE_RESULT: Final = frozenset({"dtype", "layout", "device", "pin_memory"})  # a given tensor has its own
+
+
+class OutForm(NamedTuple):
+    """An operation that writes its results into tensors, which it is given by the names of `outs`.
+
+    `takes` are the names of what it takes besides.
+    """
+
+    op: Any
+    outs: tuple[str, ...]
+    takes: frozenset[str]
+
+
+@functools.cache
+def out_form(op: Any) -> OutForm | None:
+    """Return the form of an operation that writes into given tensors; None where torch has none."""
+    wanted = [(one.name, str(one.type)) for one in op._schema.arguments]
+    beside = [one for one in wanted if one[0] not in _OF_THE_RESULT]
+    forms: dict[bool, OutForm] = {}  # by whether it takes the very same
+    for name in op.overloadpacket.overloads():
+        found = getattr(op.overloadpacket, name)
+        arguments = found._schema.arguments
+        outs = tuple(one.name for one in arguments if one.is_out)
+        takes = [(one.name, str(one.type)) for one in arguments if not one.is_out]
+        if outs and takes in (wanted, beside):
+            forms[takes == wanted] = OutForm(found, outs, frozenset(name for name, _ in takes))
+    return forms.get(True, forms.get(False))
+
+
+@functools.cache
+def is_written_to(op: Any) -> bool:
+    """Return whether an operation writes into one of its arguments."""
+    return bool(op._schema.is_mutable)
 
 
 def fake_mode() -> Any:

@@ -20,6 +20,7 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
+from deployments.engines.graph.replay import Replays
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
 from deployments.engines.stock.known import is_stock_class
@@ -310,6 +311,7 @@ class ImageService:
             lease.modules,
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
+            replays=Replays(is_checked=self._settings.replay == "checked") if self._settings.replay else None,
         )
 
 

@@ -27,6 +27,7 @@ from deployments.engines.step_costs import StepCosts
 from infra.bench.denoise_loras import measure_loras
 from infra.bench.denoise_models import SIDE_PX, BenchModel, make_model
 from infra.bench.denoise_offload import measure_offload
+from infra.bench.denoise_replay import measure_replay
 
 LOADS: Final = (0.5, 0.8, 0.95)
 CONCURRENT: Final = ((8, 16), (32, 16), (8, 64))  # requests, and the pixels of their sides
@@ -65,6 +66,7 @@ PARTS: Final = (
     "checkpoint",
     "loras",
     "offload",
+    "replay",
 )
 
 
@@ -87,6 +89,7 @@ def measure_denoise(
             "checkpoint": lambda: _measure_checkpoint(model, settings, costs),
             "loras": lambda: measure_loras(model, settings.num_steps, settings.part_s),
             "offload": lambda: measure_offload(settings.num_steps, settings.part_s, seed),
+            "replay": lambda: measure_replay(settings.num_steps, settings.part_s, seed),
         }
         for name in parts:
             start = time.perf_counter()
@@ -347,4 +350,10 @@ def print_part(name: str, figures: Any) -> None:
         for row in figures:
             uploaded = f"{row['uploaded_bytes_per_step'] / 1e6:.1f}"
             table.add_row(f"{row['share']:.0%}", f"{row['steps_per_s']:.1f}", uploaded)
+        console.print(table)
+    elif name == "replay":
+        table = Table("denoiser", "requests", "step, CPU ms", "replayed", "ratio")
+        for row in figures:
+            cells = f"{row['eager_ms']:.2f}", f"{row['replayed_ms']:.2f}", f"{row['ratio']:.2f}"
+            table.add_row(row["model"], str(row["num_requests"]), *cells)
         console.print(table)

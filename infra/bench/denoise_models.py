@@ -14,6 +14,7 @@ import diffusers
 import torch
 
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.graph.replay import Replays
 from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest
 
@@ -106,7 +107,7 @@ def make_model(seed: int) -> Iterator[BenchModel]:
 
         def pipeline() -> DenoisePipeline:
             modules = {"transformer": copy.deepcopy(transformer), "vae": copy.deepcopy(vae)}
-            return create_pipeline("FluxPipeline", folder, modules)
+            return create_pipeline("FluxPipeline", folder, modules, replays=Replays())
 
         ours, plain = pipeline(), pipeline()
         _make_plain(plain.denoiser)

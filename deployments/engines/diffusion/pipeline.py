@@ -52,6 +52,7 @@ from deployments.engines.diffusion.state import (
     numeric_failure,
     take_branches,
 )
+from deployments.engines.graph.replay import Replays
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.forwards import make_quick, replaced_forwards
@@ -82,7 +83,9 @@ class DenoisePipeline:
         modules: Mapping[str, nn.Module],
         device: str | torch.device = "cpu",
         bounds: BatchBounds = DEFAULT_BOUNDS,
+        replays: Replays | None = None,
     ) -> None:
+        """`replays` are those of this pipeline's denoiser; without any it runs each forward anew."""
         for name in (family.denoiser_name, "vae"):
             if name not in modules:
                 raise EngineError(f"{folder}: module {name!r} is missing (given: {', '.join(modules) or 'none'})")
@@ -97,6 +100,8 @@ class DenoisePipeline:
         self._modulation = Modulation(family, self.denoiser)
         self._bounds = bounds
         self._memory = MemoryLimits()
+        # On a card the calls would be a CUDA graph's; blocks that come one by one have other addresses each time.
+        self._replays = replays if self.device.type == "cpu" else None
         for name in (family.denoiser_name, "vae"):
             make_batch_invariant(modules[name])
             make_quick(modules[name])
@@ -291,9 +296,20 @@ class DenoisePipeline:
         scale = self._codec.scale_factor
         return ImageSize(height, width, height // scale, width // scale)
 
-    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        with applied_adapters(rows.adapters), self._modulation.given(rows.modulation):
-            return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
+    def _forward(self, rows: Rows, height: int, width: int, may_replay: bool) -> torch.Tensor:
+        size = self._size(height, width)
+
+        def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+            own = rows.with_tensors(inputs)
+            with applied_adapters(own.adapters), self._modulation.given(own.modulation):
+                return self.family.predict_noise(self.denoiser, own, size)
+
+        inputs = rows.tensors()
+        if self._replays is None or not may_replay or rows.adapters or rows.controls:
+            return forward(inputs)
+        shapes = tuple((one.shape, one.dtype) for one in inputs)
+        optional = rows.pooled is None, rows.mask is None
+        return self._replays.run((shapes, optional, size, rows.sizes, torch.get_num_threads()), inputs, forward)
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         images = self.family.unpack_latents(latents, self._size(height, width))
@@ -306,7 +322,9 @@ class DenoisePipeline:
         with _kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             rows = build_rows(group, self._modulation.rows_of(group))
             parts = run_in_parts(
-                lambda start, stop: self._forward(rows.part(start, stop), height, width),
+                lambda start, stop: self._forward(
+                    rows.part(start, stop), height, width, first.merged is None and not first.runs_alone
+                ),
                 len(rows),
                 1 if first.runs_alone else self._bounds.denoise_rows(height * width),
                 self._memory,
@@ -381,12 +399,13 @@ def create_pipeline(
     *,
     device: str | torch.device = "cpu",
     bounds: BatchBounds = DEFAULT_BOUNDS,
+    replays: Replays | None = None,
 ) -> DenoisePipeline:
     """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`.
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
-    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds)
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, replays)
 
 
 def settings_hash(folder: Path) -> str:

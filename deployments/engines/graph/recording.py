@@ -8,6 +8,7 @@ the peak of the same forward on the device. Of a real call, `keeps_calls` keeps 
 from __future__ import annotations
 
 import contextlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -118,9 +119,20 @@ class Recorder(DispatchMode):
     HAZARD: kernels that are no operations of torch (`engines/native`) leave no trace.
     """
 
-    def __init__(self, device: torch.device, *, is_fake: bool = False, keeps_calls: bool = False) -> None:
-        """Buffers of other devices are left out. `keeps_calls` keeps tensors alive, so that no buffer dies."""
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        is_fake: bool = False,
+        keeps_calls: bool = False,
+        max_bytes: int | None = None,
+    ) -> None:
+        """Buffers of other devices are left out. `keeps_calls` keeps tensors alive, so that no buffer dies.
+
+        A forward that makes more than `max_bytes` in all ends with a RuntimeError.
+        """
         super().__init__()
+        self._bytes_left = math.inf if max_bytes is None else max_bytes
         self.recording = Recording()
         self._device = device
         self._is_fake = is_fake
@@ -188,6 +200,9 @@ class Recorder(DispatchMode):
 
     def _note_birth(self, tensor: torch.Tensor, at: int) -> int:
         storage = tensor.untyped_storage()
+        self._bytes_left -= storage.nbytes()
+        if self._bytes_left < 0:
+            raise RuntimeError("the forward makes too much to be recorded")
         buffers, number = self.recording.buffers, len(self.recording.buffers)
         buffers.append(Buffer(allocated_bytes(self._device, storage.nbytes()), at, at))
         self._numbers[id(storage)] = number

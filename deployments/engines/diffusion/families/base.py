@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NamedTuple
 
 from configs.model import LongText, TextPadding
@@ -138,6 +138,25 @@ class Rows:
             adapters,
             tuple(output[here] for output in self.modulation),
             self.sizes[here],
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors beside those of ControlNets and adapters."""
+        found = (self.latents, self.timesteps, self.prompts, self.guidance, self.pooled, self.mask, *self.modulation)
+        return [one for one in found if one is not None]
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> Rows:
+        """Return the rows with others in the place of `tensors()`."""
+        latents, timesteps, prompts, guidance, *rest = tensors
+        return replace(
+            self,
+            latents=latents,
+            timesteps=timesteps,
+            prompts=prompts,
+            guidance=guidance,
+            pooled=None if self.pooled is None else rest.pop(0),
+            mask=None if self.mask is None else rest.pop(0),
+            modulation=tuple(rest),
         )
 
 

@@ -76,9 +76,17 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             },
         },
         "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],
+        "replay": [{"model": "m", "num_requests": 1, "eager_ms": 4.0, "replayed_ms": 3.0, "ratio": 0.75}],
     }
     assert tuple(figures) == PARTS
-    shown = {"single": "2.00 x", "concurrent": "1.50 x", "stream": "+1.0%", "loras": "2.29 MB each", "offload": "30%"}
+    shown = {
+        "single": "2.00 x",
+        "concurrent": "1.50 x",
+        "stream": "+1.0%",
+        "loras": "2.29 MB each",
+        "offload": "30%",
+        "replay": "0.75",
+    }
     for name, part in figures.items():
         print_part(name, part)
         assert shown.get(name, "") in (out := capsys.readouterr().out)

@@ -1,0 +1,272 @@
+"""Forwards that ran before, run again: recorded calls over memory that was planned ahead, bound once to their tensors.
+
+A small model's step is a thousand calls, half of which make views. With fixed addresses a view is made once, a result
+goes to its place, and nothing of the module's own Python runs. The bits are the same: before a recording is used, it
+has run beside the module on other inputs than it was made of, and what then differs is never used.
+
+HAZARD: a recording knows the operations of torch alone. What else a forward depends on has to be in its key, and a
+kernel that is no operation of torch, or a number that was read from an input, ends in a refusal.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record
+from weights.memory.lifetimes import place
+from weights.torch_seam import is_written_to, out_form
+
+MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
+MAX_RECORDINGS: Final = 16  # of a model
+MAX_KEYS: Final = 256  # whose forwards are counted
+MAX_BYTES: Final = 64 * 2**20  # of all that a forward makes: where it is more, kernels take the time, not calls
+_MAKES_NOTHING: Final = ("aten.empty.", "aten.new_empty.", "aten.empty_like.", "aten.empty_strided.")
+_OF_SHAPES: Final = tuple(  # of a tensor they take the shape alone
+    f"aten.{name}." for name in ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+)
+
+Inputs = Sequence[torch.Tensor]
+Forward = Callable[[Inputs], torch.Tensor]
+logger = logging.getLogger(__name__)
+
+
+class NotReplayable(Exception):
+    """A recording that would not give what the forward gives, and why."""
+
+
+@dataclass(slots=True)
+class BoundCalls:
+    """The calls of a recording, bound to tensors over a workspace. One thread at a time.
+
+    `inputs` are the tensors that they read, `result` is what they leave; it is overwritten by whoever uses the
+    workspace next.
+    """
+
+    inputs: Inputs
+    calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
+    result: torch.Tensor
+
+    def run(self, inputs: Inputs) -> torch.Tensor:
+        """Return the result for other inputs of the same shapes and dtypes."""
+        for own, given in zip(self.inputs, inputs, strict=True):
+            own.copy_(given)
+        for call, args, kwargs in self.calls:
+            call(*args, **kwargs)
+        return self.result.clone()
+
+
+def read_inputs(recording: Recording, inputs: Inputs) -> None:
+    """Check that no call gave a number that depends on the inputs. Raises NotReplayable, naming it.
+
+    Such a number has become a constant of the calls behind it.
+    """
+    storages = {id(one.untyped_storage()) for one in inputs}
+    given = {number for number, storage in enumerate(recording.given) if id(storage) in storages}
+    dependent: set[int] = set()
+
+    def depends(slot: Slot) -> bool:
+        return slot.number in (given if slot.is_given else dependent)
+
+    for node in recording.nodes:
+        assert node.call is not None
+        if node.op.startswith(_OF_SHAPES + _MAKES_NOTHING) or not any(
+            depends(slot) for slot in _slots((node.call.args, node.call.kwargs))
+        ):
+            continue
+        if not _is_of_tensors(node.call.results):
+            raise NotReplayable(f"{node.op} in {node.layer or 'the forward'} reads a number from an input")
+        written = [*_slots(node.call.results)]
+        if is_written_to(node.call.op):
+            written += _slots(node.call.args[:1])
+        for slot in written:
+            (given if slot.is_given else dependent).add(slot.number)
+
+
+def bind(recording: Recording, inputs: Inputs, result: torch.Tensor, workspace: torch.UntypedStorage) -> BoundCalls:
+    """Return the calls of a recording that gave `result` of `inputs`, over the workspace, which grows if it must.
+
+    Raises NotReplayable.
+    """
+    read_inputs(recording, inputs)
+    plan = place(recording.lifetimes())
+    if workspace.nbytes() < plan.nbytes:
+        workspace.resize_(plan.nbytes)  # the tensors that are bound to it follow
+    bound: dict[Slot, torch.Tensor] = {}
+
+    def tensor(slot: Slot) -> torch.Tensor:
+        if slot not in bound:
+            start = 0 if slot.is_given else plan.offsets[slot.number]
+            storage = recording.given[slot.number] if slot.is_given else workspace
+            offset = start // slot.dtype.itemsize + slot.offset
+            bound[slot] = torch.empty(0, dtype=slot.dtype).set_(storage, offset, slot.size, slot.stride)
+        return bound[slot]
+
+    calls = [call for node in recording.nodes for call in _calls_of(node, tensor)]
+    return BoundCalls(inputs, calls, tensor(_result_slot(recording, result)))
+
+
+@dataclass(slots=True)
+class _Counted:
+    """The forwards of a key: their number, then the bound one, which is used once it `is_tried`."""
+
+    count: int = 0
+    bound: BoundCalls | None = None
+    is_tried: bool = False
+    is_refused: bool = False
+
+
+@dataclass(slots=True)
+class Replays:
+    """The forwards of one module that are replayed. One thread at a time.
+
+    `is_checked`: each replay runs beside the module, and a difference is an error.
+    """
+
+    is_checked: bool = False
+    min_forwards: int = MIN_FORWARDS
+    max_bytes: int = MAX_BYTES
+    workspace: torch.UntypedStorage = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8).untyped_storage())
+    _known: OrderedDict[Hashable, _Counted] = field(default_factory=OrderedDict)
+
+    def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
+        """Return `forward(inputs)`, or the same bits of a replay.
+
+        `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
+        are. Raises what `forward` raises, and AssertionError where a checked replay differs.
+        """
+        known = self._known.setdefault(key, _Counted())
+        self._known.move_to_end(key)
+        if len(self._known) > MAX_KEYS:
+            self._known.popitem(last=False)
+        known.count += 1
+        if known.is_refused or known.count < self.min_forwards:
+            return forward(inputs)
+        if known.bound is None:
+            return self._record(known, inputs, forward)
+        if known.is_tried and not self.is_checked:
+            return known.bound.run(inputs)
+        return self._compare(known, known.bound, inputs, forward)
+
+    def _record(self, known: _Counted, inputs: Inputs, forward: Forward) -> torch.Tensor:
+        own = [one.clone() for one in inputs]
+        recorder = Recorder(inputs[0].device, keeps_calls=True, max_bytes=self.max_bytes)
+        results: list[torch.Tensor] = []
+
+        def run() -> list[torch.Tensor]:
+            results.append(forward(own))
+            return results
+
+        try:
+            known.bound = bind(record(run, recorder, {}), own, results[0], self.workspace)
+        except (NotReplayable, RuntimeError) as error:
+            logger.debug("not replayed: %s", error)
+            known.is_refused = True
+            return forward(inputs)
+        self._bound_in_their_bounds()
+        return results[0]
+
+    def _compare(self, known: _Counted, bound: BoundCalls, inputs: Inputs, forward: Forward) -> torch.Tensor:
+        result = forward(inputs)
+        is_equal = _have_equal_bits(bound.run(inputs), result)
+        if not is_equal and known.is_tried:
+            raise AssertionError("a replayed forward differs from the module's own")
+        if not is_equal:
+            logger.warning("a recorded forward is not used: on other inputs it differs from the module's own")
+            known.bound, known.is_refused = None, True
+        known.is_tried = True
+        return result
+
+    def _bound_in_their_bounds(self) -> None:
+        bound = [one for one in self._known.values() if one.bound is not None]
+        for one in bound[: len(bound) - MAX_RECORDINGS]:  # the least recently used
+            one.bound, one.is_tried, one.count = None, False, 0
+
+
+def _calls_of(
+    node: Node, tensor: Callable[[Slot], torch.Tensor]
+) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Return the call that a node needs in a replay: none for a view, or for memory that others fill."""
+    call = node.call
+    assert call is not None
+    args, kwargs = _bound(call.args, tensor), _bound(call.kwargs, tensor)
+    if is_written_to(call.op):
+        yield call.op, args, kwargs
+    elif node.makes and not node.op.startswith(_MAKES_NOTHING):
+        results = [tensor(slot) for slot in _slots(call.results)]
+        form = out_form(call.op)
+        if form is not None and len(form.outs) == len(results):
+            kept = {name: value for name, value in kwargs.items() if name in form.takes}
+            yield form.op, args, kept | dict(zip(form.outs, results, strict=True))
+        else:
+            yield _copying(call.op, results), args, kwargs
+
+
+def _copying(op: Any, results: Sequence[torch.Tensor]) -> Callable[..., None]:
+    """Return the operation with its results copied to their places, where it has no form that writes there."""
+
+    def run(*args: Any, **kwargs: Any) -> None:
+        for result, made in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+            result.copy_(made)
+
+    return run
+
+
+def _result_slot(recording: Recording, result: torch.Tensor) -> Slot:
+    """Return the slot of the forward's result: its last mention has its shape and place."""
+    form = tuple(result.size()), result.stride(), int(result.storage_offset()), result.dtype
+    outliving = {number for number, buffer in enumerate(recording.buffers) if buffer.died is None}
+    for node in reversed(recording.nodes):
+        assert node.call is not None
+        for slot in _slots(node.call.results):
+            found = slot.size, slot.stride, slot.offset, slot.dtype
+            if found == form and slot.number in outliving and not slot.is_given:
+                return slot
+    raise NotReplayable("the result is not a tensor that the forward has made")
+
+
+def _have_equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two results are the same, NaN and the sign of zero included."""
+    flat = [found.contiguous().view(torch.uint8) for found in (one, other)]
+    return torch.equal(*flat)
+
+
+def _bound(value: Any, tensor: Callable[[Slot], torch.Tensor]) -> Any:
+    if isinstance(value, Slot):
+        return tensor(value)
+    if isinstance(value, tuple):
+        return tuple(_bound(one, tensor) for one in value)
+    if isinstance(value, list):
+        return [_bound(one, tensor) for one in value]
+    if isinstance(value, dict):
+        return {key: _bound(one, tensor) for key, one in value.items()}
+    return value
+
+
+def _slots(value: Any) -> Iterator[Slot]:
+    if isinstance(value, Slot):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _slots(one)
+    elif isinstance(value, dict):
+        yield from _slots(list(value.values()))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for one in value:
+            yield from _tensors(one)
+
+
+def _is_of_tensors(results: Any) -> bool:
+    if isinstance(results, tuple | list):
+        return all(map(_is_of_tensors, results))
+    return results is None or isinstance(results, Slot)

@@ -1,0 +1,223 @@
+"""Replays of small modules: the same bits on new inputs, and refusals of what a recording cannot know."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from deployments.engines.graph.replay import MAX_RECORDINGS, Replays
+from weights.torch_seam import DispatchMode, is_written_to, out_form
+
+Forward = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+class Net(nn.Module):
+    """Views, a part in place, several results of one operation, a constant, and an operation without a form for out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.norm, self.conv = nn.LayerNorm(32), nn.Conv1d(32, 32, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one.unflatten(-1, (4, 8)).transpose(1, 2) for one in self.queries(self.norm(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        mixed += torch.arange(x.shape[1])[None, :, None] / 7
+        mixed.mul_(scale[:, None, None])
+        return self.out(self.conv((x + mixed).transpose(1, 2)).transpose(1, 2)) * torch.zeros_like(x).add_(2)
+
+
+def inputs_of(rows: int, length: int = 6) -> list[torch.Tensor]:
+    return [torch.randn(rows, length, 32), torch.rand(rows)]
+
+
+def forward_of(net: nn.Module) -> Forward:
+    return lambda inputs: net(*inputs)
+
+
+def shape_key(inputs: Sequence[torch.Tensor]) -> Any:
+    return tuple(one.shape for one in inputs)
+
+
+def counted(forward: Forward) -> tuple[Forward, list[int]]:
+    calls: list[int] = []
+
+    def counting(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return forward(inputs)
+
+    return counting, calls
+
+
+def test_new_inputs_give_the_bits_of_the_module_in_any_order_of_shapes() -> None:
+    net = Net().eval()
+    forward, calls = counted(forward_of(net))
+    replays = Replays(min_forwards=2)
+    for _ in range(8):
+        for rows, length in ((1, 6), (5, 6), (2, 40)):  # the workspace grows below those that are bound
+            inputs = inputs_of(rows, length)
+            assert torch.equal(replays.run((rows, length), inputs, forward), net(*inputs))
+    assert len(calls) == 3 * 3  # one before it is recorded, the recorded one, and the one to compare with
+
+
+def test_the_result_is_the_callers_own() -> None:
+    net = Net().eval()
+    replays = Replays(min_forwards=1)
+    inputs, found = inputs_of(2), []
+    for _ in range(4):
+        found.append(replays.run("key", inputs, forward_of(net)))
+    kept = found[-1].clone()
+    replays.run("key", inputs_of(2), forward_of(net))
+    assert torch.equal(found[-1], kept)
+
+
+def test_weights_are_read_where_they_are() -> None:
+    net = Net().eval()
+    replays = Replays(min_forwards=1)
+    for _ in range(3):
+        replays.run("key", inputs_of(2), forward_of(net))
+    net.out.weight.mul_(3)
+    inputs = inputs_of(2)
+    assert torch.equal(replays.run("key", inputs, forward_of(net)), net(*inputs))
+
+
+def test_inputs_that_are_parts_of_others_are_read_like_their_copies() -> None:
+    net = Net().eval()
+    replays = Replays(min_forwards=1)
+    for _ in range(4):
+        inputs = [torch.randn(4, 6, 64)[1:3, :, ::2], torch.rand(8)[::4]]
+        assert torch.allclose(replays.run("key", inputs, forward_of(net)), net(*inputs), atol=1e-6)
+
+
+class NamesOfCalls(DispatchMode):
+    """Notes the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_makes_no_tensor_but_its_result_and_by_operations_without_another_form() -> None:
+    net = Net().eval()
+    replays = Replays(min_forwards=1)
+    for _ in range(2):
+        replays.run("key", inputs_of(2), forward_of(net))
+    inputs = inputs_of(2)
+    with NamesOfCalls() as seen:
+        replays.run("key", inputs, forward_of(net))
+    makers = [str(op) for op in seen.ops if not is_written_to(op)]
+    assert makers[-1] == "aten.clone.default"  # the result
+    assert set(makers[:-1]) == {"aten._scaled_dot_product_flash_attention_for_cpu.default"}
+
+
+def test_a_number_that_is_read_from_an_input_refuses_the_recording(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return inputs[0] * 2 if inputs[1].sum().item() > 0 else inputs[0]
+
+    caplog.set_level(logging.DEBUG, "deployments.engines.graph.replay")
+    replays = Replays(min_forwards=1)
+    for sign in (1, 1, -1):
+        inputs = [torch.randn(3), torch.full((2,), float(sign))]
+        assert torch.equal(replays.run("key", inputs, forward), forward(inputs))
+    assert "aten._local_scalar_dense.default in the forward reads a number from an input" in caplog.text
+
+
+def test_numbers_that_follow_from_shapes_may_be_read() -> None:
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        ids = inputs[0].new_zeros(4)
+        return inputs[0] * 2 if torch.equal(ids, torch.zeros(4)) else inputs[0]
+
+    counting, calls = counted(forward)
+    replays = Replays(min_forwards=1)
+    for _ in range(5):
+        inputs = [torch.randn(3)]
+        assert torch.equal(replays.run("key", inputs, counting), forward(inputs))
+    assert len(calls) == 2
+
+
+def test_what_is_computed_beside_torch_is_found_by_trying(caplog: pytest.LogCaptureFixture) -> None:
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        made = torch.empty(3)
+        made.numpy()[:] = inputs[0].numpy() * 2  # as a kernel of ours would
+        return made + 1
+
+    replays = Replays(min_forwards=1)
+    for _ in range(4):
+        inputs = [torch.randn(3)]
+        assert torch.equal(replays.run("key", inputs, forward), forward(inputs))
+    assert caplog.text.count("a recorded forward is not used") == 1
+
+
+def test_a_checked_replay_that_differs_is_an_error() -> None:
+    factor = 2.0
+    replays = Replays(min_forwards=1, is_checked=True)
+
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        return inputs[0] * factor
+
+    for _ in range(4):
+        replays.run("key", [torch.randn(3)], forward)
+    factor = 3.0  # which is not in the key
+    with pytest.raises(AssertionError, match="differs"):
+        replays.run("key", [torch.randn(3)], forward)
+
+
+def test_a_forward_that_makes_much_and_one_that_returns_its_input_run_as_before() -> None:
+    replays = Replays(min_forwards=1, max_bytes=1000)
+    for forward in (lambda inputs: (inputs[0] + 1).repeat(100) * 2, lambda inputs: inputs[0]):
+        counting, calls = counted(forward)
+        for _ in range(3):
+            inputs = [torch.randn(30)]
+            assert torch.equal(replays.run(forward, inputs, counting), forward(inputs))
+        assert len(calls) == 4  # the recorded one once more
+    assert replays.workspace.nbytes() == 0
+
+
+def test_an_error_of_the_forward_is_the_callers() -> None:
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        raise RuntimeError("not enough memory")
+
+    replays = Replays(min_forwards=1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not enough memory"):
+            replays.run("key", [torch.randn(3)], forward)
+
+
+def test_few_recordings_are_kept_those_that_were_used_last() -> None:
+    forward, calls = counted(lambda inputs: inputs[0] * 2)
+    replays = Replays(min_forwards=1)
+    for size in range(1, MAX_RECORDINGS + 2):
+        for _ in range(3):
+            replays.run(size, [torch.randn(size)], forward)
+    calls.clear()
+    replays.run(MAX_RECORDINGS + 1, [torch.randn(MAX_RECORDINGS + 1)], forward)
+    assert not calls
+    replays.run(1, [torch.randn(1)], forward)
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["add.Tensor", "addmm.default", "native_layer_norm.default", "cat.default"])
+def test_forms_that_write_into_given_tensors_take_the_same_arguments(name: str) -> None:
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload)
+    form = out_form(op)
+    assert form is not None
+    assert is_written_to(form.op)
+    assert not is_written_to(op)
+    assert out_form(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default) is None
