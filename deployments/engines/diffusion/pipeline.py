@@ -296,20 +296,19 @@ class DenoisePipeline:
         scale = self._codec.scale_factor
         return ImageSize(height, width, height // scale, width // scale)
 
-    def _forward(self, rows: Rows, height: int, width: int, may_replay: bool) -> torch.Tensor:
-        size = self._size(height, width)
+    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
+        with applied_adapters(rows.adapters), self._modulation.given(rows.modulation):
+            return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
-        def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-            own = rows.with_tensors(inputs)
-            with applied_adapters(own.adapters), self._modulation.given(own.modulation):
-                return self.family.predict_noise(self.denoiser, own, size)
-
+    def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
+        """Return what `_forward` does, of a denoiser whose layers are its own."""
+        if self._replays is None or rows.adapters or rows.controls:
+            return self._forward(rows, height, width)
         inputs = rows.tensors()
-        if self._replays is None or not may_replay or rows.adapters or rows.controls:
-            return forward(inputs)
         shapes = tuple((one.shape, one.dtype) for one in inputs)
         optional = rows.pooled is None, rows.mask is None
-        return self._replays.run((shapes, optional, size, rows.sizes, torch.get_num_threads()), inputs, forward)
+        key = shapes, optional, height, width, rows.sizes, torch.get_num_threads()
+        return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
         images = self.family.unpack_latents(latents, self._size(height, width))
@@ -321,10 +320,9 @@ class DenoisePipeline:
         height, width = image_size(first)
         with _kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
             rows = build_rows(group, self._modulation.rows_of(group))
+            forward = self._forward if first.merged or first.runs_alone else self._replayed
             parts = run_in_parts(
-                lambda start, stop: self._forward(
-                    rows.part(start, stop), height, width, first.merged is None and not first.runs_alone
-                ),
+                lambda start, stop: forward(rows.part(start, stop), height, width),
                 len(rows),
                 1 if first.runs_alone else self._bounds.denoise_rows(height * width),
                 self._memory,
