@@ -39,6 +39,7 @@ from deployments.records import SwitchReport
 from deployments.tasks import in_thread, shared_task
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.device_arena import DeviceArena
 
 MAX_WAIT_FOR_ROOM_S = 60.0
 
@@ -161,6 +162,11 @@ class ModuleCache:
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
+
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """The books in which forwards take room; None where nobody counts it."""
+        return self._tier.forward_memory
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""

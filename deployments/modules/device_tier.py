@@ -148,6 +148,11 @@ class SharedTier:
         """Name no tensors: what is placed says which extents it lies in, and the provider gives fresh ones."""
         return []
 
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """None: nobody counts what forwards take of the host's memory."""
+        return None
+
     def resize(self, budget_bytes: int) -> None: ...
 
     def size_of(self, nbytes: int) -> int:
@@ -166,6 +171,7 @@ class ArenaTier:
     def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
         self._provider = provider
         self._arena = arena
+        self._device = arena.stats().device
         self._streaming: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
@@ -270,6 +276,11 @@ class ArenaTier:
         them. The next `place_component` gets fresh ones; what is placed keeps what it has.
         """
         return self._arena.invalidate(lambda key: getattr(key, "extent", None) in extents)
+
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """The books that forwards are counted in; None on the host."""
+        return None if self._device.startswith("cpu") else self._arena
 
     def resize(self, budget_bytes: int) -> None:
         self._arena.resize(budget_bytes)

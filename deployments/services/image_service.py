@@ -20,11 +20,13 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
+from deployments.engines.graph.workspace import Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
 from deployments.engines.stock.known import is_stock_class
 from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
+from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
 from deployments.records import (
@@ -97,7 +99,8 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._sequential = SequentialPhases(settings, device)
+        self._footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
+        self._sequential = SequentialPhases(settings, device, self._workspace)
         self._stock = StockService(module_cache, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
@@ -264,6 +267,7 @@ class ImageService:
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
         if request.request.merges_adapter:  # beside the steps of others, which it would hold up
             await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
+        await self._learn_footprints(lease, request)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
             return DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
@@ -283,6 +287,24 @@ class ImageService:
             self._kept_s = self._clock()
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
         return output
+
+    async def _learn_footprints(self, lease: Lease, request: ConditionedRequest) -> None:
+        """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
+        if self._module_cache.forward_memory is None:
+            return
+        wanted, folder = request.request, lease.skeleton
+        lengths = {
+            one.shape[1]
+            for name, one in request.conditioning.items()
+            if name.endswith("prompt_embeds") and one.ndim == 3
+        }
+        for length in lengths:
+            size = wanted.height, wanted.width, length
+            if not self._footprints.knows(lease.manifest, *size):
+                await in_thread(self._footprints.learn, lease.manifest, folder, *size)
+
+    def _workspace(self, lease: Lease) -> Workspace:
+        return Workspace(self._module_cache.forward_memory, self._footprints.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them
@@ -310,6 +332,7 @@ class ImageService:
             lease.modules,
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
+            workspace=self._workspace(lease),
         )
 
 

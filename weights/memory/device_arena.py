@@ -8,9 +8,13 @@ keeps it from fragmenting). Freed memory goes back to that allocator, which give
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +35,7 @@ from weights.residency.sizes import shown_bytes
 
 PER_TENSOR_S: Final = 10e-6  # to allocate it, start its copy and bind it, whatever its size
 USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured
+_WORKSPACE: Final = "the workspace"  # its key and its holder; no hash has a blank in it
 _RECENT_SHARE: Final = 0.2  # of the latest upload in the mean
 
 
@@ -79,6 +84,11 @@ class DeviceArena:
         self._lingering: list[tuple[StorageWeakRef, int]] = []
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
+        self._lent: Counter[int] = Counter()  # bytes of the forwards that run, by call
+        self._workspaces: dict[str, int] = {}  # what a forward of a holder needs at least
+        self._turns = itertools.count()
+        # Memory that this budget leaves free for whoever comes first.
+        self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
 
     def acquire(
         self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str, working_bytes: int = 0
@@ -167,6 +177,47 @@ class DeviceArena:
         wanted_bytes = sum(key.nbytes for key in keys.values())
         here_bytes = sum(keys[entry.key].nbytes for entry in here)
         return self._report(wanted_bytes, here_bytes, added_bytes, start_s, victims)
+
+    def room_bytes(self) -> float:
+        """Return the bytes that a forward may take now: what is free, and what may be evicted for it."""
+        with self._lock:
+            movable_bytes = self._table.movable_bytes
+            unused_bytes = self._budget_bytes - self._lingering_bytes() - self._table.used_bytes + self._workspace_bytes
+            return max(0.0, min(self._beside_bytes + unused_bytes, self._space.free_bytes()) + movable_bytes)
+
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[None]:
+        """Count so many bytes as those of a forward within the block, so that nothing is uploaded there.
+
+        They are the workspace's, which is as large as the largest forward needs. What is larger runs uncounted.
+        """
+        turn = next(self._turns)
+        with self._lock:
+            self._lent[turn] = nbytes
+            with contextlib.suppress(BudgetExceeded):
+                self._fit_workspace(f"a forward of {shown_bytes(nbytes)}")
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._lent[turn]
+                self._fit_workspace("")
+
+    @property
+    def _workspace_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self._table.detached if entry.key == _WORKSPACE)
+
+    def _fit_workspace(self, what: str) -> list[str]:
+        """Make the workspace as large as the largest forward needs; returns what was evicted. As `_make_room`."""
+        needed = max([self._lent.total(), *self._workspaces.values()], default=0)
+        inside = max(0, math.ceil(needed - self._beside_bytes))  # of the budget
+        before = self._workspace_bytes
+        evicted = self._make_room({_WORKSPACE: inside - before}, what) if inside > before else []
+        if inside != before:
+            self._table.end_holder(_WORKSPACE)
+            if inside:
+                self._table.add_detached(_WORKSPACE, inside, None, _WORKSPACE, 1)
+        return evicted
 
     def pin(self, hashes: Iterable[str]) -> None:
         """Never evict these, nor when they come only later."""
