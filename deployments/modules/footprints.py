@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.pipeline import blank_module
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from weights.manifest import Manifest
@@ -61,26 +59,20 @@ class FootprintBook:
         What cannot be recorded (packed weights have kernels of their own) keeps to the bounds of the config, and the
         log says so once.
         """
+        from deployments.engines.diffusion.footprints import make_twin  # who never learns needs nothing of it
+
         known = self._entry(manifest)
         with self._lock:
             if self.knows(manifest, height, width, text_length) or len(known.seen) >= MAX_SIZES:
                 return
             try:
                 if known.twin is None:
-                    known.twin = self._twin(manifest, folder)
+                    known.twin = make_twin(manifest, folder, self._device)
                 known.footprints |= known.twin.footprints(height, width, text_length, self._bounds)
             except Exception as error:  # of any operation of a model that fake tensors have no rule for
                 known.is_hopeless = True
                 logger.info("the memory of %r is not planned: %s", manifest.model, error)
             known.seen.add((height, width, text_length))
-
-    def _twin(self, manifest: Manifest, folder: Path) -> PipelineTwin:
-        from deployments.engines.diffusion.footprints import PipelineTwin
-
-        family = family_of(manifest.class_name or "")
-        parts = {name: manifest.components[name] for name in (family.denoiser_name, "vae")}
-        modules = {name: blank_module(part, folder / part.folder) for name, part in parts.items()}
-        return PipelineTwin(family, folder, modules, self._device)
 
     def _entry(self, manifest: Manifest) -> _Known:
         key = tuple(sorted((name, part.structure_key) for name, part in manifest.components.items()))

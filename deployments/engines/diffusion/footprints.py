@@ -10,14 +10,16 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
-from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module
 from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, memory_kind
-from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.diffusion.state import DenoiseState, check_request
 from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.protocol import DiffusionRequest, EngineError
+from weights.manifest import Manifest
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_seam import fake_mode
 
@@ -86,7 +88,8 @@ class PipelineTwin(DenoisePipeline):
         with self._mode:
             prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
             pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)
-            mask = prompt.new_empty(1, text_length, dtype=torch.bool) if family.masks_text else None
+            is_masked = family.masks_text and not family.counts_tokens  # else the most is that all tokens count
+            mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
         branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
@@ -101,3 +104,21 @@ class PipelineTwin(DenoisePipeline):
         with self._mode:
             packed: torch.Tensor = self.family.pack_latents(torch.empty(1, *shape, dtype=dtype, device=self.device))
             return packed
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise EngineError for a size that no request may have."""
+        request = DiffusionRequest(
+            "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
+        )
+        check_request(request, self.family.size_multiple(self._codec.scale_factor))
+
+
+def make_twin(manifest: Manifest, folder: Path, device: torch.device) -> PipelineTwin:
+    """Return the twin of a model of the store, whose skeleton is in `folder`. Raises EngineError."""
+    family = family_of(manifest.class_name or "")
+    modules = {}
+    for name in (family.denoiser_name, "vae"):
+        if (part := manifest.components.get(name)) is None:
+            raise EngineError(f"component {name!r} is missing (given: {', '.join(manifest.components) or 'none'})")
+        modules[name] = blank_module(part, folder / part.folder)
+    return PipelineTwin(family, folder, modules, device)
