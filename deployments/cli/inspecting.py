@@ -64,7 +64,7 @@ def graph(
     manifest = weight_store.manifest(model)
     found, asked = _recorded(weight_store, manifest, part, (height or width, width), tokens, rows)
     plan = place(found.lifetimes())
-    record = {
+    record: dict[str, Any] = {
         "model": model,
         "part": part,
         **asked,

@@ -108,6 +108,7 @@ class SharedTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        workspace_bytes: int = 0,
         streamed: BlockPlan | None = None,
     ) -> PlacedTensors:
         own = fetched or self.fetch([extents])
@@ -184,29 +185,33 @@ class ArenaTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        workspace_bytes: int = 0,
         streamed: BlockPlan | None = None,
     ) -> PlacedTensors:
         """Lease the component until `release`. Raises what the provider raises, and BudgetExceeded: nothing is leased.
 
-        There is room for `working_bytes` more then, which count. What `fetched` had to load is not in the answer.
-        Blocks that are `streamed` come from extents that stay leased; who made `PlacedTensors.stream` work closes it
-        before the release.
+        There is room for `working_bytes` more then, which count, and for the workspace of a forward. What `fetched` had
+        to load is not in the answer. Blocks that are `streamed` come from extents that stay leased; who made
+        `PlacedTensors.stream` work closes it before the release.
         """
         uploads = _Uploads(self._provider, component, extents)
         if streamed is not None:
-            return self._place_streamed(component, uploads, holder, streamed)
+            return self._place_streamed(component, uploads, holder, streamed, workspace_bytes)
         try:
-            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes)
+            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes, workspace_bytes)
         finally:
             uploads.release()
         return PlacedTensors(
             tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes
         )
 
-    def _place_streamed(self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan) -> PlacedTensors:
+    def _place_streamed(
+        self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan, workspace_bytes: int
+    ) -> PlacedTensors:
         staying = {name: ref for name, ref in component.tensors.items() if name not in plan.streamed}
         try:
-            tensors, report = self._acquire(staying, uploads, holder, 2 * self._arena.size_of(plan.buffer_bytes))
+            buffers_bytes = 2 * self._arena.size_of(plan.buffer_bytes)
+            tensors, report = self._acquire(staying, uploads, holder, buffers_bytes, workspace_bytes)
         finally:
             uploads.release()
         streamed_uploads = uploads.again()
@@ -253,12 +258,19 @@ class ArenaTier:
         finally:
             uploads.release()
 
-    def _acquire(self, wanted: Mapping[str, TensorRef], uploads: _Uploads, holder: str, working_bytes: int) -> Acquired:
+    def _acquire(
+        self,
+        wanted: Mapping[str, TensorRef],
+        uploads: _Uploads,
+        holder: str,
+        working_bytes: int,
+        workspace_bytes: int,
+    ) -> Acquired:
         """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:
-                return self._arena.acquire(wanted, uploads.views, holder, working_bytes)
+                return self._arena.acquire(wanted, uploads.views, holder, working_bytes, workspace_bytes)
             except (DeviceFull, StillInUse):
                 if time.monotonic() > deadline_s:
                     raise

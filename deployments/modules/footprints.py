@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from weights.manifest import Manifest
@@ -19,6 +20,7 @@ from weights.manifest import Manifest
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import PipelineTwin
 
+CLIP_TOKENS: Final = 77
 MAX_STRUCTURES: Final = 8
 MAX_SIZES: Final = 256  # of one structure
 
@@ -33,6 +35,7 @@ class _Known:
     twin: PipelineTwin | None = None
     is_hopeless: bool = False
     seen: set[tuple[int, int, int]] = field(default_factory=set)
+    least_bytes: int = 0
 
 
 class FootprintBook:
@@ -52,6 +55,20 @@ class FootprintBook:
         """Return whether `learn` would have nothing to do."""
         known = self._entry(manifest)
         return known.is_hopeless or (height, width, text_length) in known.seen
+
+    def least_bytes(self, manifest: Manifest) -> int:
+        """Return what one image of the pipeline's own size takes, once `learn_defaults` has learned it."""
+        return self._entry(manifest).least_bytes
+
+    def learn_defaults(self, manifest: Manifest, folder: Path) -> None:
+        """Learn what images of the pipeline's own size take, of prompts as long as its encoders read."""
+        known = self._entry(manifest)
+        if known.least_bytes or (family := FAMILIES.get(manifest.class_name or "")) is None:
+            return
+        uses = family.text_encoders(None, "truncate")
+        side, tokens = family.defaults.side, max((use.max_length or CLIP_TOKENS for use in uses), default=CLIP_TOKENS)
+        self.learn(manifest, folder, side, side, tokens)
+        known.least_bytes = max((one.bytes_of(1) for one in known.footprints.values()), default=0)
 
     def learn(self, manifest: Manifest, folder: Path, height: int, width: int, text_length: int) -> None:
         """Record forwards for images of that size and prompts of so many tokens. Takes up to seconds.

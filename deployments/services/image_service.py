@@ -20,13 +20,12 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
-from deployments.engines.graph.workspace import Workspace
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
 from deployments.engines.stock.known import is_stock_class
 from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
-from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.modules.parts import Merging
 from deployments.records import (
@@ -99,7 +98,6 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
         self._sequential = SequentialPhases(settings, device, self._workspace)
         self._stock = StockService(module_cache, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
@@ -290,7 +288,7 @@ class ImageService:
 
     async def _learn_footprints(self, lease: Lease, request: ConditionedRequest) -> None:
         """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
-        if self._module_cache.forward_memory is None:
+        if (book := self._module_cache.footprints) is None:
             return
         wanted, folder = request.request, lease.skeleton
         lengths = {
@@ -300,11 +298,12 @@ class ImageService:
         }
         for length in lengths:
             size = wanted.height, wanted.width, length
-            if not self._footprints.knows(lease.manifest, *size):
-                await in_thread(self._footprints.learn, lease.manifest, folder, *size)
+            if not book.knows(lease.manifest, *size):
+                await in_thread(book.learn, lease.manifest, folder, *size)
 
     def _workspace(self, lease: Lease) -> Workspace:
-        return Workspace(self._module_cache.forward_memory, self._footprints.of(lease.manifest))
+        book = self._module_cache.footprints
+        return UNBOUNDED if book is None else Workspace(self._module_cache.forward_memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them

@@ -28,7 +28,7 @@ from weights.errors import BudgetExceeded
 from weights.memory.device_arena import DeviceArena
 from weights.store import WeightStore
 
-SIDE = 128
+SIDE = 64
 BESIDE = 2**22  # latents, texts and what is computed ahead, of all requests
 
 
@@ -94,10 +94,24 @@ async def draw_all(host: Host, texts: Host, requests: list[ImageRequest]) -> lis
     return [result.images[0] for result in results if isinstance(result, ImageResult)]
 
 
+def test_admission_counts_a_forward(store: WeightStore, device: torch.device, ballast: list[torch.Tensor]) -> None:
+    """Weights that leave no room for one image are not held all at once: denoiser and VAE then take turns."""
+    manifest = store.manifest("digits-sdxl")
+    weights = sum(part.nbytes for part in manifest.components.values() if is_denoise_component(part))
+    leave(device, 2 * weights, ballast)
+    host = Host(store, str(device), 2 * weights)
+    assert host.can_hold(manifest, is_denoise_component, {})
+    host.learn_defaults(manifest)
+    book = host.footprints
+    assert book is not None
+    assert book.least_bytes(manifest) > 2 * weights  # of 1024x1024 pixels, beside weights of the demo
+    assert not host.can_hold(manifest, is_denoise_component, {})
+
+
 async def test_two_rows_of_room_are_two_rows_at_once(
     store: WeightStore, device: torch.device, model: str, halvings: list[int], ballast: list[torch.Tensor]
 ) -> None:
-    manifest, requests = store.manifest(model), requests_of(model, 7)
+    manifest, requests = store.manifest(model), requests_of(model, 5)
     texts = Host(store, "cpu")
     expected = await draw_all(Host(store, str(device)), texts, requests)
     book = FootprintBook(device, batch_bounds(WorkerConfig(device=str(device))))
@@ -116,7 +130,7 @@ async def test_two_rows_of_room_are_two_rows_at_once(
     leave(device, budget, ballast)
     found = await draw_all(Host(store, str(device), budget), texts, requests)
     assert halvings == []
-    assert len(found) == 7
+    assert len(found) == 5
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -130,6 +144,28 @@ def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ball
     assert arena.room_bytes() == room == 32 * 2**10
     with arena.lend(2**30):  # runs, and finds none
         assert arena.stats().resident_bytes == 0
+
+
+def test_models_in_turn_share_the_workspace_of_the_largest(device: torch.device, ballast: list[torch.Tensor]) -> None:
+    """The example of 8 and 6 GB in KiB: both run in 12 and in 8 beside their weights; a larger one is told why not."""
+    from device.test_memory_book import _key
+
+    tensors = [{"w": torch.rand(9 * 2**8)} for _ in range(2)]  # 9 KiB each
+    keys = [{"w": _key(one["w"])} for one in tensors]
+    for workspace in (12 * 2**10, 8 * 2**10):
+        ballast.clear()
+        budget = 18 * 2**10 + workspace
+        leave(device, budget, ballast)
+        arena = DeviceArena(str(device), budget)
+        arena.acquire(keys[0], tensors[0], "a", workspace_bytes=8 * 2**10)
+        arena.acquire(keys[1], tensors[1], "b", workspace_bytes=6 * 2**10)
+        assert arena.stats().resident_bytes == 26 * 2**10
+        assert arena.room_bytes() == workspace
+        with pytest.raises(BudgetExceeded, match=r"the workspace of c need .* are missing"):
+            arena.acquire(keys[1], tensors[1], "c", workspace_bytes=workspace + 512)
+        assert arena.stats().resident_bytes == 26 * 2**10
+        arena.release([keys[0]["w"].sha256], "a")
+        assert arena.stats().resident_bytes == 24 * 2**10
 
 
 def test_nothing_is_uploaded_where_a_forward_runs(device: torch.device, ballast: list[torch.Tensor]) -> None:

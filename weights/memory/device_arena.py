@@ -91,12 +91,18 @@ class DeviceArena:
         self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
 
     def acquire(
-        self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str, working_bytes: int = 0
+        self,
+        wanted: Mapping[str, DeviceKey],
+        views: HostViews,
+        holder: str,
+        working_bytes: int = 0,
+        workspace_bytes: int = 0,
     ) -> Acquired:
         """Return the tensors by name, each hash leased to `holder` once more until it is released.
 
         With `working_bytes` it also makes room for what the holder itself allocates, a KV cache say, and counts that
-        until the holder releases anything.
+        until the holder releases anything. Of the `workspace_bytes` that forwards of holders need at least, the most
+        count, and not the sum: one runs at a time.
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
         it (then nothing is uploaded and nothing more is leased), StillInUse when trying again may help, WeightsError
         when a view is not what `wanted` says, and what `views` raises.
@@ -128,6 +134,10 @@ class DeviceArena:
                     if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
+            if workspace_bytes:
+                with self._lock:
+                    self._workspaces[holder] = workspace_bytes
+                    evicted += self._fit_workspace(f"the workspace of {holder}")
             if working_bytes:  # last: what it evicts is none of the above
                 with self._lock:
                     evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
@@ -136,6 +146,8 @@ class DeviceArena:
             with self._lock:
                 for entry in leased.values():
                     self._table.unlease(entry, holder)
+                if self._workspaces.pop(holder, None) is not None:
+                    self._fit_workspace("")
             raise
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
@@ -157,6 +169,8 @@ class DeviceArena:
         with self._lock:
             for key in {*hashes, _working(holder)}:
                 self._table.release(key, holder)
+            if self._workspaces.pop(holder, None) is not None:
+                self._fit_workspace("")
 
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
@@ -177,6 +191,11 @@ class DeviceArena:
         wanted_bytes = sum(key.nbytes for key in keys.values())
         here_bytes = sum(keys[entry.key].nbytes for entry in here)
         return self._report(wanted_bytes, here_bytes, added_bytes, start_s, victims)
+
+    @property
+    def beside_bytes(self) -> float:
+        """Memory of the device that its budget leaves free, as it was at the start: forwards take it first."""
+        return self._beside_bytes
 
     def room_bytes(self) -> float:
         """Return the bytes that a forward may take now: what is free, and what may be evicted for it."""
