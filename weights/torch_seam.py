@@ -149,7 +149,7 @@ def fake_mode() -> Any:
     """Return a mode within which tensors have sizes and no memory, on any device."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # seconds, for what most processes never ask
 
-    return FakeTensorMode()
+    return FakeTensorMode(allow_non_fake_inputs=True)  # constants that are attributes of modules
 
 
 def storage_at(weak_pointer: Any) -> torch.UntypedStorage | None:

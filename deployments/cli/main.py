@@ -22,6 +22,7 @@ from deployments.cli import (
     cluster,
     doctor,
     generate,
+    inspecting,
     keys,
     logs,
     models,
@@ -60,6 +61,7 @@ for group in (cluster, apply, doctor, logs, status, models, orders, generate, ch
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
+_app.add_typer(inspecting.app, name="inspect")
 _app.add_typer(bench.app, name="bench")
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import Report, SlotFiller, switch_report
+from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
@@ -39,6 +40,8 @@ from deployments.records import SwitchReport
 from deployments.tasks import in_thread, shared_task
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.device_arena import DeviceArena
+from weights.residency.sizes import shown_bytes
 
 MAX_WAIT_FOR_ROOM_S = 60.0
 
@@ -98,13 +101,15 @@ class ComponentFactory:
     """The builder of components, and what the cache has to know of what it builds.
 
     `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
-    thread. What `can_stream` and is larger than the budget comes to its device block by block.
+    thread. What `can_stream` and is larger than the budget comes to its device block by block. `footprints` are those
+    of pipelines; None where no forwards are planned.
     """
 
     build: Builder
     retire: Callable[[Any], None] = lambda thing: None
     working_memory: WorkingMemory = no_working_memory
     can_stream: Callable[[Component], bool] = lambda component: False
+    footprints: FootprintBook | None = None
 
 
 class ModuleCache:
@@ -138,6 +143,7 @@ class ModuleCache:
         self._models = models
         self._retire = factory.retire
         self._clock = clock
+        self._footprints = factory.footprints
         self._device = budget.device
         self._kept = kept
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
@@ -148,6 +154,7 @@ class ModuleCache:
             factory.working_memory,
             self.skeleton,
             streaming,
+            self._workspace_bytes,
             is_on_node=kept is not None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -161,6 +168,34 @@ class ModuleCache:
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
+
+    @property
+    def footprints(self) -> FootprintBook | None:
+        """What forwards take of the device; None where nobody counts it."""
+        return None if self.forward_memory is None else self._footprints
+
+    def learn_defaults(self, manifest: Manifest) -> None:
+        """Learn what one image of a pipeline's own size takes, and say what the model needs of the device. Blocks."""
+        if self.footprints is None or not manifest.class_name:
+            return
+        self.footprints.learn_defaults(manifest, self.skeleton(manifest))
+        parts = self.planner.plan(manifest, lambda component: component.library == "diffusers").values()
+        logger.info(
+            "model %r: static=%s, weights=%s, workspace=%s",
+            manifest.model,
+            shown_bytes(sum(part.working_bytes for part in parts)),
+            shown_bytes(sum(part.component.nbytes for part in parts)),
+            shown_bytes(self.footprints.least_bytes(manifest)),
+        )
+
+    def _workspace_bytes(self, manifest: Manifest) -> int:
+        memory, book = self.forward_memory, self.footprints
+        return 0 if memory is None or book is None else max(0, int(book.least_bytes(manifest) - memory.beside_bytes))
+
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """The books in which forwards take room; None where nobody counts it."""
+        return self._tier.forward_memory
 
     def skeleton(self, manifest: Manifest) -> Path:
         """Return the folder with everything of it but the weights."""

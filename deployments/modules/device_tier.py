@@ -108,6 +108,7 @@ class SharedTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        workspace_bytes: int = 0,
         streamed: BlockPlan | None = None,
     ) -> PlacedTensors:
         own = fetched or self.fetch([extents])
@@ -148,6 +149,11 @@ class SharedTier:
         """Name no tensors: what is placed says which extents it lies in, and the provider gives fresh ones."""
         return []
 
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """None: nobody counts what forwards take of the host's memory."""
+        return None
+
     def resize(self, budget_bytes: int) -> None: ...
 
     def size_of(self, nbytes: int) -> int:
@@ -166,6 +172,7 @@ class ArenaTier:
     def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
         self._provider = provider
         self._arena = arena
+        self._device = arena.stats().device
         self._streaming: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
 
     def fetch(self, wants: Sequence[Sequence[ExtentRef]], beside: Sequence[Sequence[ExtentRef]] = ()) -> None:
@@ -178,29 +185,33 @@ class ArenaTier:
         holder: str,
         fetched: Fetched | None = None,
         working_bytes: int = 0,
+        workspace_bytes: int = 0,
         streamed: BlockPlan | None = None,
     ) -> PlacedTensors:
         """Lease the component until `release`. Raises what the provider raises, and BudgetExceeded: nothing is leased.
 
-        There is room for `working_bytes` more then, which count. What `fetched` had to load is not in the answer.
-        Blocks that are `streamed` come from extents that stay leased; who made `PlacedTensors.stream` work closes it
-        before the release.
+        There is room for `working_bytes` more then, which count, and for the workspace of a forward. What `fetched` had
+        to load is not in the answer. Blocks that are `streamed` come from extents that stay leased; who made
+        `PlacedTensors.stream` work closes it before the release.
         """
         uploads = _Uploads(self._provider, component, extents)
         if streamed is not None:
-            return self._place_streamed(component, uploads, holder, streamed)
+            return self._place_streamed(component, uploads, holder, streamed, workspace_bytes)
         try:
-            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes)
+            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes, workspace_bytes)
         finally:
             uploads.release()
         return PlacedTensors(
             tensors, uploads.storage_bytes, uploads.host_bytes, report.moved_bytes, report.reused_bytes
         )
 
-    def _place_streamed(self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan) -> PlacedTensors:
+    def _place_streamed(
+        self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan, workspace_bytes: int
+    ) -> PlacedTensors:
         staying = {name: ref for name, ref in component.tensors.items() if name not in plan.streamed}
         try:
-            tensors, report = self._acquire(staying, uploads, holder, 2 * self._arena.size_of(plan.buffer_bytes))
+            buffers_bytes = 2 * self._arena.size_of(plan.buffer_bytes)
+            tensors, report = self._acquire(staying, uploads, holder, buffers_bytes, workspace_bytes)
         finally:
             uploads.release()
         streamed_uploads = uploads.again()
@@ -247,12 +258,19 @@ class ArenaTier:
         finally:
             uploads.release()
 
-    def _acquire(self, wanted: Mapping[str, TensorRef], uploads: _Uploads, holder: str, working_bytes: int) -> Acquired:
+    def _acquire(
+        self,
+        wanted: Mapping[str, TensorRef],
+        uploads: _Uploads,
+        holder: str,
+        working_bytes: int,
+        workspace_bytes: int,
+    ) -> Acquired:
         """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:
-                return self._arena.acquire(wanted, uploads.views, holder, working_bytes)
+                return self._arena.acquire(wanted, uploads.views, holder, working_bytes, workspace_bytes)
             except (DeviceFull, StillInUse):
                 if time.monotonic() > deadline_s:
                     raise
@@ -270,6 +288,11 @@ class ArenaTier:
         them. The next `place_component` gets fresh ones; what is placed keeps what it has.
         """
         return self._arena.invalidate(lambda key: getattr(key, "extent", None) in extents)
+
+    @property
+    def forward_memory(self) -> DeviceArena | None:
+        """The books that forwards are counted in; None on the host."""
+        return None if self._device.startswith("cpu") else self._arena
 
     def resize(self, budget_bytes: int) -> None:
         self._arena.resize(budget_bytes)

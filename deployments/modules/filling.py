@@ -183,7 +183,13 @@ class SlotFiller:
         start = self._clock() - (together.fetch_s if together and pays else 0.0)
         try:
             placed = self._tier.place_component(
-                part.component, slot.extents, slot.holder, fetched, part.working_bytes, part.streamed
+                part.component,
+                slot.extents,
+                slot.holder,
+                fetched,
+                part.working_bytes,
+                part.workspace_bytes,
+                part.streamed,
             )
             slot.is_placed = True
         except ExtentCorrupt as error:

@@ -20,6 +20,7 @@ from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
+from deployments.modules.footprints import FootprintBook
 from deployments.modules.parts import beside_adapters
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
@@ -47,6 +48,7 @@ class ComponentBuilder:
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
+        self.footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):

@@ -13,6 +13,7 @@ from weights.manifest import Component, ExtentRef, Manifest
 from weights.memory.block_plan import BlockPlan, plan_blocks
 
 BESIDE_SHARE: Final = 0.25  # of the budget, left for the VAE and adapters if they do not want more
+_LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
 _HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
@@ -68,6 +69,20 @@ def _streamed_footprint(component: Component, size_of: Callable[[int], int], pla
     }
 
 
+def workspace_pieces(nbytes: int) -> dict[str, int]:
+    """Return a workspace as pieces that larger ones have too: of several, the largest counts, and not their sum.
+
+    The last piece goes up to an eighth beyond.
+    """
+    pieces: dict[str, int] = {}
+    start, step = 0, _LEAST_PIECE
+    while start < nbytes:
+        pieces[f"workspace from {start}"] = step
+        start += step
+        step = max(_LEAST_PIECE, 1 << max(0, start.bit_length() - 4))
+    return pieces
+
+
 def distinct_bytes(*sizes: Mapping[str, int]) -> int:
     """Return the bytes of all names, those of one name once."""
     found: dict[str, int] = {}
@@ -84,6 +99,7 @@ class Part:
     component: Component
     footprint: Mapping[str, int]
     working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
+    workspace_bytes: int = 0  # of the device, that a forward of its model needs at least; in the footprint, in pieces
     streamed: BlockPlan | None = None  # of a component that is larger than the budget
     is_variant: bool = False  # its component is that of the manifest with a `parts_hash` of its own
 
@@ -120,7 +136,8 @@ class PartsPlanner:
     """The parts of requests on one replica. `budget_bytes` may change.
 
     With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `streaming` is
-    None where nothing comes block by block. `skeleton` returns the folder of a manifest.
+    None where nothing comes block by block. `skeleton` returns the folder of a manifest, `workspace` the bytes of the
+    budget that its forwards need at least.
     """
 
     def __init__(
@@ -130,9 +147,11 @@ class PartsPlanner:
         working_memory: WorkingMemory,
         skeleton: Callable[[Manifest], Path],
         streaming: Streaming | None,
+        workspace: Callable[[Manifest], int] = lambda manifest: 0,
         *,
         is_on_node: bool,
     ) -> None:
+        self._workspace = workspace
         self.budget_bytes = budget_bytes
         self._size_of = size_of
         self._working_memory = working_memory
@@ -170,8 +189,9 @@ class PartsPlanner:
         working_bytes = self._working_memory(component, self._skeleton(manifest))
         if self._is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
-        footprint = device_footprint(component, self._size_of, working_bytes)
-        return Part(manifest, component, footprint, working_bytes)
+        footprint = dict(device_footprint(component, self._size_of, working_bytes))
+        pieces = workspace_pieces(self._workspace(manifest) if component.library == "diffusers" else 0)
+        return Part(manifest, component, footprint | pieces, working_bytes, sum(pieces.values()))
 
 
 class Streaming:
@@ -200,6 +220,8 @@ class Streaming:
             return parts
         # Whole: what they share with it may be of blocks that come and go.
         others_bytes = distinct_bytes(*(part.footprint for other, part in parts.items() if other != name))
+        if not others_bytes:
+            others_bytes = parts[name].workspace_bytes
         room_bytes = budget_bytes - max(others_bytes, int(budget_bytes * BESIDE_SHARE))
         room_bytes -= room_bytes % max(1, budget_bytes // _STEPS)
         return {**parts, name: self._streamed(parts[name], room_bytes)}
@@ -218,7 +240,7 @@ class Streaming:
         return replace(
             part,
             component=variant,
-            footprint=_streamed_footprint(variant, self._size_of, plan),
+            footprint={**_streamed_footprint(variant, self._size_of, plan), **workspace_pieces(part.workspace_bytes)},
             streamed=plan,
             is_variant=True,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from deployments.plots.svg import Bar, Bars, Curves, svg_of
+from deployments.plots.svg import Bar, Bars, Boxes, Curves, svg_of
 
 _LEGS: Final = {
     "switch_ms": "Atelier",
@@ -103,6 +103,26 @@ def store_plot(records: Mapping[str, Mapping[str, int]], note: str) -> str:
     """Draw what models have in a store: bytes by model and component."""
     rows = [Bar(model, parts) for model, parts in records.items()]
     return svg_of("Models of the store", [Bars("Bytes by component", rows, size)], note)
+
+
+def arena_plot(record: Mapping[str, Any], nodes: Sequence[Mapping[str, Any]]) -> str:
+    """Draw `atelier inspect graph`: where each buffer lies in the planned memory, and from which operation to which."""
+    boxes = [
+        (
+            float(node["node"]),
+            float(made["until"] - node["node"] + 1),
+            float(made["offset"]),
+            float(made["bytes"]),
+            layer,
+        )
+        for node in nodes
+        for made in node["makes"]
+        for layer in [node["layer"] or record["part"]]
+    ]
+    what = f"{record['model']}, {record['part']}: {record['rows']} rows of {record['width']}x{record['height']} pixels"
+    note = f"planned {size(record['plan_bytes'])}, as it runs {size(record['eager_bytes'])}"
+    panel = Boxes("Buffers in their memory, by layer", "operation", "place", boxes, size)
+    return svg_of(what, [panel], f"{note}; weights {size(record['weights_bytes'])} beside")
 
 
 def _rows(values: Mapping[str, float]) -> list[Bar]:

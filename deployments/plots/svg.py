@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final
+from typing import Any, Final
 
 WIDTH: Final = 840
 MAX_ROWS: Final = 60
+MAX_BOXES: Final = 4000
 _LEFT, _RIGHT, _ROW, _GAP = 230, 110, 22, 6
 _PLOT: Final = WIDTH - _LEFT - _RIGHT
 _HIGH: Final = 220  # of curves
+_TALL: Final = 420  # of boxes
 _COLORS: Final = ("#3349b4", "#b4552d", "#0f8a76", "#9055a2", "#8a6d00", "#00779e", "#b04050", "#557a2a", "#6b6b6b")
 _UNFIT: Final = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 has no place for
 _STYLE: Final = (
@@ -59,14 +61,26 @@ class Curves:
     curves: Mapping[str, Sequence[tuple[float, float]]]
 
 
-def svg_of(title: str, panels: Sequence[Bars | Curves], note: str = "") -> str:
+@dataclass(frozen=True, slots=True)
+class Boxes:
+    """Boxes over two axes, as (x, width, y, height, what it is); those of one thing have one color."""
+
+    title: str
+    x_label: str
+    y_label: str
+    boxes: Sequence[tuple[float, float, float, float, str]]
+    shown: Callable[[float], str]  # of y
+
+
+def svg_of(title: str, panels: Sequence[Bars | Curves | Boxes], note: str = "") -> str:
     """Return the picture of panels below each other. Raises ValueError for values that are no finite numbers from 0."""
     body, y = [f'<text class="t" x="16" y="28">{_text(title)}</text>'], 48.0
     if note:
         body.append(f'<text class="m" x="16" y="{y}">{_text(note)}</text>')
         y += 12
     for panel in panels:
-        parts, y = _bars(panel, y + 20) if isinstance(panel, Bars) else _curves(panel, y + 20)
+        draw: Any = {Bars: _bars, Curves: _curves, Boxes: _boxes}[type(panel)]
+        parts, y = draw(panel, y + 20)
         body += parts
     size = f'width="{WIDTH}" height="{y + 12:.0f}" viewBox="0 0 {WIDTH} {y + 12:.0f}"'
     ground = '<rect width="100%" height="100%" fill="#fff"/>'
@@ -101,6 +115,35 @@ def _bars(panel: Bars, y: float) -> tuple[list[str], float]:
         body.append(f'<text class="m" x="{_LEFT}" y="{y + 12}">and {len(panel.rows) - MAX_ROWS} more</text>')
         y += _ROW
     return body, y
+
+
+def _boxes(panel: Boxes, y: float) -> tuple[list[str], float]:
+    """Draw the largest boxes; y grows upwards."""
+    boxes = sorted(panel.boxes, key=lambda box: -box[1] * box[3])[:MAX_BOXES]
+    most_x = max((_checked(x) + _checked(wide) for x, wide, *_ in boxes), default=0) or 1.0
+    most_y = max((_checked(low) + _checked(high) for _, _, low, high, _ in boxes), default=0) or 1.0
+    left, room, top = 90.0, WIDTH - 90.0 - 30, y + 30
+    body = [f'<text class="t" x="16" y="{y}">{_text(panel.title)}</text>']
+    body.append(f'<text class="m" x="16" y="{top - 8}">{_text(panel.y_label)}</text>')
+    for part in range(5):
+        line, x = top + _TALL * (1 - part / 4), left + room * part / 4
+        body.append(f'<line class="g" x1="{left}" x2="{left + room}" y1="{line}" y2="{line}"/>')
+        body.append(f'<text class="m e" x="{left - 6}" y="{line + 4}">{_text(panel.shown(most_y * part / 4))}</text>')
+        body.append(
+            f'<text class="m" text-anchor="middle" x="{x}" y="{top + _TALL + 18}">{most_x * part / 4:.0f}</text>'
+        )
+    body.append(f'<text class="m e" x="{left + room}" y="{top + _TALL + 36}">{_text(panel.x_label)}</text>')
+    colors = {
+        name: _COLORS[number % len(_COLORS)] for number, name in enumerate(dict.fromkeys(box[4] for box in boxes))
+    }
+    for x, wide, low, high, what in boxes:
+        place = f'x="{left + x / most_x * room:.2f}" y="{top + _TALL * (1 - (low + high) / most_y):.2f}"'
+        size = f'width="{wide / most_x * room:.2f}" height="{high / most_y * _TALL:.2f}"'
+        tip = _text(f"{what}: {panel.shown(high)} at {panel.shown(low)}, {x:.0f} to {x + wide:.0f}")
+        body.append(
+            f'<rect {place} {size} fill="{colors[what]}" stroke="#fff" stroke-width=".4"><title>{tip}</title></rect>'
+        )
+    return body, top + _TALL + 40
 
 
 def _row(row: Bar, y: float, scale: float, colors: Mapping[str, str], shown: Callable[[float], str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
 from deployments.engines.graph.replay import Replays
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
 from deployments.engines.step_costs import StepCosts
 from deployments.engines.stock.known import is_stock_class
@@ -98,7 +99,7 @@ class ImageService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
-        self._sequential = SequentialPhases(settings, device)
+        self._sequential = SequentialPhases(settings, device, self._workspace)
         self._stock = StockService(module_cache, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
@@ -265,6 +266,7 @@ class ImageService:
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
         if request.request.merges_adapter:  # beside the steps of others, which it would hold up
             await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
+        await self._learn_footprints(lease, request)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
             return DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
@@ -284,6 +286,25 @@ class ImageService:
             self._kept_s = self._clock()
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
         return output
+
+    async def _learn_footprints(self, lease: Lease, request: ConditionedRequest) -> None:
+        """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
+        if (book := self._module_cache.footprints) is None:
+            return
+        wanted, folder = request.request, lease.skeleton
+        lengths = {
+            one.shape[1]
+            for name, one in request.conditioning.items()
+            if name.endswith("prompt_embeds") and one.ndim == 3
+        }
+        for length in lengths:
+            size = wanted.height, wanted.width, length
+            if not book.knows(lease.manifest, *size):
+                await in_thread(book.learn, lease.manifest, folder, *size)
+
+    def _workspace(self, lease: Lease) -> Workspace:
+        book = self._module_cache.footprints
+        return UNBOUNDED if book is None else Workspace(self._module_cache.forward_memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them
@@ -312,6 +333,7 @@ class ImageService:
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
             replays=Replays(is_checked=self._settings.replay == "checked") if self._settings.replay else None,
+            workspace=self._workspace(lease),
         )
 
 

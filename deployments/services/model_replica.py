@@ -31,6 +31,7 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
+from deployments.modules.footprints import FootprintBook
 from deployments.modules.parts import WorkingMemory, no_working_memory
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
@@ -82,6 +83,7 @@ class ModelReplica:
         num_threads: int | None = None,
         working_memory: WorkingMemory = no_working_memory,
         can_stream: Callable[[Component], bool] = lambda component: False,
+        footprints: FootprintBook | None = None,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
@@ -114,7 +116,7 @@ class ModelReplica:
             ModuleBudget(
                 settings.weights_budget_bytes, settings.device, f"{self._section}.{settings.weights_budget_key}"
             ),
-            ComponentFactory(builder, builder.retire, working_memory, can_stream),
+            ComponentFactory(builder, builder.retire, working_memory, can_stream, footprints),
             report=report_attach,
             kept=provider if keeps else None,
         )
@@ -238,6 +240,7 @@ async def prepare_models(
             for component in filter(wanted, manifest.components.values()):
                 await asyncio.to_thread(import_class, component.library, component.class_name)
                 await asyncio.to_thread(prepare, component, module_cache.skeleton(manifest))
+            await asyncio.to_thread(module_cache.learn_defaults, manifest)
             if model.preload and await module_cache.has_room_for(manifest, wanted):
                 async with module_cache.lease(model.id, wanted):
                     pass

@@ -18,6 +18,7 @@ from torch import nn
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module, create_pipeline
+from deployments.engines.graph.workspace import Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput
 from deployments.modules.cache import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
@@ -38,8 +39,9 @@ Denoise = Callable[[Lease, ConditionedRequest], Awaitable[DiffusionOutput]]  # -
 class SequentialPhases:
     """The pipelines of one device whose denoiser and VAE are there in turn. Lives on one event loop."""
 
-    def __init__(self, settings: WorkerConfig, device: DeviceThread) -> None:
+    def __init__(self, settings: WorkerConfig, device: DeviceThread, workspace: Callable[[Lease], Workspace]) -> None:
         self._settings = settings
+        self._workspace = workspace
         self._device = device
         self._blank: OrderedDict[str, nn.Module] = OrderedDict()  # by structure
 
@@ -94,6 +96,7 @@ class SequentialPhases:
                 lease.modules | {absent: blank},
                 device=self._settings.torch_device,
                 bounds=batch_bounds(self._settings),
+                workspace=self._workspace(lease),
             )
 
         pipeline: DenoisePipeline = lease.bound(make, f"without {component.module_key} of {lease.manifest.fingerprint}")

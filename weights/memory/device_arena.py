@@ -8,9 +8,13 @@ keeps it from fragmenting). Freed memory goes back to that allocator, which give
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
@@ -31,6 +35,7 @@ from weights.residency.sizes import shown_bytes
 
 PER_TENSOR_S: Final = 10e-6  # to allocate it, start its copy and bind it, whatever its size
 USUAL_S_PER_BYTE: Final = 1e-10  # until an upload was measured
+_WORKSPACE: Final = "the workspace"  # its key and its holder; no hash has a blank in it
 _RECENT_SHARE: Final = 0.2  # of the latest upload in the mean
 
 
@@ -79,14 +84,25 @@ class DeviceArena:
         self._lingering: list[tuple[StorageWeakRef, int]] = []
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
+        self._lent: Counter[int] = Counter()  # bytes of the forwards that run, by call
+        self._workspaces: dict[str, int] = {}  # what a forward of a holder needs at least
+        self._turns = itertools.count()
+        # Memory that this budget leaves free for whoever comes first.
+        self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
 
     def acquire(
-        self, wanted: Mapping[str, DeviceKey], views: HostViews, holder: str, working_bytes: int = 0
+        self,
+        wanted: Mapping[str, DeviceKey],
+        views: HostViews,
+        holder: str,
+        working_bytes: int = 0,
+        workspace_bytes: int = 0,
     ) -> Acquired:
         """Return the tensors by name, each hash leased to `holder` once more until it is released.
 
         With `working_bytes` it also makes room for what the holder itself allocates, a KV cache say, and counts that
-        until the holder releases anything.
+        until the holder releases anything. Of the `workspace_bytes` that forwards of holders need at least, the most
+        count, and not the sum: one runs at a time.
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
         it (then nothing is uploaded and nothing more is leased), StillInUse when trying again may help, WeightsError
         when a view is not what `wanted` says, and what `views` raises.
@@ -118,6 +134,10 @@ class DeviceArena:
                     if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
+            if workspace_bytes:
+                with self._lock:
+                    self._workspaces[holder] = workspace_bytes
+                    evicted += self._fit_workspace(f"the workspace of {holder}")
             if working_bytes:  # last: what it evicts is none of the above
                 with self._lock:
                     evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
@@ -126,6 +146,8 @@ class DeviceArena:
             with self._lock:
                 for entry in leased.values():
                     self._table.unlease(entry, holder)
+                if self._workspaces.pop(holder, None) is not None:
+                    self._fit_workspace("")
             raise
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
@@ -147,6 +169,8 @@ class DeviceArena:
         with self._lock:
             for key in {*hashes, _working(holder)}:
                 self._table.release(key, holder)
+            if self._workspaces.pop(holder, None) is not None:
+                self._fit_workspace("")
 
     def prefetch(self, wanted: Mapping[str, DeviceKey], views: HostViews) -> ArenaReport:
         """Upload, without a lease, as much of `wanted` as has room that costs nothing leased, pinned, more valuable
@@ -167,6 +191,52 @@ class DeviceArena:
         wanted_bytes = sum(key.nbytes for key in keys.values())
         here_bytes = sum(keys[entry.key].nbytes for entry in here)
         return self._report(wanted_bytes, here_bytes, added_bytes, start_s, victims)
+
+    @property
+    def beside_bytes(self) -> float:
+        """Memory of the device that its budget leaves free, as it was at the start: forwards take it first."""
+        return self._beside_bytes
+
+    def room_bytes(self) -> float:
+        """Return the bytes that a forward may take now: what is free, and what may be evicted for it."""
+        with self._lock:
+            movable_bytes = self._table.movable_bytes
+            unused_bytes = self._budget_bytes - self._lingering_bytes() - self._table.used_bytes + self._workspace_bytes
+            return max(0.0, min(self._beside_bytes + unused_bytes, self._space.free_bytes()) + movable_bytes)
+
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[None]:
+        """Count so many bytes as those of a forward within the block, so that nothing is uploaded there.
+
+        They are the workspace's, which is as large as the largest forward needs. What is larger runs uncounted.
+        """
+        turn = next(self._turns)
+        with self._lock:
+            self._lent[turn] = nbytes
+            with contextlib.suppress(BudgetExceeded):
+                self._fit_workspace(f"a forward of {shown_bytes(nbytes)}")
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._lent[turn]
+                self._fit_workspace("")
+
+    @property
+    def _workspace_bytes(self) -> int:
+        return sum(entry.nbytes for entry in self._table.detached if entry.key == _WORKSPACE)
+
+    def _fit_workspace(self, what: str) -> list[str]:
+        """Make the workspace as large as the largest forward needs; returns what was evicted. As `_make_room`."""
+        needed = max([self._lent.total(), *self._workspaces.values()], default=0)
+        inside = max(0, math.ceil(needed - self._beside_bytes))  # of the budget
+        before = self._workspace_bytes
+        evicted = self._make_room({_WORKSPACE: inside - before}, what) if inside > before else []
+        if inside != before:
+            self._table.end_holder(_WORKSPACE)
+            if inside:
+                self._table.add_detached(_WORKSPACE, inside, None, _WORKSPACE, 1)
+        return evicted
 
     def pin(self, hashes: Iterable[str]) -> None:
         """Never evict these, nor when they come only later."""

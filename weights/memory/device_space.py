@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -67,6 +68,14 @@ class DeviceSpace:
     def size_of(self, nbytes: int) -> int:
         """Return the bytes of memory that a tensor of `nbytes` bytes takes here."""
         return allocated_bytes(self.device, nbytes)
+
+    def free_bytes(self) -> float:
+        """Return the bytes of the device that nobody uses: infinity on the host, whose memory nobody counts here."""
+        if self.device.type == "cpu":
+            return math.inf
+        module = torch.get_device_module(self.device)
+        kept = module.memory_reserved(self.device) - module.memory_allocated(self.device)  # torch's own, for later
+        return float(module.mem_get_info(self.device)[0] + kept)
 
     def upload_bytes(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.

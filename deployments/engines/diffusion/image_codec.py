@@ -93,16 +93,22 @@ class ImageCodec:
 
         `may_change` is as for `encode`.
         """
-        vae = self._safe_vae()
-        latents = latents_BCHW.to(self._device, self._dtype_of(vae))
-        height, width = (side * self.scale_factor for side in latents.shape[-2:])
+        image_BCHW = self.pixels(latents_BCHW, may_change=may_change)
         with torch.no_grad():
-            decode = partial(_decode_videos if self._is_of_video else _decode_images, vae)
-            image_BCHW = self._in_tiles_if_large(vae, decode, latents, (height, width), may_change)
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
+
+    def pixels(self, latents_BCHW: torch.Tensor, *, may_change: bool = True) -> torch.Tensor:
+        """Decode unscaled latents: images from -1 to 1, (B, 3, H, W), on the device."""
+        vae = self._safe_vae()
+        latents = latents_BCHW.to(self._device, self._dtype_of(vae))
+        height, width = (side * self.scale_factor for side in latents.shape[-2:])
+        decode = partial(_decode_videos if self._is_of_video else _decode_images, vae)
+        with torch.no_grad():
+            images: torch.Tensor = self._in_tiles_if_large(vae, decode, latents, (height, width), may_change)
+        return images
 
     def _in_tiles_if_large(
         self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int], may_change: bool

@@ -56,6 +56,11 @@ class Modulation:
         self._modules: list[nn.Module] = [*self._embeddings, *self._layers, *self._text_layers]
         self._embedded = frozenset(part for embedding in self._embeddings for part in embedding.modules())
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anything is computed ahead."""
+        return bool(self._modules)
+
     def rows_of(self, group: Sequence[Condition]) -> tuple[torch.Tensor, ...]:
         """Return what the modules give for the rows of a group in its next step; nothing where they compute it."""
         device = group[0].state.latents.device

@@ -38,6 +38,7 @@ from deployments.engines.diffusion.rows import (
     build_rows,
     by_adapters,
     decode_key,
+    decode_kind,
     grouped,
     guided,
     image_size,
@@ -53,6 +54,7 @@ from deployments.engines.diffusion.state import (
     take_branches,
 )
 from deployments.engines.graph.replay import Replays
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.forwards import make_quick, replaced_forwards
@@ -83,6 +85,7 @@ class DenoisePipeline:
         modules: Mapping[str, nn.Module],
         device: str | torch.device = "cpu",
         bounds: BatchBounds = DEFAULT_BOUNDS,
+        workspace: Workspace = UNBOUNDED,
         replays: Replays | None = None,
     ) -> None:
         """`replays` are those of this pipeline's denoiser; without any it runs each forward anew."""
@@ -99,6 +102,7 @@ class DenoisePipeline:
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
         self._modulation = Modulation(family, self.denoiser)
         self._bounds = bounds
+        self._workspace = workspace
         self._memory = MemoryLimits()
         # On a card the calls would be a CUDA graph's; blocks that come one by one have other addresses each time.
         self._replays = replays if self.device.type == "cpu" else None
@@ -203,16 +207,18 @@ class DenoisePipeline:
     def step_work(self, state: DenoiseState) -> Work:
         """Return the work of one step."""
         parts = parts_of([state])
-        most = min(self._memory.allowed(memory_kind(part)) for part in parts)
-        most = min(most, self._bounds.denoise_rows(state.request.height * state.request.width))
-        kind = str(memory_kind(parts[-1]))
+        bound = self._bounds.denoise_rows(state.request.height * state.request.width)
+        kinds = [memory_kind(part) for part in parts]
+        most = min(min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound)) for kind in kinds)
+        kind = str(kinds[-1])
         return Work(frozenset(batch_key(part) for part in parts), kind, state.num_rows, most)
 
     def decode_work(self, state: DenoiseState) -> Work:
         """Return the work of decoding the images."""
         height, width = image_size(state)
-        kind = "decode", height, width
-        most = min(self._memory.allowed(kind), self._bounds.decode_rows(height * width))
+        kind = decode_kind(height, width)
+        bound = self._bounds.decode_rows(height * width)
+        most = min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound))
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
     def step(self, states: Sequence[DenoiseState]) -> None:
@@ -319,15 +325,18 @@ class DenoisePipeline:
         first = group[0].state
         height, width = image_size(first)
         with _kernels(first.runs_alone), replaced_forwards(first.merged.forwards if first.merged else {}):
-            rows = build_rows(group, self._modulation.rows_of(group))
+            kind = memory_kind(group[0])
+            bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
             forward = self._forward if first.merged or first.runs_alone else self._replayed
-            parts = run_in_parts(
-                lambda start, stop: forward(rows.part(start, stop), height, width),
-                len(rows),
-                1 if first.runs_alone else self._bounds.denoise_rows(height * width),
-                self._memory,
-                memory_kind(group[0]),
-            )
+            with self._workspace.lend(kind, sum(len(state.latents) for state, _ in group), bound) as most:
+                rows = build_rows(group, self._modulation.rows_of(group))
+                parts = run_in_parts(
+                    lambda start, stop: forward(rows.part(start, stop), height, width),
+                    len(rows),
+                    most,
+                    self._memory,
+                    kind,
+                )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode_group(
@@ -346,14 +355,9 @@ class DenoisePipeline:
         def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
             return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
 
-        with _kernels(runs_alone):
-            parts = run_in_parts(
-                decode,
-                len(latents),
-                1 if runs_alone else self._bounds.decode_rows(height * width),
-                self._memory,
-                ("decode", height, width),
-            )
+        kind, bound = decode_kind(height, width), 1 if runs_alone else self._bounds.decode_rows(height * width)
+        with _kernels(runs_alone), self._workspace.lend(kind, len(latents), bound) as most:
+            parts = run_in_parts(decode, len(latents), most, self._memory, kind)
         images, is_finite = zip(*parts, strict=True)
         return np.concatenate(images), np.concatenate(is_finite)
 
@@ -397,13 +401,14 @@ def create_pipeline(
     *,
     device: str | torch.device = "cpu",
     bounds: BatchBounds = DEFAULT_BOUNDS,
+    workspace: Workspace = UNBOUNDED,
     replays: Replays | None = None,
 ) -> DenoisePipeline:
     """Return the denoise loop for a folder in diffusers' layout. `modules` has the denoiser and "vae", on `device`.
 
     Text encoders live elsewhere. Raises EngineError for a class that no family knows.
     """
-    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, replays)
+    return DenoisePipeline(family_of(class_name), folder, modules, device, bounds, workspace, replays)
 
 
 def settings_hash(folder: Path) -> str:

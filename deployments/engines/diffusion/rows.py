@@ -103,6 +103,11 @@ def memory_kind(part: Condition) -> Hashable:
     return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
 
 
+def decode_kind(height: int, width: int) -> Hashable:
+    """Return the kind of a decode of images of that size: each takes as much memory."""
+    return "decode", height, width
+
+
 def _solitude(state: DenoiseState) -> Hashable:
     return state.request.request_id if state.runs_alone else None
 

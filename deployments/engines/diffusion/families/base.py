@@ -183,6 +183,7 @@ class Family(ABC):
     modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
     text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
     takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers

@@ -39,6 +39,7 @@ class ZImage(PromptReader, ShiftedFlow):
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "*pad_token", "all_final_layer.*")
     embedding_parts: ClassVar[Sequence[str]] = ()
     masks_text: ClassVar[bool] = True
+    counts_tokens: ClassVar[bool] = True
     float32_latents: ClassVar[bool] = True
 
     def padded_text_length(self, num_tokens: int) -> int:

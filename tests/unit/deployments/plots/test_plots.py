@@ -15,7 +15,7 @@ from unit.deployments.bench.test_switch_tables import figures as switch_figures
 
 from deployments.cli.main import main
 from deployments.plots.benches import PLOTS, llm_plot, load_plot, ms, serve_plot, size, store_plot, switch_plot
-from deployments.plots.svg import MAX_ROWS, Bar, Bars, Curves, svg_of
+from deployments.plots.svg import MAX_BOXES, MAX_ROWS, Bar, Bars, Boxes, Curves, svg_of
 from infra.plots import app
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -123,3 +123,24 @@ def test_a_picture_that_cannot_be_written_is_told_before_anything_is_measured(
             with pytest.raises(SystemExit, match=r"[12]"):
                 main()
             assert says in capsys.readouterr().err
+
+
+def test_boxes_lie_where_their_numbers_say() -> None:
+    boxes = [(0.0, 2.0, 0.0, 100.0, HOSTILE), (1.0, 3.0, 100.0, 300.0, "b"), (3.0, 1.0, 0.0, 100.0, HOSTILE)]
+    svg = svg_of("t", [Boxes("memory", "operation", "place", boxes, size)])
+    rects = [one for one in ElementTree.fromstring(svg).iter(f"{SVG}rect") if one.find(f"{SVG}title") is not None]
+    found = {str(one.findtext(f"{SVG}title")): one.attrib for one in rects}
+    clean = '</text><script>alert(1)</script>��"&'
+    wide, narrow, high = (
+        found[f"{clean}: 100 B at 0 B, 0 to 2"],
+        found[f"{clean}: 100 B at 0 B, 3 to 4"],
+        found["b: 300 B at 100 B, 1 to 4"],
+    )
+    assert float(wide["width"]) == pytest.approx(2 * float(narrow["width"]), abs=0.02)
+    assert float(high["height"]) == pytest.approx(3 * float(wide["height"]), abs=0.02)
+    assert float(high["y"]) + float(high["height"]) == pytest.approx(float(wide["y"]), abs=0.02)
+    assert wide["fill"] == narrow["fill"] != high["fill"]
+    many = svg_of("t", [Boxes("m", "x", "y", [(0.0, 1.0, float(n), 1.0, "") for n in range(MAX_BOXES + 9)], size)])
+    assert many.count("<rect") == MAX_BOXES + 1
+    with pytest.raises(ValueError, match="finite"):
+        svg_of("t", [Boxes("m", "x", "y", [(0.0, math.nan, 0.0, 1.0, "")], size)])

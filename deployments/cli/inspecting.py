@@ -1,0 +1,158 @@
+"""`atelier inspect …`: what a model does when it runs, told without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import typer
+from rich.filesize import decimal
+
+from deployments.cli.generate import OptionError
+from deployments.cli.output import Column, Json, Wide, print_json, print_line, print_table
+from deployments.cli.pictures import check_plot, write_file
+from deployments.cli.weights import DEFAULT_STORE, StorePath
+
+if TYPE_CHECKING:
+    from deployments.engines.graph.recording import Recording
+    from weights.manifest import Manifest
+    from weights.store import WeightStore
+
+app = typer.Typer(no_args_is_help=True, help="What a model does when it runs.")
+MAX_SHOWN: Final = 20
+NODE_COLUMNS: Final = (
+    Column("node", align="right"),
+    Column("layer", "name"),
+    Column("operation", "text"),
+    Column("makes", align="right"),
+    Column("until", align="right", only_wide=True),
+    Column("place", align="right", only_wide=True),
+)
+
+
+@app.callback()
+def _group() -> None:
+    """Keep the command's name, of a group that has one only."""
+
+
+@app.command()
+def graph(
+    model: Annotated[str, typer.Argument(help="An image model of the store.")],
+    part: Annotated[
+        Literal["denoiser", "vae"], typer.Option(help="What runs: a denoise step, or a decode.")
+    ] = "denoiser",
+    width: Annotated[int | None, typer.Option(min=8, max=8192, help="Default: the pipeline's own.")] = None,
+    height: Annotated[int | None, typer.Option(min=8, max=8192, help="Default: the width.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, max=8192, help="Tokens of the prompt.")] = 77,
+    rows: Annotated[int, typer.Option(min=1, max=256, help="Images at once.")] = 1,
+    plot: Annotated[Path | None, typer.Option(help="Draw the planned memory over time, an SVG file.")] = None,
+    store: StorePath = DEFAULT_STORE,
+    wide: Wide = False,
+    as_json: Json = False,
+) -> None:
+    """Record a forward without weights: its operations, the memory that it takes, and the plan of its buffers.
+
+    Lists the operations that make the largest buffers; all of them with --wide.
+    """
+    from deployments.plots.benches import arena_plot
+    from weights.memory.lifetimes import place
+    from weights.store import WeightStore
+
+    check_plot(plot)
+    weight_store = WeightStore(store.expanduser())
+    manifest = weight_store.manifest(model)
+    found, asked = _recorded(weight_store, manifest, part, (height or width, width), tokens, rows)
+    plan = place(found.lifetimes())
+    record: dict[str, Any] = {
+        "model": model,
+        "part": part,
+        **asked,
+        "num_nodes": len(found.nodes),
+        "num_buffers": len(found.buffers),
+        "weights_bytes": _weights_bytes(manifest, part),
+        "eager_bytes": found.eager_peak(),
+        "live_bytes": plan.live_bytes,
+        "plan_bytes": plan.nbytes,
+    }
+    nodes = _node_records(found, plan.offsets)
+    if plot is not None:
+        write_file(plot, arena_plot(record, nodes))
+    if as_json:
+        print_json({**record, "nodes": nodes})
+        return
+    shown = nodes if wide else sorted(nodes, key=lambda node: -node["bytes"])[:MAX_SHOWN]
+    print_table(NODE_COLUMNS, [_row(node) for node in sorted(shown, key=lambda node: node["node"])], wide=wide)
+    print_line(
+        f"{record['num_nodes']} operations, {record['num_buffers']} buffers; "
+        f"weights {decimal(record['weights_bytes'])}, "
+        f"as it runs {decimal(record['eager_bytes'])}, alive at once {decimal(record['live_bytes'])}, "
+        f"planned {decimal(record['plan_bytes'])}"
+    )
+
+
+def _recorded(
+    store: WeightStore, manifest: Manifest, part: str, asked: tuple[int | None, int | None], tokens: int, rows: int
+) -> tuple[Recording, dict[str, int]]:
+    """Return the recording, and what was recorded. Raises OptionError for what cannot be recorded."""
+    import torch
+
+    from deployments.engines.diffusion.families import family_of
+    from deployments.engines.diffusion.footprints import make_twin
+    from deployments.engines.protocol import EngineError
+
+    try:
+        family = family_of(manifest.class_name or "")
+        height, width = (side or family.defaults.side for side in asked)
+        twin = make_twin(manifest, store.models / manifest.skeleton, torch.device("cpu"))
+        twin.check_size(height, width)
+    except EngineError as error:
+        raise OptionError(f"{manifest.model!r}: {error}") from None
+    try:
+        found = (
+            twin.record_decode(height, width, rows)
+            if part == "vae"
+            else twin.record_denoise(height, width, tokens, rows)
+        )
+    except Exception as error:  # of any operation of a model that fake tensors have no rule for
+        raise OptionError(f"{manifest.model!r}: a forward cannot be recorded: {error}") from None
+    return found, {"height": height, "width": width, "tokens": tokens, "rows": rows}
+
+
+def _weights_bytes(manifest: Manifest, part: str) -> int:
+    from deployments.engines.diffusion.families import family_of
+
+    name = "vae" if part == "vae" else family_of(manifest.class_name or "").denoiser_name
+    return manifest.components[name].nbytes
+
+
+def _node_records(found: Recording, offsets: Mapping[int, int]) -> list[dict[str, Any]]:
+    """Return what each node does; `until` and `place` are of the buffers that it makes."""
+    ends = {one.key: one.last for one in found.lifetimes()}
+    return [
+        {
+            "node": at,
+            "layer": node.layer,
+            "op": node.op,
+            "reads": list(node.reads),
+            "makes": [
+                {"buffer": one, "bytes": found.buffers[one].nbytes, "until": ends[one], "offset": offsets[one]}
+                for one in node.makes
+            ],
+            "bytes": sum(found.buffers[one].nbytes for one in node.makes),
+        }
+        for at, node in enumerate(found.nodes)
+    ]
+
+
+def _row(node: Mapping[str, Any]) -> list[str]:
+    until = ", ".join(str(one["until"]) for one in node["makes"])
+    places = ", ".join(str(one["offset"]) for one in node["makes"])
+    return [
+        str(node["node"]),
+        node["layer"],
+        node["op"],
+        decimal(node["bytes"]) if node["makes"] else "",
+        until,
+        places,
+    ]

@@ -1,0 +1,124 @@
+"""What the forwards of a pipeline's denoiser and VAE take beside their weights, recorded on modules without any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.families.base import Branch, Family
+from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
+from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module
+from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, memory_kind
+from deployments.engines.diffusion.state import DenoiseState, check_request
+from deployments.engines.graph.footprint import Footprint, fit_footprint
+from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
+from deployments.engines.protocol import DiffusionRequest, EngineError
+from weights.manifest import Manifest
+from weights.memory.devices import computes_on_host, host_generator
+from weights.torch_seam import fake_mode
+
+_DECODED: Final = 4  # images at once; the VAE's peak is linear in them
+
+
+class PipelineTwin(DenoisePipeline):
+    """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
+
+    Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
+    each request, the results of its time and text not known yet. LoRAs and ControlNets are left out.
+    """
+
+    def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._mode = fake_mode()
+        for module in modules.values():
+            fake_weights(module, self._mode, device)
+        super().__init__(family, folder, modules, device)
+
+    def footprints(self, height: int, width: int, text_length: int, bounds: BatchBounds) -> dict[Hashable, Footprint]:
+        """Return the footprints of denoising and decoding images of that size, by their kinds.
+
+        A prompt has so many tokens before the family pads it.
+        """
+        padded = self.family.padded_text_length(text_length) if self.family.masks_text else text_length
+        kind = memory_kind(self._part(height, width, padded))
+        denoise = self.denoise_footprint(height, width, padded, bounds.denoise_rows(height * width))
+        return {kind: denoise, decode_kind(height, width): self.decode_footprint(height, width)}
+
+    def denoise_footprint(self, height: int, width: int, text_length: int, most_rows: int) -> Footprint:
+        """Return the footprint of forwards for images of that size, and prompts of so many tokens."""
+        rows = [1, 2, max(3, most_rows)]
+        if computes_on_host(self.device) and self._modulation.is_there:  # which computes ahead for few rows
+            rows = [1, 2, MAX_PARTS, MAX_PARTS + 1, max(MAX_PARTS + 2, most_rows)]
+        return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n).eager_peak(), rows)
+
+    def decode_footprint(self, height: int, width: int) -> Footprint:
+        """Return the footprint of decodes of images of that size, each in one piece."""
+        return fit_footprint(lambda n: self.record_decode(height, width, n).eager_peak(), [1, _DECODED])
+
+    def record_denoise(self, height: int, width: int, text_length: int, rows: int) -> Recording:
+        """Return the recording of one forward of so many rows."""
+        parts = [self._part(height, width, text_length) for _ in range(rows)]
+        return self._record(lambda: self._predict(parts), {self.family.denoiser_name: self.denoiser})
+
+    def record_decode(self, height: int, width: int, rows: int) -> Recording:
+        """Return the recording of a decode of so many images."""
+        with self._mode:
+            latents = torch.cat([self._fake_latents(height, width) for _ in range(rows)])
+        return self._record(
+            lambda: self._codec.pixels(self._latent_images(latents, height, width)), {"vae": self._codec.vae}
+        )
+
+    def _record(self, run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Recording:
+        return record(run, Recorder(self.device, is_fake=True), modules, self._mode)
+
+    def _part(self, height: int, width: int, text_length: int) -> Condition:
+        """Return the only condition of a request for one image, before its first step of many."""
+        family, size = self.family, self._size(height, width)
+        text_width, pooled_width = family.text_widths(self.denoiser)
+        request = DiffusionRequest(
+            "twin", width=width, height=height, num_inference_steps=NUM_ROWS, guidance_scale=1.0, seed=0
+        )
+        latents = self._fake_latents(height, width)
+        num_extra = family.num_extra_channels(self.denoiser.config)
+        with self._mode:
+            prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
+            pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)
+            is_masked = family.masks_text and not family.counts_tokens  # else the most is that all tokens count
+            mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
+            extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
+            solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
+        branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
+        state = DenoiseState(
+            request, solver, latents, (branch,), 1.0, host_generator(0), size, shape, extra_channels=extra
+        )
+        return Condition(state, branch)
+
+    def _fake_latents(self, height: int, width: int) -> torch.Tensor:
+        shape = self.family.noise_shape(self.denoiser.config, self._size(height, width))
+        dtype = torch.float32 if self.family.float32_latents else self._dtype
+        with self._mode:
+            packed: torch.Tensor = self.family.pack_latents(torch.empty(1, *shape, dtype=dtype, device=self.device))
+            return packed
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise EngineError for a size that no request may have."""
+        request = DiffusionRequest(
+            "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
+        )
+        check_request(request, self.family.size_multiple(self._codec.scale_factor))
+
+
+def make_twin(manifest: Manifest, folder: Path, device: torch.device) -> PipelineTwin:
+    """Return the twin of a model of the store, whose skeleton is in `folder`. Raises EngineError."""
+    family = family_of(manifest.class_name or "")
+    modules = {}
+    for name in (family.denoiser_name, "vae"):
+        if (part := manifest.components.get(name)) is None:
+            raise EngineError(f"component {name!r} is missing (given: {', '.join(manifest.components) or 'none'})")
+        modules[name] = blank_module(part, folder / part.folder)
+    return PipelineTwin(family, folder, modules, device)

@@ -1,0 +1,46 @@
+"""The bytes that a forward takes beside its weights: lines through its peaks of few and of many rows. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+_ROUNDING_BYTES: Final = 8 * 512  # of the buffers that live at once, few have odd sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The peaks of a forward by its rows, at `points` (rows, bytes) that ascend.
+
+    Between two points a peak lies on the line or below, but for what an allocator rounds: it is the largest of sums
+    that are each linear in the rows.
+    `workspace_bytes` is what kernels take beside tensors, measured where there is a device that has some.
+    """
+
+    points: tuple[tuple[int, int], ...]
+    workspace_bytes: int = 0
+
+    def bytes_of(self, rows: int) -> int:
+        """Return the bytes that so many rows take, from 1 on; beyond the points on the last line."""
+        (few, low), (many, high) = self.points[-2:]
+        for left, right in pairwise(self.points):
+            if rows <= right[0]:
+                (few, low), (many, high) = left, right
+                break
+        rounding = 0 if rows in (few, many) else _ROUNDING_BYTES
+        return low + math.ceil((high - low) * (rows - few) / (many - few)) + rounding + self.workspace_bytes
+
+    def rows_within(self, nbytes: int, most: int) -> int:
+        """Return how many rows, and all fewer, take at most so many bytes: 0 to `most`."""
+        rows = 0
+        while rows < most and self.bytes_of(rows + 1) <= nbytes:
+            rows += 1
+        return rows
+
+
+def fit_footprint(peak_of: Callable[[int], int], rows: Sequence[int]) -> Footprint:
+    """Return the footprint by the peaks of these numbers of rows, at least two, ascending from 1."""
+    return Footprint(tuple((count, peak_of(count)) for count in rows))

@@ -1,0 +1,113 @@
+"""Predicted peaks beside those that a simulated device has counted: never below, and hardly above."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from unit.deployments.engines.diffusion import conftest as tiny
+from unit.deployments.engines.diffusion import test_prompt_readers as readers
+
+from deployments.engines.build import build_skeleton
+from deployments.engines.diffusion.footprints import PipelineTwin
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.diffusion.rows import parts_of
+from deployments.engines.diffusion.state import DenoiseState
+from deployments.engines.protocol import DiffusionRequest
+
+MOST_ROWS = 24
+SHAPES = ((32, 32, 77), (64, 96, 16), (96, 64, 40))  # height, width, tokens
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "flux": tiny.make_flux,
+    "sdxl": tiny.make_sdxl,
+    "stable_diffusion": tiny.make_stable_diffusion,
+    "inpainting": lambda folder: tiny.make_stable_diffusion(folder, in_channels=9),
+    "stable_diffusion_3": tiny.make_stable_diffusion_3,
+    **{name: lambda folder, name=name: readers.Pair(name, folder) for name in readers.CLASSES},
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def pipelines(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: torch.device
+) -> tuple[DenoisePipeline, PipelineTwin]:
+    """Return a tiny random pipeline of a family on the device, and its twin."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    ours = MAKERS[request.param](folder).ours
+    modules = {ours.family.denoiser_name: ours.denoiser, "vae": ours._codec.vae}
+    blank = {}
+    for name, module in modules.items():
+        shapes = {weight: tuple(tensor.shape) for weight, tensor in module.state_dict().items()}
+        blank[name] = build_skeleton("diffusers", None, folder / name, shapes).module
+        torch.nn.Module.to(module, device)
+    on_device = create_pipeline(type(ours.family).class_name, folder, modules, device=device)
+    return on_device, PipelineTwin(ours.family, folder, blank, device)
+
+
+def conditioning(pipeline: DenoisePipeline, length: int) -> dict[str, torch.Tensor]:
+    width, pooled = pipeline.family.text_widths(pipeline.denoiser)
+    tensors = {"prompt_embeds": torch.randn(1, length, width)}
+    return tensors | ({} if pooled is None else {"pooled_prompt_embeds": torch.randn(1, pooled)})
+
+
+def peak_of(device: torch.device, run: Callable[[], Any]) -> int:
+    module = torch.get_device_module(device)
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    with torch.no_grad():
+        run()
+    return int(module.max_memory_allocated(device) - before)
+
+
+def begin(pipeline: DenoisePipeline, height: int, width: int, length: int, count: int) -> list[DenoiseState]:
+    """Return requests for an image each."""
+    options: dict[str, Any] = {"num_inference_steps": 20, "guidance_scale": 0.0}
+    if pipeline.family.num_extra_channels(pipeline.denoiser.config):
+        mask = np.full((height, width), 255, np.uint8)
+        options |= {"init_image": np.zeros((height, width, 3), np.uint8), "mask_image": mask, "strength": 1.0}
+    return [
+        pipeline.start_request(
+            DiffusionRequest(str(n), height=height, width=width, seed=n, **options), conditioning(pipeline, length)
+        )
+        for n in range(count)
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_denoisers(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    pipeline, twin = pipelines
+    height, width, length = shape
+    found = None
+    for rows in (1, 2, random.randint(3, MOST_ROWS - 1), MOST_ROWS):
+        parts = parts_of(begin(pipeline, height, width, length, rows))
+        padded = parts[0].branch.prompt.shape[1]
+        found = found or twin.denoise_footprint(height, width, padded, MOST_ROWS)
+        measured = peak_of(device, lambda parts=parts: pipeline._predict(parts))
+        is_recorded = rows in (1, 2, MOST_ROWS)
+        assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if is_recorded else 1.05), (rows, measured, found)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_vaes(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    pipeline, twin = pipelines
+    height, width, length = shape
+    found = twin.decode_footprint(height, width)
+    for rows in (1, 3, 7):
+        latents = [state.latents for state in begin(pipeline, height, width, length, rows)]
+        images = torch.cat(latents)
+        measured = peak_of(
+            device, lambda images=images: pipeline._codec.decode(pipeline._latent_images(images, height, width))
+        )
+        assert 1.0 <= found.bytes_of(rows) / measured <= 1.01, (rows, measured, found)

@@ -1,0 +1,185 @@
+"""Batches as large as the device has room: none runs out of memory to find that out."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from device.hosting import Host, demo_store
+
+from configs.cluster import WorkerConfig
+from deployments.engines.memory_limits import MemoryLimits
+from deployments.modules.footprints import FootprintBook
+from deployments.modules.loading import batch_bounds, is_denoise_component
+from deployments.records import ImageRequest, ImageResult
+from deployments.services.image_service import ImageService
+from deployments.services.step_loop import DeviceThread
+from deployments.text.fallback import FallbackEncoder
+from weights.errors import BudgetExceeded
+from weights.memory.device_arena import DeviceArena
+from weights.store import WeightStore
+
+SIDE = 64
+BESIDE = 2**22  # latents, texts and what is computed ahead, of all requests
+
+
+@pytest.fixture(scope="module", params=["digits-flux", "digits-sdxl"])
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        return demo_store(tmp_path_factory.mktemp("planned") / "store", "digits-flux", "digits-sdxl")
+
+
+@pytest.fixture
+def halvings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of forwards that found no memory."""
+    sizes: list[int] = []
+    plain = MemoryLimits.ran_out
+
+    def ran_out(limits: MemoryLimits, kind: Any, size: int) -> None:
+        sizes.append(size)
+        plain(limits, kind, size)
+
+    monkeypatch.setattr(MemoryLimits, "ran_out", ran_out)
+    return sizes
+
+
+@pytest.fixture
+def ballast() -> Iterator[list[torch.Tensor]]:
+    held: list[torch.Tensor] = []
+    yield held
+    held.clear()
+
+
+def leave(device: torch.device, nbytes: int, ballast: list[torch.Tensor]) -> None:
+    gc.collect()
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    ballast.append(torch.empty(free - nbytes, dtype=torch.uint8, device=device))
+
+
+def requests_of(model: str, count: int) -> list[ImageRequest]:
+    return [
+        ImageRequest(
+            model=model,
+            prompt=f"{n} sevens",
+            width=SIDE,
+            height=SIDE,
+            num_inference_steps=3,
+            guidance_scale=1.0,
+            seed=n,
+        )
+        for n in range(count)
+    ]
+
+
+async def draw_all(host: Host, texts: Host, requests: list[ImageRequest]) -> list[np.ndarray]:
+    """Return the images; texts are encoded on another host."""
+    thread = DeviceThread()
+    encoder, images = FallbackEncoder(texts, DeviceThread()), ImageService(host, host.settings, thread)
+    results = await asyncio.gather(*(images.generate(one, encoder.condition) for one in requests))
+    return [result.images[0] for result in results if isinstance(result, ImageResult)]
+
+
+def test_admission_counts_a_forward(store: WeightStore, device: torch.device, ballast: list[torch.Tensor]) -> None:
+    """Weights that leave no room for one image are not held all at once: denoiser and VAE then take turns."""
+    manifest = store.manifest("digits-sdxl")
+    weights = sum(part.nbytes for part in manifest.components.values() if is_denoise_component(part))
+    leave(device, 2 * weights, ballast)
+    host = Host(store, str(device), 2 * weights)
+    assert host.can_hold(manifest, is_denoise_component, {})
+    host.learn_defaults(manifest)
+    book = host.footprints
+    assert book is not None
+    assert book.least_bytes(manifest) > 2 * weights  # of 1024x1024 pixels, beside weights of the demo
+    assert not host.can_hold(manifest, is_denoise_component, {})
+
+
+async def test_two_rows_of_room_are_two_rows_at_once(
+    store: WeightStore, device: torch.device, model: str, halvings: list[int], ballast: list[torch.Tensor]
+) -> None:
+    manifest, requests = store.manifest(model), requests_of(model, 5)
+    texts = Host(store, "cpu")
+    expected = await draw_all(Host(store, str(device)), texts, requests)
+    book = FootprintBook(device, batch_bounds(WorkerConfig(device=str(device))))
+    weights = sum(
+        -(-ref.nbytes // 512) * 512
+        for ref in {
+            ref.sha256: ref
+            for part in manifest.components.values()
+            if is_denoise_component(part)
+            for ref in part.tensors.values()
+        }.values()
+    )
+    book.learn(manifest, store.models / manifest.skeleton, SIDE, SIDE, 77)
+    room = max(found.bytes_of(2 if kind[0] == "denoise" else 1) for kind, found in book.of(manifest).items())
+    budget = weights + room + BESIDE
+    leave(device, budget, ballast)
+    found = await draw_all(Host(store, str(device), budget), texts, requests)
+    assert halvings == []
+    assert len(found) == 5
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ballast: list[torch.Tensor]) -> None:
+    leave(device, 32 * 2**10, ballast)
+    arena = DeviceArena(str(device), 32 * 2**10)
+    room = arena.room_bytes()
+    with arena.lend(8 * 2**10), arena.lend(0):
+        assert arena.stats().resident_bytes == 8 * 2**10
+    assert arena.stats().resident_bytes == 0
+    assert arena.room_bytes() == room == 32 * 2**10
+    with arena.lend(2**30):  # runs, and finds none
+        assert arena.stats().resident_bytes == 0
+
+
+def test_models_in_turn_share_the_workspace_of_the_largest(device: torch.device, ballast: list[torch.Tensor]) -> None:
+    """The example of 8 and 6 GB in KiB: both run in 12 and in 8 beside their weights; a larger one is told why not."""
+    from device.test_memory_book import _key
+
+    tensors = [{"w": torch.rand(9 * 2**8)} for _ in range(2)]  # 9 KiB each
+    keys = [{"w": _key(one["w"])} for one in tensors]
+    for workspace in (12 * 2**10, 8 * 2**10):
+        ballast.clear()
+        budget = 18 * 2**10 + workspace
+        leave(device, budget, ballast)
+        arena = DeviceArena(str(device), budget)
+        arena.acquire(keys[0], tensors[0], "a", workspace_bytes=8 * 2**10)
+        arena.acquire(keys[1], tensors[1], "b", workspace_bytes=6 * 2**10)
+        assert arena.stats().resident_bytes == 26 * 2**10
+        assert arena.room_bytes() == workspace
+        with pytest.raises(BudgetExceeded, match=r"the workspace of c need .* are missing"):
+            arena.acquire(keys[1], tensors[1], "c", workspace_bytes=workspace + 512)
+        assert arena.stats().resident_bytes == 26 * 2**10
+        arena.release([keys[0]["w"].sha256], "a")
+        assert arena.stats().resident_bytes == 24 * 2**10
+
+
+def test_nothing_is_uploaded_where_a_forward_runs(device: torch.device, ballast: list[torch.Tensor]) -> None:
+    from device.test_memory_book import _key
+
+    leave(device, 32 * 2**10, ballast)
+    arena = DeviceArena(str(device), 32 * 2**10)
+    tensors = {"w": torch.rand(3 * 2**10)}
+    keys = {"w": _key(tensors["w"])}
+    with arena.lend(24 * 2**10), pytest.raises(BudgetExceeded, match=r"4 KiB are missing \(leased by: the workspace"):
+        arena.acquire(keys, tensors, "h")
+    arena.acquire(keys, tensors, "h")
+    assert arena.room_bytes() == 20 * 2**10
+    arena.release([keys["w"].sha256], "h")
+    assert arena.room_bytes() == 32 * 2**10  # it may go
+    with arena.lend(24 * 2**10):
+        assert arena.stats().num_evicted == 1
