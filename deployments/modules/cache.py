@@ -22,6 +22,8 @@ from deployments.modules.filling import Report, SlotFiller, switch_report
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
+    LayerCaches,
+    LayerPlacing,
     Merging,
     Part,
     PartName,
@@ -98,13 +100,15 @@ class ComponentFactory:
     """The builder of components, and what the cache has to know of what it builds.
 
     `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
-    thread. What `can_stream` and is larger than the budget comes to its device block by block.
+    thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
+    `layer_caches`, some layers are computed on the host.
     """
 
     build: Builder
     retire: Callable[[Any], None] = lambda thing: None
     working_memory: WorkingMemory = no_working_memory
     can_stream: Callable[[Component], bool] = lambda component: False
+    layer_caches: LayerCaches = lambda component, skeleton: None
 
 
 class ModuleCache:
@@ -142,12 +146,15 @@ class ModuleCache:
         self._kept = kept
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
         streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
+        is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
+        layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of)
         self.planner = PartsPlanner(
             budget.nbytes,
             self._tier.size_of,
             factory.working_memory,
             self.skeleton,
             streaming,
+            layers,
             is_on_node=kept is not None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None

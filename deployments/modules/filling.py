@@ -146,7 +146,7 @@ class SlotFiller:
             yield from [error] * len(filling)
             return
         slots = [slot for slot, _ in filling]
-        self._tier.hold(slots)
+        self._tier.hold([(slot, part.streamed) for slot, part in filling])
         try:
             for slot, part in filling:
                 found: Built | Exception

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from configs.cluster import WorkerConfig
 from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
@@ -26,6 +26,7 @@ from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
 from weights.memory.devices import open_device
+from weights.memory.layer_plan import layer_of
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
@@ -47,6 +48,7 @@ class ComponentBuilder:
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
+        self._layer_caches: dict[str, Sequence[int] | None] = {}
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -70,6 +72,7 @@ class ComponentBuilder:
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
+            keeps_places=True,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_step_tokens,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
@@ -100,23 +103,45 @@ class ComponentBuilder:
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return 0
         if component.module_key not in self._cache_bytes:
-            dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
-            if component.format in ("gguf", "kuiper"):
-                dtype = compute_dtype(self._settings.packed_arithmetic)
             try:
                 found = working_bytes(
-                    skeleton / component.folder,
-                    dtype,
-                    torch.device(self._settings.torch_device),
-                    kv_cache_bytes=self._kv_cache_bytes(component),
-                    kv_dtype=self._settings.kv_dtype,
-                    max_num_seqs=self._settings.max_num_seqs,
+                    **self._memory_settings(component, skeleton),
                     tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
                 )
             except EngineError:
                 found = 0
             self._cache_bytes[component.module_key] = found
         return self._cache_bytes[component.module_key]
+
+    def layer_caches(self, component: Component, skeleton: Path) -> Sequence[int] | None:
+        """Return what a language model allocates on the device where 0, 1, ... of its layers are there.
+
+        None for what is no decoder of ours, whose layers cannot be apart.
+        """
+        if component.name != "model" or component.library in ("diffusers", "peft"):
+            return None
+        if component.module_key not in self._layer_caches:
+            try:
+                found = layer_caches(**self._memory_settings(component, skeleton))
+            except EngineError:  # told by whoever builds it
+                found = None
+            numbers = {layer for name in component.tensors if (layer := layer_of(name)) is not None}
+            is_apart = found is not None and numbers == set(range(len(found) - 1))
+            self._layer_caches[component.module_key] = found if is_apart else None
+        return self._layer_caches[component.module_key]
+
+    def _memory_settings(self, component: Component, skeleton: Path) -> dict[str, Any]:
+        dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
+        if component.format in ("gguf", "kuiper"):
+            dtype = compute_dtype(self._settings.packed_arithmetic)
+        return {
+            "folder": skeleton / component.folder,
+            "dtype": dtype,
+            "device": torch.device(self._settings.torch_device),
+            "kv_cache_bytes": self._kv_cache_bytes(component),
+            "kv_dtype": self._settings.kv_dtype,
+            "max_num_seqs": self._settings.max_num_seqs,
+        }
 
     def _kv_cache_bytes(self, component: Component) -> int:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""

@@ -74,6 +74,7 @@ class Worker(ModelReplica):
             self._settings.num_threads,
             builder.working_memory,
             builder.can_stream,
+            builder.layer_caches,
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)

@@ -67,6 +67,7 @@ class Host(ModuleCache):
                 self.builder.retire,
                 getattr(self.builder, "working_memory", no_working_memory),
                 getattr(self.builder, "can_stream", lambda component: False),
+                getattr(self.builder, "layer_caches", lambda component, skeleton: None),
             ),
         )
 

@@ -1,4 +1,5 @@
-"""A module in less memory than its weights take: which tensors stay on the device, and which come block by block. Pure.
+"""A module in less memory than its weights take: which tensors stay on the device, which come block by block, and which
+stay with the host, that computes their blocks. Pure.
 
 Blocks are submodules that lists of the module have, found in the names of its tensors ("blocks.3.attn.to_q.weight": a
 path with a number in it). One that is too large is taken apart. The others (embeddings, norms, projections) stay.
@@ -26,11 +27,18 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay."""
+    """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay on the
+    device, and those of `hosts` in host memory: their blocks are computed there."""
 
     blocks: Sequence[Block]
     buffer_bytes: int
     streamed: frozenset[str]
+    hosts: frozenset[str] = frozenset()
+
+    @property
+    def staying_away(self) -> frozenset[str]:
+        """Return the tensors that have no memory of their own on the device."""
+        return self.streamed | self.hosts
 
 
 @dataclass(slots=True)

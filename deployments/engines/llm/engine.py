@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +26,7 @@ from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, StepAborted
+from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
 from deployments.engines.llm.models.registry import create_any_model, decoder_spec, is_stock, load_config
 from deployments.engines.llm.models.stock import StockModel
@@ -82,7 +84,10 @@ class LLMEngine:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
         """
         model_config = load_config(folder)
-        model = create_any_model(model_config, tensors, torch.device(config.device), arithmetic=config.arithmetic)
+        device = torch.device(config.device)
+        model = create_any_model(
+            model_config, tensors, device, arithmetic=config.arithmetic, keeps_places=config.keeps_places
+        )
         if model.pads_rows:
             config.check_padded_threads()
         limits: Any = {
@@ -394,10 +399,44 @@ def working_bytes(
     config = load_config(folder)
     if is_stock(config):  # what its layers keep is known when it runs
         return kv_cache_bytes + converted_bytes(config, tensor_bytes)
-    spec = decoder_spec(config)
+    sizes = (dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
+    return _layer_caches(decoder_spec(config), *sizes)[-1]
+
+
+def layer_caches(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    kv_dtype: KvDtype = "auto",
+) -> list[int] | None:
+    """Return the bytes that an engine takes on its device beside weights, where 0, 1, ... of its layers are there.
+
+    None for a model of transformers, whose layers are all there. Raises EngineError as the engine does.
+    """
+    config = load_config(folder)
+    if is_stock(config):
+        return None
+    return _layer_caches(decoder_spec(config), dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
+
+
+def _layer_caches(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    kv_dtype: KvDtype,
+) -> list[int]:
     plan = plan_cache(
         spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None, kv_dtype=kv_dtype
     )
-    sizes = [math.prod(shape) * kind.itemsize for shape, kind in cache_tensors(spec, plan.num_blocks, dtype, kv_dtype)]
-    frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
-    return sum(allocated_bytes(device, size) for size in sizes) + allocated_bytes(device, frequencies_bytes)
+    found = []
+    for num_layers in range(spec.num_layers + 1):
+        tensors = cache_tensors(replace(spec, num_layers=num_layers), plan.num_blocks, dtype, kv_dtype)
+        sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors]
+        sizes.append(spec.head_dim // 2 * torch.float32.itemsize)  # the frequencies
+        found.append(sum(allocated_bytes(device, size) for size in sizes))
+    return found

@@ -1,0 +1,308 @@
+"""Language models larger than their device: the last layers are there, the others on the host."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from device.hosting import DEMO, Host
+from device.test_device_engines import generated
+from device.test_device_hosts import settles
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from deployments.engines.llm import native_decoder
+from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.nn import packed_linear
+from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
+from deployments.errors import ServiceError
+from deployments.modules.loading import is_denoise_component
+from weights.errors import BudgetExceeded, WeightsError
+from weights.intake import import_model
+from weights.quantization.checkpoints import quantize_checkpoint
+from weights.store import WeightStore
+
+CACHE = 2**18
+NUM_LAYERS = 6
+SIZES = {
+    "vocab_size": 104,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+}
+QUESTIONS = [f"What is {n} + {random.randrange(100)}?" for n in random.sample(range(100), 5)]
+
+
+def make_model(folder: Path, config: Any, dtype: torch.dtype) -> Path:
+    shutil.copytree(DEMO / "adder", folder)
+    (folder / "model.safetensors").unlink()
+    torch.manual_seed(random.getrandbits(30))
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    peft.get_peft_model(model, lora).save_pretrained(f"{folder}-lora")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
+    root = tmp_path_factory.mktemp("split")
+    made = {
+        "plain": make_model(root / "plain", LlamaConfig(**SIZES), torch.float32),
+        "tied": make_model(root / "tied", Qwen3Config(**SIZES, tie_word_embeddings=True), torch.bfloat16),
+    }
+    quantize_checkpoint(made["plain"], root / "packed.gguf", "gguf-q8_0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        found = WeightStore(root / "store")
+        for name, path in {**made, "packed": root / "packed.gguf", "lora": Path(f"{made['plain']}-lora")}.items():
+            import_model(found, name, path)
+    return found
+
+
+@pytest.fixture
+def products_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host computes as a simulated device does, not in the compiled kernels, which round otherwise."""
+    for module in (native_decoder, packed_linear):
+        monkeypatch.setattr(module, "load_kernels", lambda: None)
+
+
+def rounded(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
+def whole_bytes(store: WeightStore, model: str) -> int:
+    return sum(map(rounded, store.manifest(model).components["model"].bytes_by_hash.values()))
+
+
+def host_of(store: WeightStore, where: Any, budget: int = 2**30, **gpu_layers: Any) -> Host:
+    host = Host(store, str(where), budget, kv_cache_bytes=CACHE)
+    host.planner.gpu_layers.update(gpu_layers)
+    return host
+
+
+async def engine_of(host: Host, model: str) -> LLMEngine:
+    engine: LLMEngine = (await host.use(model)).modules["model"]
+    return engine
+
+
+def places(engine: LLMEngine) -> list[str]:
+    return [device.type for device in engine._runner._model.layer_devices]
+
+
+Logits = dict[tuple[str, int], torch.Tensor]  # by request and number of tokens
+
+
+def logged(engine: LLMEngine, run: Any = generated) -> tuple[Any, Logits]:
+    """Return what the engine writes, and its logits on the host. The requests of a step may differ from run to run."""
+    rows: Logits = {}
+    inner = engine._runner.run
+
+    def note(chunks: Any, *step: Any) -> torch.Tensor:
+        logits: torch.Tensor = inner(chunks, *step)
+        last = [(chunk.sequence.request_id, chunk.end) for chunk in chunks if chunk.has_logits]
+        rows.update(zip(last, logits.cpu(), strict=True))
+        return logits
+
+    engine._runner.run = note  # type: ignore[method-assign]
+    try:
+        return run(engine, QUESTIONS, 0.0), rows
+    finally:
+        del engine._runner.run
+
+
+def assert_same(found: Logits, expected: Logits, device: torch.device) -> None:
+    first = min(expected, key=lambda key: key[1])
+    for key in expected if device.type == "sim" else [first]:  # on a card, another token may follow a near tie
+        if device.type == "sim":
+            assert torch.equal(found[key], expected[key]), key
+        else:
+            torch.testing.assert_close(found[key], expected[key], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.usefixtures("products_of_torch")
+@pytest.mark.parametrize("model", ["plain", "tied", "packed"])
+async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
+    store: WeightStore, device: torch.device, module: Any, model: str
+) -> None:
+    expected, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    budget = (whole_bytes(store, model) + CACHE) // 2
+    host = host_of(store, device, budget)
+    before = module.memory_allocated(device)
+    engine = await engine_of(host, model)
+    held = module.memory_allocated(device) - before
+    on = places(engine)
+    assert on == ["cpu"] * on.count("cpu") + [device.type] * on.count(device.type)
+    assert 0 < on.count("cpu") < NUM_LAYERS
+    assert held == host.arena["resident_bytes"] == host.describe()["charged_bytes"] <= budget
+    found, own_rows = logged(engine)
+    assert_same(own_rows, rows, device)
+    if device.type == "sim":
+        assert found == expected
+    del engine, own_rows
+    host.evict(model)
+    host.set_budget(0)
+    assert await settles(lambda: module.memory_allocated(device) == before)
+    assert not +host.provider.leases
+
+
+@pytest.mark.usefixtures("products_of_torch")
+@pytest.mark.parametrize("wanted", [0, 2, NUM_LAYERS, r"layers\.[14]"])
+async def test_each_choice_of_layers_computes_the_same(store: WeightStore, device: torch.device, wanted: Any) -> None:
+    _, rows = logged(await engine_of(host_of(store, "cpu"), "plain"))
+    engine = await engine_of(host_of(store, device, plain=wanted), "plain")
+    chosen = {1, 4} if isinstance(wanted, str) else set(range(NUM_LAYERS - wanted, NUM_LAYERS))
+    assert [kind != "cpu" for kind in places(engine)] == [layer in chosen for layer in range(NUM_LAYERS)]
+    assert_same(logged(engine)[1], rows, device)
+
+
+async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_any_company(
+    store: WeightStore, device: torch.device
+) -> None:
+    """Kernels and torch round otherwise, so the host's logits are near, and those of the split model its own."""
+    for model in ("plain", "tied", "packed"):
+        engine = await engine_of(host_of(store, device, **{model: 3}), model)
+        if native_decoder.load_kernels() is not None:
+            assert engine._runner._split.has_kernels
+        together, rows = logged(engine)
+        alone: dict[str, Any] = {}
+        for question in QUESTIONS:
+            alone |= generated(engine, [question], 0.0)
+        if device.type == "sim":
+            assert alone == together
+        expected = logged(await engine_of(host_of(store, "cpu"), model))[1]
+        for key in set(rows) & set(expected):
+            tolerance = 1e-3 if model == "plain" else 0.1
+            torch.testing.assert_close(rows[key], expected[key], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("model", ["plain", "tied"])
+async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(
+    store: WeightStore, device: torch.device, module: Any, monkeypatch: Any, model: str, has_kernels: bool
+) -> None:
+    if device.type != "sim":
+        pytest.skip("only a simulated link counts")
+    if not has_kernels:
+        monkeypatch.setattr(native_decoder, "load_kernels", lambda: None)
+    link, moved = module.memory_of(device), {}
+    for wanted in (NUM_LAYERS, 2):
+        engine = await engine_of(host_of(store, device, **{model: wanted}), model)
+        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
+        engine.add_request(TextRequest("one", prompt, SamplingParams(9, 0.0, ignore_eos=True)))
+        steps = []
+        while engine.has_work:
+            before = link.uploaded_bytes, link.downloaded_bytes
+            engine.step()
+            steps.append((link.uploaded_bytes - before[0], link.downloaded_bytes - before[1]))
+        moved[wanted] = steps[1:]
+    row_multiple = engine._runner._row_multiple
+    hidden = SIZES["hidden_size"] * (4 if model == "plain" else 2)
+    ids, looked_up = 8 * row_multiple, hidden if model == "tied" else 0
+    for whole, split in zip(moved[NUM_LAYERS], moved[2], strict=True):
+        # A tied embedding lies with the head: one id goes there, and its row comes back.
+        assert split[0] - whole[0] == hidden - ids + (8 if model == "tied" else 0)
+        assert split[1] - whole[1] == looked_up
+
+
+@pytest.mark.usefixtures("products_of_torch")
+async def test_a_lora_changes_layers_wherever_they_are(store: WeightStore, device: torch.device) -> None:
+    def run(engine: LLMEngine, questions: list[str], temperature: float) -> dict[str, Any]:
+        for question in questions[:3]:
+            prompt = engine.encode_chat([{"role": "user", "content": question}])
+            loras = (TextLora("lora", adapter, 1.5),) if question != questions[1] else ()
+            engine.add_request(TextRequest(question, prompt, SamplingParams(6, temperature), loras=loras))
+        found: dict[str, Any] = {}
+        while engine.has_work:
+            for delta in engine.step():
+                found[delta.request_id] = (*found.get(delta.request_id, ()), *delta.token_ids)
+            assert not engine.failures
+        return found
+
+    results = []
+    for host in (host_of(store, "cpu"), host_of(store, device, plain=2)):
+        async with host.lease("plain", is_denoise_component, ("lora",)) as lease:
+            adapter = lease.adapters["lora"]
+            results.append(logged(lease.modules["model"], run))
+            plain = logged(lease.modules["model"], generated)[1]
+    assert_same(results[1][1], results[0][1], device)
+    first = min(plain, key=lambda key: (key[0] != QUESTIONS[0], key[1]))
+    assert not torch.equal(plain[first], results[1][1][first])
+
+
+@pytest.mark.usefixtures("products_of_torch")
+async def test_layers_leave_the_device_when_its_budget_shrinks(store: WeightStore, device: torch.device) -> None:
+    whole = whole_bytes(store, "plain") + CACHE
+    host = host_of(store, device, 2 * whole)
+    _, rows = logged(await engine_of(host, "plain"))
+    counts = []
+    for share in (0.9, 0.6, 0.3):
+        host.evict("plain")
+        host.set_budget(int(whole * share))
+        engine = await engine_of(host, "plain")
+        counts.append(places(engine).count(device.type))
+        assert_same(logged(engine)[1], rows, device)
+        assert host.arena["resident_bytes"] <= host.arena["budget_bytes"]
+        del engine
+    assert NUM_LAYERS > counts[0] > counts[1] > counts[2]
+
+
+@pytest.mark.usefixtures("products_of_torch")
+async def test_a_cancelled_prompt_ends_before_the_next_layer_wherever_that_is(
+    store: WeightStore, device: torch.device
+) -> None:
+    engine = await engine_of(host_of(store, device, plain=3), "plain")
+    layers: Any = engine._runner._model.module.model.layers
+    ran: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.register_forward_hook(lambda *_, number=number: ran.append(number))
+    for stop in (1, 4):
+        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0] * 4}])
+        engine.add_request(TextRequest("long", prompt, SamplingParams(4, 0.0)))
+        handle = layers[stop].register_forward_hook(lambda *_: engine.request_cancel("long"))
+        assert engine.step() == []
+        handle.remove()
+        assert ran == list(range(stop + 1))
+        assert not engine.has_work
+        ran.clear()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kind", "text"),
+    [
+        (NUM_LAYERS + 1, WeightsError, f"gpu_layers is 7, but 'plain' has {NUM_LAYERS} layers, layers.0 to layers.5"),
+        ("model", WeightsError, "gpu_layers 'model' is the name of no layer: 'plain' has 6 layers"),
+        (4, BudgetExceeded, "layers 2, 3, 4, 5 and lm_head.weight, model.norm.weight need .* the budget is"),
+    ],
+)
+async def test_what_cannot_be_is_refused_before_anything_is_loaded(
+    store: WeightStore, device: torch.device, module: Any, wanted: Any, kind: type, text: str
+) -> None:
+    host = host_of(store, device, whole_bytes(store, "plain") // 2, plain=wanted)
+    with pytest.raises(kind, match=text):
+        await host.use("plain")
+    assert not +host.provider.leases
+    assert host.describe()["charged_bytes"] == 0
+
+
+async def test_a_budget_without_room_for_the_head_is_refused(store: WeightStore, device: torch.device) -> None:
+    host = host_of(store, device, 20_000)
+    with pytest.raises((BudgetExceeded, ServiceError), match=r"lm_head.weight, model.norm.weight need .* KiB on the"):
+        await host.use("plain")
+
+
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    yield
+    gc.collect()
