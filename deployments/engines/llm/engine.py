@@ -25,7 +25,7 @@ from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner, StepAborted
+from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
 from deployments.engines.llm.models.registry import create_any_model, decoder_spec, is_stock, load_config
@@ -45,7 +45,7 @@ from deployments.engines.llm.tokenizer import (
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.prompt_images import PromptImage, PromptImages
-from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.devices import allocated_bytes
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,6 @@ from weights.adapters import LoraPair
 from weights.memory.devices import computes_on_host
 
 
-class StepAborted(Exception):
-    """Nobody wants the result of the step that ran. What its tokens left in the KV cache counts for nothing."""
-
-
 class ModelRunner:
     """Prefill and decode alike: every chunk's tokens go through the layers in one flat batch."""
 
