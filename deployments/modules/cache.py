@@ -101,7 +101,7 @@ class ComponentFactory:
 
     `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
     thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
-    `layer_caches`, some layers are computed on the host.
+    `layer_caches`, some layers are computed on the host, or come from there for a step if it `streams_layers`.
     """
 
     build: Builder
@@ -109,6 +109,7 @@ class ComponentFactory:
     working_memory: WorkingMemory = no_working_memory
     can_stream: Callable[[Component], bool] = lambda component: False
     layer_caches: LayerCaches = lambda component, skeleton: None
+    streams_layers: Callable[[Component], bool] = lambda component: False
 
 
 class ModuleCache:
@@ -147,7 +148,7 @@ class ModuleCache:
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
         streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
         is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
-        layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of)
+        layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of, factory.streams_layers)
         self.planner = PartsPlanner(
             budget.nbytes,
             self._tier.size_of,

@@ -25,13 +25,16 @@ from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
+from weights.memory.block_plan import choose_way
 from weights.memory.devices import open_device
 from weights.memory.layer_plan import layer_of
+from weights.memory.rates import measured_rates
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
+_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 
@@ -113,6 +116,19 @@ class ComponentBuilder:
             self._cache_bytes[component.module_key] = found
         return self._cache_bytes[component.module_key]
 
+    def streams_layers(self, component: Component) -> bool:
+        """Return whether layers of the host can come to the device: plain ones, and so fast that a full step gains."""
+        names, dtypes = component.tensors, {ref.dtype for ref in component.tensors.values()}
+        is_plain = component.format == "safetensors" and dtypes <= _PLAIN and not any(".experts." in n for n in names)
+        if not is_plain or self._settings.packed_arithmetic == "exact":
+            return False
+        try:
+            rates = measured_rates(torch.device(self._settings.torch_device))
+        except RuntimeError:  # no memory to measure with, so none to spare
+            return False
+        item_bytes = TORCH_DTYPES[next(iter(dtypes))].itemsize
+        return choose_way(item_bytes, 1, self._settings.max_step_tokens, rates) == "stream"
+
     def layer_caches(self, component: Component, skeleton: Path) -> Sequence[int] | None:
         """Return what a language model allocates on the device where 0, 1, ... of its layers are there.
 
@@ -157,6 +173,8 @@ class ComponentBuilder:
         if isinstance(thing, nn.Module):
             end_streaming(thing)
             self.skeletons.retire_module(thing)
+        elif isinstance(thing, LLMEngine):
+            thing.close()
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)
 

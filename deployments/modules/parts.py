@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,10 +10,19 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from weights.dtypes import ITEM_BYTES
-from weights.errors import WeightsError
+from weights.errors import BudgetExceeded, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.memory.block_plan import BlockPlan, plan_blocks
-from weights.memory.layer_plan import AUTO, GpuLayers, LayerPlan, decoder_sizes, host_names, plan_layers
+from weights.memory.block_plan import BlockPlan, block_of, plan_blocks
+from weights.memory.layer_plan import (
+    AUTO,
+    DecoderSizes,
+    GpuLayers,
+    LayerPlan,
+    decoder_sizes,
+    host_names,
+    layer_of,
+    plan_layers,
+)
 
 BESIDE_SHARE: Final = 0.25  # of the budget, left for the VAE and adapters if they do not want more
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
@@ -247,10 +257,17 @@ LayerCaches = Callable[[Component, Path], Sequence[int] | None]
 class LayerPlacing:
     """The plans of language models some of whose layers are computed on the host."""
 
-    def __init__(self, caches_of: LayerCaches, size_of: Callable[[int], int]) -> None:
-        self._caches_of = caches_of
+    def __init__(
+        self,
+        caches_of: LayerCaches,
+        size_of: Callable[[int], int],
+        streams: Callable[[Component], bool] = lambda component: False,
+    ) -> None:
+        """Layers of what `streams` can come to the device for steps of many tokens: there is room for two of them."""
+        self._caches_of, self._streams = caches_of, streams
         self._size_of = size_of
-        self._plans: dict[tuple[str, int, GpuLayers], LayerPlan] = {}  # by module key, bytes and wish
+        # By module key, bytes and wish; and whether layers may come through buffers.
+        self._plans: dict[tuple[str, int, GpuLayers], tuple[LayerPlan, bool]] = {}
 
     def fit_parts(
         self, parts: dict[PartName, Part], budget_bytes: int, wanted: GpuLayers, skeleton: Path
@@ -273,20 +290,29 @@ class LayerPlacing:
                 raise WeightsError(f"gpu_layers {wanted!r} of {part.manifest.model!r}: {CANNOT_SPLIT}")
         return found
 
+    def _planned(self, part: Part, sizes: DecoderSizes, room_bytes: int, wanted: GpuLayers) -> tuple[LayerPlan, bool]:
+        """Return the plan, and whether it leaves room for buffers: what the layers need themselves goes first."""
+        model = part.manifest.model
+        if self._streams(part.component):
+            with contextlib.suppress(BudgetExceeded):
+                buffers_bytes = 2 * max(sizes.layers, default=0)
+                return plan_layers(sizes, [room_bytes - buffers_bytes], wanted, model), True
+        return plan_layers(sizes, [room_bytes], wanted, model), False
+
     def _split(self, part: Part, caches: Sequence[int], room_bytes: int, wanted: GpuLayers) -> Part:
         component = part.component
         key = component.module_key, room_bytes, wanted
         if key not in self._plans:
             sizes = {name: self._size_of(ref.nbytes) for name, ref in component.tensors.items()}
-            told = decoder_sizes(sizes, len(caches) - 1, caches)
-            self._plans[key] = plan_layers(told, [room_bytes], wanted, part.manifest.model)
-        plan = self._plans[key]
+            self._plans[key] = self._planned(part, decoder_sizes(sizes, len(caches) - 1, caches), room_bytes, wanted)
+        plan, has_buffers = self._plans[key]
         hosts = host_names(component.tensors, plan)
         if not hosts:
             return part
         # Another module than the one that is there as a whole, over the same weights.
         variant = component.model_copy(update={"parts_hash": f"{component.parts_hash} on {plan}"})
-        blocks, working_bytes = BlockPlan((), 0, frozenset(), hosts), caches[len(plan.on(0))]
+        blocks = _host_blocks(component, plan, hosts) if has_buffers else BlockPlan((), 0, frozenset(), hosts)
+        working_bytes = caches[len(plan.on(0))]
         footprint = _streamed_footprint(variant, self._size_of, blocks, working_bytes)
         return replace(
             part,
@@ -296,6 +322,16 @@ class LayerPlacing:
             streamed=blocks,
             is_variant=True,
         )
+
+
+def _host_blocks(component: Component, plan: LayerPlan, hosts: frozenset[str]) -> BlockPlan:
+    """Return the layers of the host as blocks that may come to the device through two buffers."""
+    by_layer: dict[int, dict[str, int]] = {layer: {} for layer in plan.on(None)}
+    for name in component.tensors:
+        if name in hosts and (layer := layer_of(name)) is not None:
+            by_layer[layer][name] = component.tensors[name].nbytes
+    blocks = [block_of(f"layers.{layer}", sizes) for layer, sizes in by_layer.items()]
+    return BlockPlan(blocks, max((block.nbytes for block in blocks), default=0), frozenset(), hosts)
 
 
 def merged_parts(

@@ -85,12 +85,13 @@ class ModelReplica:
         working_memory: WorkingMemory = no_working_memory,
         can_stream: Callable[[Component], bool] = lambda component: False,
         layer_caches: LayerCaches = lambda component, skeleton: None,
+        streams_layers: Callable[[Component], bool] = lambda component: False,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
         `holder` names this replica where it has leases. `working_memory` says what a component allocates itself,
-        `can_stream` and `layer_caches` how it runs on a device that is too small for it. Raises WeightsError for a
-        device that is not there.
+        `can_stream`, `layer_caches` and `streams_layers` how it runs on a device that is too small for it. Raises
+        WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
@@ -118,7 +119,7 @@ class ModelReplica:
             ModuleBudget(
                 settings.weights_budget_bytes, settings.device, f"{self._section}.{settings.weights_budget_key}"
             ),
-            ComponentFactory(builder, builder.retire, working_memory, can_stream, layer_caches),
+            ComponentFactory(builder, builder.retire, working_memory, can_stream, layer_caches, streams_layers),
             report=report_attach,
             kept=provider if keeps else None,
         )

@@ -75,6 +75,7 @@ class Worker(ModelReplica):
             builder.working_memory,
             builder.can_stream,
             builder.layer_caches,
+            builder.streams_layers,
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)

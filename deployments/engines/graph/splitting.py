@@ -121,7 +121,8 @@ class _Graph:
             if missing := {*node.sources, *filter(None, [node.view_of])} - known:
                 raise ValueError(f"{node.name} reads {min(missing)!r}, which nothing before it computes")
             known.add(node.name)
-        for one in (*leaves.values(), *nodes):
+        placed: list[Leaf | Node] = [*leaves.values(), *nodes]
+        for one in placed:
             if one.backend is not None and one.backend not in self.by_name:
                 raise ValueError(f"{one.name} is on {one.backend!r}, expected one of {', '.join(self.by_name)}")
 

@@ -23,12 +23,12 @@ from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
-from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
+from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
-from deployments.engines.llm.models.registry import create_any_model, decoder_spec, is_stock, load_config
+from deployments.engines.llm.models.registry import AnyModel, create_any_model, decoder_spec, is_stock, load_config
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.own_cache_runner import OwnCacheRunner
 from deployments.engines.llm.pooling import load_embedding_rules
@@ -46,6 +46,7 @@ from deployments.engines.llm.tokenizer import (
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
+from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
 
 logger = logging.getLogger(__name__)
@@ -90,17 +91,7 @@ class LLMEngine:
         )
         if model.pads_rows:
             config.check_padded_threads()
-        limits: Any = {
-            "kv_cache_bytes": config.kv_cache_bytes,
-            "max_num_seqs": config.max_num_seqs,
-            "max_model_len": config.max_model_len,
-        }
-        self._runner: ModelRunner | OwnCacheRunner
-        if isinstance(model, OwnCacheModel):
-            plan, self._runner = plan_states(model.spec, **limits), OwnCacheRunner(model)
-        else:
-            plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
-            self._runner = ModelRunner(model, plan.num_blocks, config.kv_dtype)
+        plan, self._runner = _plan_runner(model, config)
         self._config, self._clock = config, clock
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
@@ -122,6 +113,7 @@ class LLMEngine:
         )
         self._loras, self._memory = DecoderLoras(model), MemoryLimits()
         self._requests: dict[str, list[Completion]] = {}
+        self._stream: BlockStream | None = None
         self._cancelled: set[str] = set()
         self._other_step_s: float | None = None
         self.failures: dict[str, Exception] = {}
@@ -136,6 +128,17 @@ class LLMEngine:
         return LLMEngineStats(
             scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions, blocks.num_blocks, blocks.num_free
         )
+
+    def stream_layers(self, stream: BlockStream) -> None:
+        """Let layers of the host come to the device for steps of many tokens. The stream is the engine's to close."""
+        self._stream = stream
+        assert isinstance(self._runner, ModelRunner)
+        self._runner.stream_layers(stream)
+
+    def close(self) -> None:
+        """Let the memory go that layers came through. No step follows."""
+        if self._stream is not None:
+            self._stream.close()
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
@@ -364,6 +367,19 @@ class LLMEngine:
         else:
             self.failures[request_id] = ComputationFailed(f"the model failed after {num_tokens} tokens: {reason}")
         self.abort(request_id)
+
+
+def _plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
+    """Return the plan of a model's cache, and what runs the model over it. Raises EngineError."""
+    limits: Any = {
+        "kv_cache_bytes": config.kv_cache_bytes,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+    }
+    if isinstance(model, OwnCacheModel):
+        return plan_states(model.spec, **limits), OwnCacheRunner(model)
+    plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
+    return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.prompt_images import PromptImages
 from weights.adapters import LoraPair
+from weights.memory.block_stream import BlockStream
 from weights.memory.devices import computes_on_host
 
 
@@ -38,6 +39,11 @@ class ModelRunner:
         # On the host, products of few rows round by their number: a token's result must not depend on its company.
         on_host = any(map(computes_on_host, (model.device, *places)))
         self._row_multiple = settled_rows() if model.pads_rows and on_host else 1
+
+    def stream_layers(self, stream: BlockStream) -> None:
+        """Let layers of the host come to the device through `stream`, for steps of many tokens."""
+        assert self._split is not None
+        self._split.stream_layers(stream)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -104,7 +110,8 @@ class ModelRunner:
             return plan_attention(chunks, self._cache, device, window)
 
         ids_T, positions_T = self._padded(torch.tensor(tokens)), self._padded(_positions(chunks))
-        step = SplitStep(ids_T, positions_T, len(tokens), plan, check, spans)
+        is_adapted = any(chunk.sequence.loras for chunk in chunks)
+        step = SplitStep(ids_T, positions_T, len(tokens), plan, check, spans, is_adapted)
         with adapted_rows(self._model.module, _by_place(_row_adapters(chunks, self._model.device))):
             hidden = self._split.hidden_states(step)
         self._read_prompts(chunks, hidden)
