@@ -92,7 +92,10 @@ class ComponentBuilder:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers" or is_stock_part(component):
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
-        self.working_memory(component, skeleton)  # reads a header, which may be large
+        nbytes = component.nbytes + self.working_memory(component, skeleton)  # reads a header, which may be large
+        on_device = self._settings.torch_device != "cpu"
+        if on_device and nbytes > self._settings.weights_budget_bytes and self.layer_caches(component, skeleton):
+            self.streams_layers(component)  # measures while nothing else runs
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""

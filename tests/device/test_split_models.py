@@ -18,8 +18,10 @@ from device.test_device_engines import generated
 from device.test_device_hosts import settles
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
+from configs.cluster import WorkerConfig
 from deployments.engines.llm import native_decoder, split_layers
 from deployments.engines.llm.engine import LLMEngine
+from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.nn import packed_linear
 from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
 from deployments.errors import ServiceError
@@ -28,6 +30,7 @@ from deployments.modules.loading import is_denoise_component
 from weights.errors import BudgetExceeded, WeightsError
 from weights.intake import import_model
 from weights.memory.block_plan import Rates
+from weights.memory.layer_plan import LayerPlan, decoder_sizes, layer_of, plan_layers
 from weights.quantization.checkpoints import quantize_checkpoint
 from weights.store import WeightStore
 
@@ -303,6 +306,53 @@ async def test_a_budget_without_room_for_the_head_is_refused(store: WeightStore,
     host = host_of(store, device, 20_000)
     with pytest.raises((BudgetExceeded, ServiceError), match=r"lm_head.weight, model.norm.weight need .* KiB on the"):
         await host.use("plain")
+
+
+@pytest.mark.usefixtures("products_of_torch")
+@pytest.mark.parametrize("shares", [(0.5, 0.7), (0.3, 0.4)])
+async def test_layers_on_two_devices_and_the_host_are_each_within_their_room_and_meet_once(
+    store: WeightStore, device: torch.device, second_device: torch.device, module: Any, shares: tuple[float, float]
+) -> None:
+    """With 0.3 and 0.4 of the model's bytes the first layers are the host's."""
+    host = host_of(store, "cpu")
+    expected, rows = logged(await engine_of(host, "plain"))
+    component, skeleton = store.manifest("plain").components["model"], host.skeleton(store.manifest("plain"))
+    builder = loading.ComponentBuilder(WorkerConfig(device=str(device), kv_cache_bytes=CACHE))
+    caches = builder.layer_caches(component, skeleton)
+    assert caches is not None
+    sizes = {name: rounded(ref.nbytes) for name, ref in component.tensors.items()}
+    budgets = [int(share * (sum(sizes.values()) + caches[-1])) for share in shares]
+    plan = plan_layers(decoder_sizes(sizes, NUM_LAYERS, caches), budgets, "auto", "plain")
+    assert set(plan.places) == ({0, 1} if sum(shares) > 1 else {None, 0, 1})
+    devices = (second_device, device)
+    before = [module.memory_allocated(one) for one in devices]
+    tensors = placed_by(plan, (await engine_of(host, "plain"))._runner._model.module.state_dict(), devices)
+    config = LLMEngineConfig(device=device, keeps_places=True, kv_cache_bytes=CACHE)
+    engine = LLMEngine(skeleton / component.folder, tensors, config)
+    for one, was, budget in zip(devices, before, budgets, strict=True):
+        assert 0 < module.memory_allocated(one) - was <= budget
+    counted = [module.memory_of(one) for one in devices] if device.type == "sim" else []
+    found, own_rows = logged(engine)
+    assert_same(own_rows, rows, device)
+    if counted:
+        assert found == expected
+        prompt = engine.encode_chat([{"role": "user", "content": "What is 2 + 2?"}])
+        engine.add_request(TextRequest("one", prompt, SamplingParams(3, 0.0, ignore_eos=True)))
+        engine.step()
+        begin = [link.downloaded_bytes for link in counted]
+        engine.step()
+        assert counted[0].downloaded_bytes - begin[0] == 4 * SIZES["hidden_size"]  # one activation leaves the first one
+
+
+def placed_by(plan: LayerPlan, tensors: Any, devices: tuple[torch.device, ...]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a decoder where the plan has them; what is no layer's is with the last device's."""
+    placed = {}
+    for name, tensor in tensors.items():
+        layer = layer_of(name)
+        place = len(devices) - 1 if layer is None else plan.places[layer]
+        is_on_host = place is None or (name.endswith("embed_tokens.weight") and None in plan.places)
+        placed[name] = tensor if is_on_host or place is None else tensor.to(devices[place])
+    return placed
 
 
 @pytest.fixture(autouse=True)

@@ -5,10 +5,11 @@ What crosses a border are the activations of the step's tokens, once. The KV cac
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch.func import functional_call
@@ -24,7 +25,9 @@ from weights.memory.block_stream import BlockStream
 from weights.memory.layer_plan import layer_of
 from weights.memory.rates import measured_rates
 
-HOST = torch.device("cpu")
+HOST: Final = torch.device("cpu")
+
+logger = logging.getLogger(__name__)
 
 
 class SplitPlanner(Protocol):
@@ -65,6 +68,7 @@ class SplitLayers:
     def __init__(self, model: LoadedModel, cache: KVCache) -> None:
         self._model = model
         self._rates: Rates | None = None
+        logger.info("layers by device: %s", ", ".join(f"{place}: {part}" for place, part in _runs(model)))
         self._stream: BlockStream | None = None
         self._blocks: dict[int, int] = {}  # of the stream, by layer
         self._parts = [_Part(device, part, _kernels(model, cache, device, part)) for device, part in _runs(model)]
