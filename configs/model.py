@@ -26,6 +26,8 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, Pyd
 _MODEL_ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 ModelId = Annotated[str, StringConstraints(pattern=_MODEL_ID)]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+_MAX_LAYERS: Final = 10_000
+_MAX_PATTERN: Final = 256  # characters
 _UNITS = {
     "B": 1,
     "KIB": 2**10,
@@ -122,7 +124,24 @@ def _parse_like(value: object) -> Path | str:
     raise ValueError("expected the id of a model, or a pipeline's folder as a path with a slash")
 
 
+def _parse_gpu_layers(value: object) -> int | str:
+    """Return "auto", a number of layers or a pattern of their names. Raises ValueError for anything else."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_LAYERS:
+        return value
+    if isinstance(value, str) and 0 < len(value) <= _MAX_PATTERN and not value.strip().isdecimal():
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{value!r} is no regular expression: {error}") from None
+        return value
+    raise ValueError(
+        f"not a choice of layers: {value!r} (expected auto, a number of layers such as 20, or a regular expression of "
+        r"their names such as layers\.(0|1|2))"
+    )
+
+
 Source = Annotated[Path | str, PlainValidator(_parse_source)]
+GpuLayers = Annotated[int | str, PlainValidator(_parse_gpu_layers)]
 Like = Annotated[Path | str, PlainValidator(_parse_like)]
 Root = Annotated[Path | str, PlainValidator(_parse_root)]
 Bytes = Annotated[int, BeforeValidator(_parse_bytes), Field(gt=0)]
@@ -275,6 +294,11 @@ class ModelConfig(StrictModel):
     )
     defaults: GenerationDefaults = GenerationDefaults()
     description: str = ""
+    gpu_layers: GpuLayers = Field(
+        "auto",
+        description="layers of a language model that are on the worker's device, the others are computed on the host: "
+        "auto, as many as have room; a number, of the last ones; or a regular expression of names, layers.0 and on",
+    )
 
     @model_validator(mode="after")
     def _vae_of_a_whole(self) -> ModelConfig:

@@ -10,7 +10,7 @@ import contextlib
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,9 +25,11 @@ from configs.errors import Problem
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.llm.models.known import has_own_layers
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.known import is_stock_class, knows_class
 from deployments.engines.stock.text_parts import text_parts
+from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
 from weights.base_pipeline import BasePipeline, open_base
 from weights.dtypes import cast_target, tensor_nbytes
@@ -37,6 +39,7 @@ from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint
 from weights.intake import PROGRAM_SUFFIXES
 from weights.manifest import ModelKind
+from weights.memory.layer_plan import AUTO, decoder_sizes, layer_of, plan_layers
 from weights.processor import auto_dtype, processor_flags
 from weights.residency.sizes import shown_bytes
 from weights.source_mark import source_mark
@@ -49,12 +52,14 @@ Mistake = tuple[tuple[str | int, ...], str]  # keys, and what is wrong there
 class ReadSource:
     """The facts of one entry: its record as the registry will have it, and its headers unless the store has it all.
 
-    `nbytes` is by component, as the store will have it.
+    `nbytes` is by component, as the store will have it, and `decoder_bytes` by tensor of a language model whose layers
+    can be on a device and on the host; empty of others.
     """
 
     record: ModelRecord
     checkpoint: Checkpoint | None
     nbytes: Mapping[str, int]
+    decoder_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def check_config(path: Path) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
@@ -197,10 +202,11 @@ def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSour
         raise WeightsError(reason)
     parts = {part.name: part for part in checkpoint.components}
     dtypes = stored_dtypes(checkpoint, wanted_dtype(entry, auto))
-    nbytes = {
-        name: sum(tensor_nbytes(cast_target(t.dtype, dtypes[name]), t.shape) for t in part.tensors.values())
+    tensor_bytes = {
+        name: {key: tensor_nbytes(cast_target(t.dtype, dtypes[name]), t.shape) for key, t in part.tensors.items()}
         for name, part in parts.items()
     }
+    nbytes = {name: sum(tensors.values()) for name, tensors in tensor_bytes.items()}
     sizes = feature_sizes(checkpoint.kind, checkpoint.components, checkpoint.root)
     record = ModelRecord(
         entry.id,
@@ -211,7 +217,8 @@ def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSour
         features=sizes,
         class_name=checkpoint.class_name or "",
     )
-    return ReadSource(record, checkpoint, nbytes)
+    is_decoder = checkpoint.kind == "llm" and has_own_layers(checkpoint.class_name)
+    return ReadSource(record, checkpoint, nbytes, tensor_bytes.get("model", {}) if is_decoder else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +321,14 @@ def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -
     for keys, entry in _entries(config):
         if entry.id not in sources or isinstance(entry, AdapterConfig):
             continue
+        decoder_bytes = sources[entry.id].decoder_bytes
+        if entry.gpu_layers != AUTO and (reason := _why_whole(config, sources[entry.id])):
+            yield (*keys, "gpu_layers"), reason
+            continue
         for section, settings in _services(config):
+            if section == "worker" and settings.torch_device != "cpu" and decoder_bytes:
+                yield from _layer_mistakes(keys, entry, decoder_bytes, settings)
+                continue
             needed = _needed_at_once(sources[entry.id], section)
             if settings.device == "cpu":
                 total_bytes, limit_bytes, name = sum(needed.values()), node_bytes, "store.node_budget_bytes"
@@ -326,6 +340,28 @@ def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -
                 parts = " and ".join(needed)
                 text = f"{name} is {shown_bytes(limit_bytes)}; {parts} of {entry.id!r} need {shown_bytes(total_bytes)}"
                 yield keys, text
+
+
+def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:
+    """Return why a model has no layers to choose from."""
+    if config.worker.torch_device == "cpu":
+        return f"worker.device is {config.worker.device}: all layers are computed on the host"
+    return None if source.checkpoint is None or source.decoder_bytes else CANNOT_SPLIT
+
+
+def _layer_mistakes(
+    keys: tuple[str | int, ...], model: ModelConfig, decoder_bytes: Mapping[str, int], settings: ModelReplicaConfig
+) -> Iterator[Mistake]:
+    """Yield what keeps the layers of a language model from where they are wanted, its KV cache not counted."""
+    num_layers = 1 + max((layer for name in decoder_bytes if (layer := layer_of(name)) is not None), default=-1)
+    budget_bytes = settings.weights_budget_bytes
+    try:
+        sizes = decoder_sizes(decoder_bytes, num_layers, [0] * (num_layers + 1))
+        if model.gpu_layers != AUTO or sum(decoder_bytes.values()) > budget_bytes:
+            plan_layers(sizes, [budget_bytes], model.gpu_layers, model.id)
+    except WeightsError as error:
+        key = "gpu_layers" if model.gpu_layers != AUTO else None
+        yield (*keys, key) if key else keys, f"{error} (worker.{settings.weights_budget_key})"
 
 
 _DENOISERS: Final = frozenset(family.denoiser_name for family in FAMILIES.values())

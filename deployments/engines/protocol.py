@@ -68,6 +68,10 @@ class ComputationFailed(Exception):
     """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
 
 
+class StepAborted(Exception):
+    """Nobody wants the result of the step that ran. What it has stored so far counts for nothing."""
+
+
 def check_choice(name: str, value: str, choices: Any) -> None:
     """Raise EngineError for a value that the Literal type `choices` does not have."""
     if value not in get_args(choices):

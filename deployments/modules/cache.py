@@ -23,6 +23,8 @@ from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import Builder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
+    LayerCaches,
+    LayerPlacing,
     Merging,
     Part,
     PartName,
@@ -101,8 +103,9 @@ class ComponentFactory:
     """The builder of components, and what the cache has to know of what it builds.
 
     `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
-    thread. What `can_stream` and is larger than the budget comes to its device block by block. `footprints` are those
-    of pipelines; None where no forwards are planned.
+    thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
+    `layer_caches`, some layers are computed on the host, or come from there for a step if it `streams_layers`.
+    `footprints` are those of pipelines; None where no forwards are planned.
     """
 
     build: Builder
@@ -110,6 +113,8 @@ class ComponentFactory:
     working_memory: WorkingMemory = no_working_memory
     can_stream: Callable[[Component], bool] = lambda component: False
     footprints: FootprintBook | None = None
+    layer_caches: LayerCaches = lambda component, skeleton: None
+    streams_layers: Callable[[Component], bool] = lambda component: False
 
 
 class ModuleCache:
@@ -148,6 +153,8 @@ class ModuleCache:
         self._kept = kept
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
         streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
+        is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
+        layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of, factory.streams_layers)
         self.planner = PartsPlanner(
             budget.nbytes,
             self._tier.size_of,
@@ -155,6 +162,7 @@ class ModuleCache:
             self.skeleton,
             streaming,
             self._workspace_bytes,
+            layers,
             is_on_node=kept is not None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None

@@ -60,7 +60,7 @@ class KeptExtents(LeasedExtents, Protocol):
 class PlacedTensors:
     """The tensors of a component on their device, and the bytes that it took: read from storage or a peer for this
     call, newly mapped from the node's memory, copied to the device; `reused_bytes` were there. With a `stream`, the
-    tensors of its blocks are only the places where they will be."""
+    tensors of its blocks are only the places where they will be, unless the host has them."""
 
     tensors: Mapping[str, torch.Tensor]
     storage_bytes: int
@@ -126,7 +126,7 @@ class SharedTier:
             reused_bytes=sum(reused.values()),
         )
 
-    def hold(self, slots: Sequence[ModuleSlot]) -> None:
+    def hold(self, filling: Sequence[tuple[ModuleSlot, BlockPlan | None]]) -> None:
         """Nothing is evicted for it here."""
 
     def end_hold(self, slots: Sequence[ModuleSlot]) -> None: ...
@@ -191,12 +191,12 @@ class ArenaTier:
         """Lease the component until `release`. Raises what the provider raises, and BudgetExceeded: nothing is leased.
 
         There is room for `working_bytes` more then, which count, and for the workspace of a forward. What `fetched` had
-        to load is not in the answer. Blocks that are `streamed` come from extents that stay leased; who made
-        `PlacedTensors.stream` work closes it before the release.
+        to load is not in the answer. Blocks that are `streamed`, or stay with the host, are in extents that stay
+        leased; who made `PlacedTensors.stream` work closes it before the release.
         """
         uploads = _Uploads(self._provider, component, extents)
         if streamed is not None:
-            return self._place_streamed(component, uploads, holder, streamed, workspace_bytes)
+            return self._place_streamed(component, uploads, holder, streamed, working_bytes, workspace_bytes)
         try:
             tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes, workspace_bytes)
         finally:
@@ -206,36 +206,47 @@ class ArenaTier:
         )
 
     def _place_streamed(
-        self, component: Component, uploads: _Uploads, holder: str, plan: BlockPlan, workspace_bytes: int
+        self,
+        component: Component,
+        uploads: _Uploads,
+        holder: str,
+        plan: BlockPlan,
+        working_bytes: int,
+        workspace_bytes: int,
     ) -> PlacedTensors:
-        staying = {name: ref for name, ref in component.tensors.items() if name not in plan.streamed}
+        staying = {name: ref for name, ref in component.tensors.items() if name not in plan.staying_away}
+        working_bytes += 2 * self._arena.size_of(plan.buffer_bytes)
         try:
-            buffers_bytes = 2 * self._arena.size_of(plan.buffer_bytes)
-            tensors, report = self._acquire(staying, uploads, holder, buffers_bytes, workspace_bytes)
+            tensors, report = self._acquire(staying, uploads, holder, working_bytes, workspace_bytes)
         finally:
             uploads.release()
-        streamed_uploads = uploads.again()
+        host_uploads = uploads.again()
         try:
-            hosts = streamed_uploads.views([name for name in component.tensors if name not in staying])
-            stream = self._arena.open_stream(plan, hosts)
+            hosts = host_uploads.views([name for name in component.tensors if name not in staying])
+            stream = self._arena.open_stream(plan, hosts) if plan.blocks else None
         except BaseException:
-            streamed_uploads.release()
+            host_uploads.release()
             self._arena.release([ref.sha256 for ref in staying.values()], holder)
             raise
-        self._streaming[holder] = streamed_uploads
+        self._streaming[holder] = host_uploads
+        coming = stream.first_tensors() if stream and plan.streamed else {}
         return PlacedTensors(
-            tensors | stream.first_tensors(),
-            uploads.storage_bytes + streamed_uploads.storage_bytes,
-            uploads.host_bytes + streamed_uploads.host_bytes,
+            tensors | {name: hosts[name] for name in plan.hosts} | coming,
+            uploads.storage_bytes + host_uploads.storage_bytes,
+            uploads.host_bytes + host_uploads.host_bytes,
             report.moved_bytes,
             report.reused_bytes,
             stream,
         )
 
-    def hold(self, slots: Sequence[ModuleSlot]) -> None:
-        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs."""
-        for slot in slots:
-            hashes = [ref.sha256 for ref in slot.component.tensors.values()]
+    def hold(self, filling: Sequence[tuple[ModuleSlot, BlockPlan | None]]) -> None:
+        """Keep what is here of all that one request places, until `end_hold`: one may not evict what the next needs.
+
+        What a plan does not leave on the device may go.
+        """
+        for slot, plan in filling:
+            away = plan.staying_away if plan else frozenset()
+            hashes = [ref.sha256 for name, ref in slot.component.tensors.items() if name not in away]
             self._arena.hold(hashes, f"{slot.holder}, soon")
 
     def end_hold(self, slots: Sequence[ModuleSlot]) -> None:

@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from cluster.errors import KeeperFailed
+from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.nn.streamed_blocks import stream_blocks
 from deployments.errors import CannotLoad
 from deployments.modules.device_tier import DeviceTier, Fetched
@@ -21,6 +22,7 @@ from deployments.modules.resident_modules import Built, ModuleSlot, ResidentModu
 from deployments.records import SwitchReport
 from weights.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
+from weights.memory.block_stream import BlockStream
 
 NOTE_EVERY_S: Final = 0.02
 _OF_THE_REQUEST: Final = (AdapterError, BudgetExceeded)  # what the replica is not unable for
@@ -146,7 +148,7 @@ class SlotFiller:
             yield from [error] * len(filling)
             return
         slots = [slot for slot, _ in filling]
-        self._tier.hold(slots)
+        self._tier.hold([(slot, part.streamed) for slot, part in filling])
         try:
             for slot, part in filling:
                 found: Built | Exception
@@ -199,7 +201,7 @@ class SlotFiller:
         try:
             thing = self._build(part.component, self._skeleton(part.manifest), placed.tensors)
             if placed.stream is not None:
-                stream_blocks(thing, placed.stream)
+                _begin_streaming(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first
             what = f"{part.component.name} of {part.manifest.model!r}"
             raise CannotLoad(f"{what} cannot be built: {error}") from error
@@ -220,6 +222,13 @@ class _FetchedTogether:
 
     fetched: Fetched
     fetch_s: float
+
+
+def _begin_streaming(thing: Any, stream: BlockStream) -> None:
+    if isinstance(thing, LLMEngine):
+        thing.stream_layers(stream)
+    else:
+        stream_blocks(thing, stream)
 
 
 def switch_report(

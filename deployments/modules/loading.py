@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +13,7 @@ from configs.cluster import WorkerConfig
 from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.diffusion.rows import BatchBounds
-from deployments.engines.llm.engine import LLMEngine, working_bytes
+from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
@@ -26,12 +26,16 @@ from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.manifest import Component
+from weights.memory.block_plan import choose_way
 from weights.memory.devices import open_device
+from weights.memory.layer_plan import layer_of
+from weights.memory.rates import measured_rates
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
+_PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 
@@ -49,6 +53,7 @@ class ComponentBuilder:
         self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
         self.footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
+        self._layer_caches: dict[str, Sequence[int] | None] = {}
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -72,6 +77,7 @@ class ComponentBuilder:
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
+            keeps_places=True,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_step_tokens,
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
@@ -88,7 +94,10 @@ class ComponentBuilder:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers" or is_stock_part(component):
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
-        self.working_memory(component, skeleton)  # reads a header, which may be large
+        nbytes = component.nbytes + self.working_memory(component, skeleton)  # reads a header, which may be large
+        on_device = self._settings.torch_device != "cpu"
+        if on_device and nbytes > self._settings.weights_budget_bytes and self.layer_caches(component, skeleton):
+            self.streams_layers(component)  # measures while nothing else runs
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""
@@ -102,23 +111,58 @@ class ComponentBuilder:
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return 0
         if component.module_key not in self._cache_bytes:
-            dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
-            if component.format in ("gguf", "kuiper"):
-                dtype = compute_dtype(self._settings.packed_arithmetic)
             try:
                 found = working_bytes(
-                    skeleton / component.folder,
-                    dtype,
-                    torch.device(self._settings.torch_device),
-                    kv_cache_bytes=self._kv_cache_bytes(component),
-                    kv_dtype=self._settings.kv_dtype,
-                    max_num_seqs=self._settings.max_num_seqs,
+                    **self._memory_settings(component, skeleton),
                     tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
                 )
             except EngineError:
                 found = 0
             self._cache_bytes[component.module_key] = found
         return self._cache_bytes[component.module_key]
+
+    def streams_layers(self, component: Component) -> bool:
+        """Return whether layers of the host can come to the device: plain ones, and so fast that a full step gains."""
+        names, dtypes = component.tensors, {ref.dtype for ref in component.tensors.values()}
+        is_plain = component.format == "safetensors" and dtypes <= _PLAIN and not any(".experts." in n for n in names)
+        if not is_plain or self._settings.packed_arithmetic == "exact":
+            return False
+        try:
+            rates = measured_rates(torch.device(self._settings.torch_device))
+        except RuntimeError:  # no memory to measure with, so none to spare
+            return False
+        item_bytes = TORCH_DTYPES[next(iter(dtypes))].itemsize
+        return choose_way(item_bytes, 1, self._settings.max_step_tokens, rates) == "stream"
+
+    def layer_caches(self, component: Component, skeleton: Path) -> Sequence[int] | None:
+        """Return what a language model allocates on the device where 0, 1, ... of its layers are there.
+
+        None for what is no decoder of ours, whose layers cannot be apart.
+        """
+        if component.name != "model" or component.library in ("diffusers", "peft"):
+            return None
+        if component.module_key not in self._layer_caches:
+            try:
+                found = layer_caches(**self._memory_settings(component, skeleton))
+            except EngineError:  # told by whoever builds it
+                found = None
+            numbers = {layer for name in component.tensors if (layer := layer_of(name)) is not None}
+            is_apart = found is not None and numbers == set(range(len(found) - 1))
+            self._layer_caches[component.module_key] = found if is_apart else None
+        return self._layer_caches[component.module_key]
+
+    def _memory_settings(self, component: Component, skeleton: Path) -> dict[str, Any]:
+        dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
+        if component.format in ("gguf", "kuiper"):
+            dtype = compute_dtype(self._settings.packed_arithmetic)
+        return {
+            "folder": skeleton / component.folder,
+            "dtype": dtype,
+            "device": torch.device(self._settings.torch_device),
+            "kv_cache_bytes": self._kv_cache_bytes(component),
+            "kv_dtype": self._settings.kv_dtype,
+            "max_num_seqs": self._settings.max_num_seqs,
+        }
 
     def _kv_cache_bytes(self, component: Component) -> int:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
@@ -134,6 +178,8 @@ class ComponentBuilder:
         if isinstance(thing, nn.Module):
             end_streaming(thing)
             self.skeletons.retire_module(thing)
+        elif isinstance(thing, LLMEngine):
+            thing.close()
         elif isinstance(thing, KeyedEncoder):
             self._encoders.retire(thing)
 

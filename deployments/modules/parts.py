@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from weights.dtypes import ITEM_BYTES
+from weights.errors import BudgetExceeded, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.memory.block_plan import BlockPlan, plan_blocks
+from weights.memory.block_plan import BlockPlan, block_of, plan_blocks
+from weights.memory.layer_plan import (
+    AUTO,
+    DecoderSizes,
+    GpuLayers,
+    LayerPlan,
+    decoder_sizes,
+    host_names,
+    layer_of,
+    plan_layers,
+)
 
 BESIDE_SHARE: Final = 0.25  # of the budget, left for the VAE and adapters if they do not want more
 _LEAST_PIECE: Final = 64 * 2**10
@@ -18,6 +30,10 @@ _STEPS: Final = 16  # to which room is rounded, so that requests with other adap
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
 _HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
 _KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
+CANNOT_SPLIT: Final = (
+    "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
+    "and their like), not a model that transformers computes"
+)
 
 Wants = Callable[[Component], bool]
 
@@ -61,11 +77,13 @@ def device_footprint(component: Component, size_of: Callable[[int], int], workin
     return footprint | ({f"memory of {component.module_key}": working_bytes} if working_bytes else {})
 
 
-def _streamed_footprint(component: Component, size_of: Callable[[int], int], plan: BlockPlan) -> Mapping[str, int]:
-    """Return what a component takes on the device whose blocks come one after the other."""
-    staying = [ref for name, ref in component.tensors.items() if name not in plan.streamed]
+def _streamed_footprint(
+    component: Component, size_of: Callable[[int], int], plan: BlockPlan, working_bytes: int = 0
+) -> Mapping[str, int]:
+    """Return what a component takes on the device whose blocks come one after the other, or are the host's."""
+    staying = [ref for name, ref in component.tensors.items() if name not in plan.staying_away]
     return {ref.sha256: size_of(ref.nbytes) for ref in staying} | {
-        f"memory of {component.module_key}": 2 * size_of(plan.buffer_bytes)
+        f"memory of {component.module_key}": 2 * size_of(plan.buffer_bytes) + working_bytes
     }
 
 
@@ -100,7 +118,7 @@ class Part:
     footprint: Mapping[str, int]
     working_bytes: int = 0  # of the device, that the built thing allocates itself; part of the footprint
     workspace_bytes: int = 0  # of the device, that a forward of its model needs at least; in the footprint, in pieces
-    streamed: BlockPlan | None = None  # of a component that is larger than the budget
+    streamed: BlockPlan | None = None  # of a component that is larger than the budget, or is wanted to be split
     is_variant: bool = False  # its component is that of the manifest with a `parts_hash` of its own
 
     @property
@@ -148,6 +166,7 @@ class PartsPlanner:
         skeleton: Callable[[Manifest], Path],
         streaming: Streaming | None,
         workspace: Callable[[Manifest], int] = lambda manifest: 0,
+        layers: LayerPlacing | None = None,
         *,
         is_on_node: bool,
     ) -> None:
@@ -157,7 +176,9 @@ class PartsPlanner:
         self._working_memory = working_memory
         self._skeleton = skeleton
         self._streaming = streaming
+        self._layers = layers
         self._is_on_node = is_on_node
+        self.gpu_layers: dict[str, GpuLayers] = {}  # by model, where the config says so
 
     def plan(
         self,
@@ -171,13 +192,17 @@ class PartsPlanner:
         """Return the wanted parts of a model and of adapters, with what each takes of the budget.
 
         With `streams`, the largest comes block by block where there is no room for all; else only where there is none
-        for it alone.
+        for it alone. Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where
+        `gpu_layers` wants them.
         """
         parts = {PartName(part.component.name): part for part in self._whole_parts(manifest, wanted)}
         for name, adapter in (adapters or {}).items():
             parts |= {PartName(name, is_adapter=True): part for part in self._whole_parts(adapter, wanted)}
         if merging is not None:
             parts = merged_parts(parts, merging, self._size_of) or parts
+        if self._layers is not None:
+            wish = self.gpu_layers.get(manifest.model, AUTO)
+            parts = self._layers.fit_parts(parts, self.budget_bytes, wish, self._skeleton(manifest))
         if self._streaming is None:
             return parts
         return self._streaming.fit_parts(parts, self.budget_bytes, is_last_resort=streams)
@@ -244,6 +269,91 @@ class Streaming:
             streamed=plan,
             is_variant=True,
         )
+
+
+# A component and its skeleton folder -> the bytes of the device that an engine of it takes beside its weights, where 0,
+# 1, ... of its layers are there; None for what cannot be split.
+LayerCaches = Callable[[Component, Path], Sequence[int] | None]
+
+
+class LayerPlacing:
+    """The plans of language models some of whose layers are computed on the host."""
+
+    def __init__(
+        self,
+        caches_of: LayerCaches,
+        size_of: Callable[[int], int],
+        streams: Callable[[Component], bool] = lambda component: False,
+    ) -> None:
+        """Layers of what `streams` can come to the device for steps of many tokens: there is room for two of them."""
+        self._caches_of, self._streams = caches_of, streams
+        self._size_of = size_of
+        # By module key, bytes and wish; and whether layers may come through buffers.
+        self._plans: dict[tuple[str, int, GpuLayers], tuple[LayerPlan, bool]] = {}
+
+    def fit_parts(
+        self, parts: dict[PartName, Part], budget_bytes: int, wanted: GpuLayers, skeleton: Path
+    ) -> dict[PartName, Part]:
+        """Return the parts of a request, the language model among them split as wanted: `auto` where it is too large.
+
+        Raises as `plan_layers` does.
+        """
+        found = dict(parts)
+        for name, part in parts.items():
+            if name.is_adapter or (wanted == AUTO and distinct_bytes(part.footprint) <= budget_bytes):
+                continue
+            caches = self._caches_of(part.component, skeleton)
+            if caches is not None:
+                adapters = [other.footprint for key, other in parts.items() if key.is_adapter]
+                step = max(1, budget_bytes - beside_adapters(budget_bytes))
+                num_steps = max(1, -(-distinct_bytes(*adapters) // step))
+                found[name] = self._split(part, caches, budget_bytes - num_steps * step, wanted)
+            elif wanted != AUTO:
+                raise WeightsError(f"gpu_layers {wanted!r} of {part.manifest.model!r}: {CANNOT_SPLIT}")
+        return found
+
+    def _planned(self, part: Part, sizes: DecoderSizes, room_bytes: int, wanted: GpuLayers) -> tuple[LayerPlan, bool]:
+        """Return the plan, and whether it leaves room for buffers: what the layers need themselves goes first."""
+        model = part.manifest.model
+        if self._streams(part.component):
+            with contextlib.suppress(BudgetExceeded):
+                buffers_bytes = 2 * max(sizes.layers, default=0)
+                return plan_layers(sizes, [room_bytes - buffers_bytes], wanted, model), True
+        return plan_layers(sizes, [room_bytes], wanted, model), False
+
+    def _split(self, part: Part, caches: Sequence[int], room_bytes: int, wanted: GpuLayers) -> Part:
+        component = part.component
+        key = component.module_key, room_bytes, wanted
+        if key not in self._plans:
+            sizes = {name: self._size_of(ref.nbytes) for name, ref in component.tensors.items()}
+            self._plans[key] = self._planned(part, decoder_sizes(sizes, len(caches) - 1, caches), room_bytes, wanted)
+        plan, has_buffers = self._plans[key]
+        hosts = host_names(component.tensors, plan)
+        if not hosts:
+            return part
+        # Another module than the one that is there as a whole, over the same weights.
+        variant = component.model_copy(update={"parts_hash": f"{component.parts_hash} on {plan}"})
+        blocks = _host_blocks(component, plan, hosts) if has_buffers else BlockPlan((), 0, frozenset(), hosts)
+        working_bytes = caches[len(plan.on(0))]
+        footprint = _streamed_footprint(variant, self._size_of, blocks, working_bytes)
+        return replace(
+            part,
+            component=variant,
+            footprint=footprint,
+            working_bytes=working_bytes,
+            streamed=blocks,
+            is_variant=True,
+        )
+
+
+def _host_blocks(component: Component, plan: LayerPlan, hosts: frozenset[str]) -> BlockPlan:
+    """Return the layers of the host as blocks that may come to the device through two buffers."""
+    by_layer: dict[int, dict[str, int]] = {layer: {} for layer in plan.on(None)}
+    for name in component.tensors:
+        if name in hosts and (layer := layer_of(name)) is not None:
+            by_layer[layer][name] = component.tensors[name].nbytes
+    blocks = [block_of(f"layers.{layer}", sizes) for layer, sizes in by_layer.items()]
+    return BlockPlan(blocks, max((block.nbytes for block in blocks), default=0), frozenset(), hosts)
 
 
 def merged_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import math
@@ -22,6 +23,7 @@ from cluster.logs import configure_logs
 from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.registry.actor import Method, WeightRegistry, connect_registry
+from cluster.registry.directory import Entry
 from cluster.registry.model_files import write_files
 from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig, ModelReplicaConfig
@@ -31,8 +33,6 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.errors import ServiceError, as_service_errors
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
-from deployments.modules.footprints import FootprintBook
-from deployments.modules.parts import WorkingMemory, no_working_memory
 from weights.errors import WeightsError
 from weights.manifest import Component, Manifest, ModelKind
 from weights.memory.devices import open_device
@@ -81,14 +81,12 @@ class ModelReplica:
         settings: ModelReplicaConfig,
         builder: _Builder,
         num_threads: int | None = None,
-        working_memory: WorkingMemory = no_working_memory,
-        can_stream: Callable[[Component], bool] = lambda component: False,
-        footprints: FootprintBook | None = None,
+        factory: ComponentFactory | None = None,
     ) -> None:
         """Connect to the registry and to this node's keeper, open the module cache and prepare the configured models.
 
-        `holder` names this replica where it has leases. `working_memory` says what a component allocates itself, and
-        `can_stream` whether it can come to a device block by block. Raises WeightsError for a device that is not there.
+        `holder` names this replica where it has leases; `factory` is the builder's, if there is more to know of it.
+        Raises WeightsError for a device that is not there.
         """
         replica_calls_on_loopback()
         configure_logs(config.logging.format)
@@ -116,7 +114,7 @@ class ModelReplica:
             ModuleBudget(
                 settings.weights_budget_bytes, settings.device, f"{self._section}.{settings.weights_budget_key}"
             ),
-            ComponentFactory(builder, builder.retire, working_memory, can_stream, footprints),
+            factory or ComponentFactory(builder, builder.retire),
             report=report_attach,
             kept=provider if keeps else None,
         )
@@ -125,6 +123,8 @@ class ModelReplica:
             WeightRegistry.list_models
         )  # the config may have changed since it was bound
         models = [record.entry for record in records if isinstance(record.entry, ModelConfig)]
+        for model in models:
+            self._note_layers(model)
         await prepare_models(self._module_cache, models, self._kinds, self._wants, builder.prepare)
 
     async def _connect_keeper(self, holder: str, *, keeps: bool) -> RayExtents:
@@ -172,12 +172,20 @@ class ModelReplica:
         """Ask the registry; also for the model's configs, where this node does not have the store's folder."""
         try:
             manifest = await self._call_registry(WeightRegistry.manifest, model, version)
+            if manifest.kind == "llm":
+                with contextlib.suppress(ray.exceptions.RayTaskError):  # a version of a model that was removed since
+                    self._note_layers((await self._call_registry(WeightRegistry.find_model, model)).entry)
             if not await asyncio.to_thread((self._models / manifest.skeleton).is_dir):
                 files = await self._call_registry(WeightRegistry.model_files, model, manifest.fingerprint)
                 await asyncio.to_thread(write_files, self._models, manifest, files)
             return manifest
         except ray.exceptions.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
+
+    def _note_layers(self, entry: Entry | None) -> None:
+        """Follow where the config wants the layers of a language model, from its next lease on."""
+        if isinstance(entry, ModelConfig):
+            self._module_cache.planner.gpu_layers[entry.id] = entry.gpu_layers
 
     def _invalidate(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""

@@ -20,6 +20,7 @@ from cluster.placement.reports import Orders
 from cluster.telemetry import RequestMetrics
 from configs.cluster import ClusterConfig
 from deployments.errors import ModelUnavailable
+from deployments.modules.cache import ComponentFactory
 from deployments.modules.loading import ComponentBuilder, is_denoise_component, within_memory
 from deployments.records import (
     ClipRequest,
@@ -72,9 +73,15 @@ class Worker(ModelReplica):
             self._settings,
             builder,
             self._settings.num_threads,
-            builder.working_memory,
-            builder.can_stream,
-            builder.footprints,
+            ComponentFactory(
+                builder,
+                builder.retire,
+                builder.working_memory,
+                builder.can_stream,
+                builder.footprints,
+                builder.layer_caches,
+                builder.streams_layers,
+            ),
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)

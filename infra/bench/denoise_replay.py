@@ -81,8 +81,9 @@ def _pipeline(name: str, replays: Replays | None) -> DenoisePipeline:
 def _start(pipeline: DenoisePipeline, seed: int, num_steps: int) -> DenoiseState:
     """Return a request with a random text, guided where the model has a negative one."""
     generator, config = torch.Generator().manual_seed(seed), pipeline.denoiser.config
+    prefixes: Sequence[str] = ("",)
     if pipeline.family.denoiser_name == "transformer":
-        width, pooled, prefixes = config.joint_attention_dim, config.pooled_projection_dim, ("",)
+        width, pooled = config.joint_attention_dim, config.pooled_projection_dim
     else:
         pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
         width, prefixes = config.cross_attention_dim, ("", "negative_")

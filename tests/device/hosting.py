@@ -68,6 +68,8 @@ class Host(ModuleCache):
                 getattr(self.builder, "working_memory", no_working_memory),
                 getattr(self.builder, "can_stream", lambda component: False),
                 getattr(self.builder, "footprints", None),
+                getattr(self.builder, "layer_caches", lambda component, skeleton: None),
+                getattr(self.builder, "streams_layers", lambda component: False),
             ),
         )
 

@@ -166,7 +166,7 @@ async def test_a_language_models_cache_counts_and_comes_back(
         assert weights + 2**20 <= counted == module.memory_allocated(device) - before
         assert host.describe()["charged_bytes"] == counted
         del lease
-    tight = Host(store, str(device), weights + 2**19, kv_cache_bytes=2**20)
+    tight = Host(store, str(device), weights // 50, kv_cache_bytes=2**20)
     with pytest.raises(BudgetExceeded, match="adder"):
         await tight.use("adder")
     host.evict("adder")

@@ -1,4 +1,5 @@
-"""A module in less memory than its weights take: which tensors stay on the device, and which come block by block. Pure.
+"""A module in less memory than its weights take: which tensors stay on the device, which come block by block, and which
+stay with the host, that computes their blocks. Pure.
 
 Blocks are submodules that lists of the module have, found in the names of its tensors ("blocks.3.attn.to_q.weight": a
 path with a number in it). One that is too large is taken apart. The others (embeddings, norms, projections) stay.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 ALIGNMENT: Final = 512  # of a tensor in a buffer, as in the device's own allocations
 _MIN_BLOCKS: Final = 8  # that a budget has room for: two of them are buffers, and do not keep anything
@@ -26,11 +27,44 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay."""
+    """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay on the
+    device, and those of `hosts` in host memory: their blocks are computed there."""
 
     blocks: Sequence[Block]
     buffer_bytes: int
     streamed: frozenset[str]
+    hosts: frozenset[str] = frozenset()
+
+    @property
+    def staying_away(self) -> frozenset[str]:
+        """Return the tensors that have no memory of their own on the device."""
+        return self.streamed | self.hosts
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine moves and computes in a second: bytes over the link to a device, bytes of weights that the host
+    multiplies a row with, and operations of its products of many rows.
+    """
+
+    link_bytes_per_s: float
+    host_bytes_per_s: float
+    host_flops_per_s: float
+
+
+Way = Literal["stay", "stream", "host"]
+
+
+def choose_way(nbytes: int, num_weights: int, rows: int, rates: Rates, *, is_resident: bool = False) -> Way:
+    """Return how a block of so many weights computes so many rows: where it is on the device, there after it has come
+    over the link, or on the host.
+
+    The host reads the weights once, and multiplies each with every row; what the device computes hides behind the link.
+    """
+    if is_resident:
+        return "stay"
+    host_s = max(nbytes / rates.host_bytes_per_s, 2 * num_weights * rows / rates.host_flops_per_s)
+    return "stream" if nbytes / rates.link_bytes_per_s < host_s else "host"
 
 
 @dataclass(slots=True)
@@ -54,7 +88,7 @@ def plan_blocks(sizes: Mapping[str, int], budget_bytes: int) -> BlockPlan | None
     None when it cannot: what no block has, and twice the largest block, take more.
     """
     found = list(_blocks(_tree(sizes), "", max(1, budget_bytes // _MIN_BLOCKS), in_list=False))
-    blocks = [_block(path, node) for path, node in sorted(found, key=lambda one: _natural(one[0]))]
+    blocks = [block_of(path, node.sizes) for path, node in sorted(found, key=lambda one: _natural(one[0]))]
     if not blocks:
         return None
     names = {name for block in blocks for name in block.offsets}
@@ -91,9 +125,10 @@ def _blocks(node: _Subtree, path: str, max_bytes: int, *, in_list: bool) -> Iter
         yield from _blocks(child, below, max_bytes, in_list=in_list or node.is_list)
 
 
-def _block(path: str, node: _Subtree) -> Block:
+def block_of(path: str, sizes: Mapping[str, int]) -> Block:
+    """Return tensors of these bytes as one block, one behind the other."""
     offsets, end = {}, 0
-    for name, nbytes in node.sizes.items():
+    for name, nbytes in sizes.items():
         offsets[name] = end
         end += _aligned(nbytes)
     return Block(path, offsets, end)

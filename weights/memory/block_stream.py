@@ -41,6 +41,7 @@ class BlockStream:
         """Return tensors of all blocks by name, on the device, of the right types and shapes, with any content."""
         return {name: tensor for block in range(len(self.plan.blocks)) for name, tensor in self._seen(block, 0).items()}
 
+    @torch.inference_mode(False)  # another thread writes what this one may only read in its own mode
     def tensors_of(self, block: int) -> Mapping[str, torch.Tensor]:
         """Return the tensors of a block, which stay until another block was asked for twice. Waits for their upload,
         and begins that of the block that follows. Raises what the upload raised.

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -23,7 +24,7 @@ from deployments.engines.diffusion.previews import preview_steps
 from deployments.engines.diffusion.rows import Work
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
-from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError
+from deployments.engines.protocol import ConditionedRequest, DenoiseTimes, DiffusionOutput, EngineError, StepAborted
 from deployments.engines.step_costs import StepCosts
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class DiffusionEngine:
         self.pipeline = pipeline
         self.failures: dict[str, Exception] = {}
         self._requests: dict[str, _Running] = {}
+        self._cancelled: set[str] = set()
         self.costs = costs or StepCosts()
         self._clock = clock
         self._order, self._load = FairOrder(), ArrivingLoad()
@@ -98,10 +100,15 @@ class DiffusionEngine:
         self._requests[request.request_id] = _Running(request, state, now, self._order.arrive(work_s), deadline_s)
 
     def request_cancel(self, request_id: str) -> None:
-        """Do nothing: a denoise step ends for all who share it."""
+        """Have a denoise step that runs end before its next block, if none of its requests is wanted any more.
+
+        Callable from any thread, at any time; `abort` follows.
+        """
+        self._cancelled.add(request_id)
 
     def abort(self, request_id: str) -> None:
         """Drop a request. Unknown ids are ignored."""
+        self._cancelled.discard(request_id)
         running = self._requests.pop(request_id, None)
         if running is not None:
             self._order.leave(running.fair_end)
@@ -127,7 +134,17 @@ class DiffusionEngine:
         self.failures = {}
         if ended := [running for running in self._requests.values() if running.state.done]:
             return self._decode(ended)
-        return self._denoise(list(self._requests.values()))
+        try:
+            return self._denoise(list(self._requests.values()))
+        except StepAborted:
+            for request_id in self._cancelled & self._requests.keys():
+                self.abort(request_id)
+            return []
+
+    def _check_wanted(self, request_ids: Sequence[str]) -> None:
+        """Raise StepAborted where nobody wants any of these requests."""
+        if self._cancelled and self._cancelled.issuperset(request_ids):
+            raise StepAborted
 
     def _run_turn(
         self,
@@ -158,7 +175,13 @@ class DiffusionEngine:
 
     def _denoise(self, waiting: Sequence[_Running]) -> list[DiffusionOutput]:
         failures: Sequence[Exception | None]
-        batch, failures = self._run_turn(waiting, self.pipeline.step_work, self._step_states)
+        ids = {id(running.state): running.request.request_id for running in waiting}
+
+        def step_states(states: Sequence[DenoiseState]) -> list[Exception | None]:
+            self.pipeline.step(states, partial(self._check_wanted, [ids[id(state)] for state in states]))
+            return [state.failure for state in states]
+
+        batch, failures = self._run_turn(waiting, self.pipeline.step_work, step_states)
         now = self._clock()
         moved = []
         for running, failure in zip(batch, failures, strict=True):
@@ -206,10 +229,6 @@ class DiffusionEngine:
         running.saved = now  # also when it cannot be: not tried again at every step
         return save_checkpoint(state, request.conditioning)
 
-    def _step_states(self, states: Sequence[DenoiseState]) -> list[Exception | None]:
-        self.pipeline.step(states)
-        return [state.failure for state in states]
-
     def _decode(self, ended: Sequence[_Running]) -> list[DiffusionOutput]:
         batch, outcomes = self._run_turn(ended, self.pipeline.decode_work, self.pipeline.decode)
         now = self._clock()
@@ -238,6 +257,8 @@ def _run_or_retry(
     """Return the outcome of `work` for each state, from one call for all; if that fails, from one call for each."""
     try:
         return list(work(states))
+    except StepAborted:
+        raise
     except Exception as error:
         if len(states) > 1 or is_out_of_memory(error):
             forget_frames(error)  # they know the tensors of the call that failed, whose memory the next ones need

@@ -57,7 +57,7 @@ from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
-from deployments.engines.nn.forwards import make_quick, replaced_forwards
+from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
@@ -101,6 +101,7 @@ class DenoisePipeline:
         self._solvers = SolverFactory(folder, self.model_index)
         self._loras = FittedLoras(family, family.denoiser_name, self.denoiser)
         self._modulation = Modulation(family, self.denoiser)
+        self._blocks = outer_blocks(self.denoiser)
         self._bounds = bounds
         self._workspace = workspace
         self._memory = MemoryLimits()
@@ -221,9 +222,10 @@ class DenoisePipeline:
         most = min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound))
         return Work(frozenset([decode_key(state)]), str(kind), len(state.latents), most)
 
-    def step(self, states: Sequence[DenoiseState]) -> None:
+    def step(self, states: Sequence[DenoiseState], check: Callable[[], None] = lambda: None) -> None:
         """Move each state on by one denoise step. When a forward raises, no state has moved.
 
+        `check` is called before each block of the denoiser; what it raises ends the step there.
         A state whose own solver raises keeps the reason as its `failure`, and the others move. Raises a state's
         failure when it is to step again, and EngineError when it has no steps left.
         """
@@ -233,7 +235,7 @@ class DenoisePipeline:
             if state.done:
                 raise EngineError(f"request {state.request.request_id!r} has no steps left")
         noises: dict[int, torch.Tensor] = {}  # by branch, each of which belongs to one state
-        with torch.no_grad():
+        with torch.no_grad(), checked_blocks(self._blocks, check):
             for mates in grouped(parts_of(states), batch_key):
                 noise = self._predict(group := by_adapters(mates))
                 noises |= {id(part.branch): own for part, own in zip(group, split_rows(noise, group), strict=True)}

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,11 +23,12 @@ from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
-from deployments.engines.llm.kv_cache import KvDtype, cache_tensors, plan_cache
+from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner, StepAborted
+from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
-from deployments.engines.llm.models.registry import create_any_model, decoder_spec, is_stock, load_config
+from deployments.engines.llm.models.registry import AnyModel, create_any_model, decoder_spec, is_stock, load_config
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.own_cache_runner import OwnCacheRunner
 from deployments.engines.llm.pooling import load_embedding_rules
@@ -43,7 +45,8 @@ from deployments.engines.llm.tokenizer import (
 )
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.prompt_images import PromptImage, PromptImages
-from deployments.engines.protocol import ComputationFailed, EngineError, TextDelta, TextRequest
+from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
+from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
 
 logger = logging.getLogger(__name__)
@@ -82,20 +85,13 @@ class LLMEngine:
             EngineError: the folder, the tensors or the limits do not fit together; the message tells which.
         """
         model_config = load_config(folder)
-        model = create_any_model(model_config, tensors, torch.device(config.device), arithmetic=config.arithmetic)
+        device = torch.device(config.device)
+        model = create_any_model(
+            model_config, tensors, device, arithmetic=config.arithmetic, keeps_places=config.keeps_places
+        )
         if model.pads_rows:
             config.check_padded_threads()
-        limits: Any = {
-            "kv_cache_bytes": config.kv_cache_bytes,
-            "max_num_seqs": config.max_num_seqs,
-            "max_model_len": config.max_model_len,
-        }
-        self._runner: ModelRunner | OwnCacheRunner
-        if isinstance(model, OwnCacheModel):
-            plan, self._runner = plan_states(model.spec, **limits), OwnCacheRunner(model)
-        else:
-            plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
-            self._runner = ModelRunner(model, plan.num_blocks, config.kv_dtype)
+        plan, self._runner = _plan_runner(model, config)
         self._config, self._clock = config, clock
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
@@ -117,6 +113,7 @@ class LLMEngine:
         )
         self._loras, self._memory = DecoderLoras(model), MemoryLimits()
         self._requests: dict[str, list[Completion]] = {}
+        self._stream: BlockStream | None = None
         self._cancelled: set[str] = set()
         self._other_step_s: float | None = None
         self.failures: dict[str, Exception] = {}
@@ -131,6 +128,17 @@ class LLMEngine:
         return LLMEngineStats(
             scheduler.num_running, scheduler.num_waiting, scheduler.num_preemptions, blocks.num_blocks, blocks.num_free
         )
+
+    def stream_layers(self, stream: BlockStream) -> None:
+        """Let layers of the host come to the device for steps of many tokens. The stream is the engine's to close."""
+        self._stream = stream
+        assert isinstance(self._runner, ModelRunner)
+        self._runner.stream_layers(stream)
+
+    def close(self) -> None:
+        """Let the memory go that layers came through. No step follows."""
+        if self._stream is not None:
+            self._stream.close()
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
@@ -361,6 +369,19 @@ class LLMEngine:
         self.abort(request_id)
 
 
+def _plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
+    """Return the plan of a model's cache, and what runs the model over it. Raises EngineError."""
+    limits: Any = {
+        "kv_cache_bytes": config.kv_cache_bytes,
+        "max_num_seqs": config.max_num_seqs,
+        "max_model_len": config.max_model_len,
+    }
+    if isinstance(model, OwnCacheModel):
+        return plan_states(model.spec, **limits), OwnCacheRunner(model)
+    plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
+    return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype)
+
+
 @contextlib.contextmanager
 def _torch_threads(count: int | None) -> Iterator[None]:
     """Let torch and the kernels use so many threads for what this thread computes; None changes nothing."""
@@ -394,10 +415,44 @@ def working_bytes(
     config = load_config(folder)
     if is_stock(config):  # what its layers keep is known when it runs
         return kv_cache_bytes + converted_bytes(config, tensor_bytes)
-    spec = decoder_spec(config)
+    sizes = (dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
+    return _layer_caches(decoder_spec(config), *sizes)[-1]
+
+
+def layer_caches(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    kv_dtype: KvDtype = "auto",
+) -> list[int] | None:
+    """Return the bytes that an engine takes on its device beside weights, where 0, 1, ... of its layers are there.
+
+    None for a model of transformers, whose layers are all there. Raises EngineError as the engine does.
+    """
+    config = load_config(folder)
+    if is_stock(config):
+        return None
+    return _layer_caches(decoder_spec(config), dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
+
+
+def _layer_caches(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    kv_dtype: KvDtype,
+) -> list[int]:
     plan = plan_cache(
         spec, dtype, kv_cache_bytes=kv_cache_bytes, max_num_seqs=max_num_seqs, max_model_len=None, kv_dtype=kv_dtype
     )
-    sizes = [math.prod(shape) * kind.itemsize for shape, kind in cache_tensors(spec, plan.num_blocks, dtype, kv_dtype)]
-    frequencies_bytes = spec.head_dim // 2 * torch.float32.itemsize
-    return sum(allocated_bytes(device, size) for size in sizes) + allocated_bytes(device, frequencies_bytes)
+    found = []
+    for num_layers in range(spec.num_layers + 1):
+        tensors = cache_tensors(replace(spec, num_layers=num_layers), plan.num_blocks, dtype, kv_dtype)
+        sizes = [math.prod(shape) * kind.itemsize for shape, kind in tensors]
+        sizes.append(spec.head_dim // 2 * torch.float32.itemsize)  # the frequencies
+        found.append(sum(allocated_bytes(device, size) for size in sizes))
+    return found

@@ -21,13 +21,15 @@ class LLMEngineConfig:
     `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights
     (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they take without
     prompts, and have at most `max_prefill_beside_decode` prompt tokens. Steps of completions alone run on
-    `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is.
+    `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. With
+    `keeps_places` each layer computes where its tensors are, be that `device`, which has the head, or the host.
 
     Raises:
         EngineError: no sequence or no token fits into a step.
     """
 
     device: str | torch.device = "cpu"
+    keeps_places: bool = False
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_prefill_beside_decode: int = 512

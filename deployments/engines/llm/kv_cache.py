@@ -171,12 +171,18 @@ class KVCache:
         kv_dtype: KvDtype = "auto",
         *,
         stored: torch.dtype | None = None,
+        places: Sequence[torch.device] = (),
     ) -> None:
-        """Make room for `num_blocks` blocks. Vectors are read in `dtype`, and kept in `stored`, of as many bytes."""
+        """Make room for `num_blocks` blocks. Vectors are read in `dtype`, and kept in `stored`, of as many bytes.
+
+        Each layer's is on `device`, or in its own of `places`.
+        """
         self.null_slot = num_blocks * BLOCK_SIZE
         slots = num_blocks * BLOCK_SIZE + 1, stored or dtype, kv_dtype
-        self._keys = _Half([heads[:2] for heads in spec.kv_layers], slots, dtype, device)
-        self._values = _Half([(heads.num_heads, heads.value_size) for heads in spec.kv_layers], slots, dtype, device)
+        devices = places or [device] * len(spec.kv_layers)
+        keys = [(heads.num_heads, heads.key_size, place) for heads, place in zip(spec.kv_layers, devices, strict=True)]
+        values = [(one.num_heads, one.value_size, place) for one, place in zip(spec.kv_layers, devices, strict=True)]
+        self._keys, self._values = _Half(keys, slots, dtype), _Half(values, slots, dtype)
 
     def layer_slots(self, layer: int) -> LayerSlots:
         """Return the memory of a layer."""
@@ -212,25 +218,24 @@ class _Half:
 
     def __init__(
         self,
-        sizes: list[tuple[int, int]],
+        sizes: list[tuple[int, int, torch.device]],
         slots: tuple[int, torch.dtype, KvDtype],
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        """`sizes` are (K, D) of each layer, `slots` their number, and how they are stored."""
+        """`sizes` are (K, D) of each layer and its device, `slots` their number, and how they are stored."""
         self._dtype = dtype
         num_slots, stored, kv_dtype = slots
         num_layers = Counter(sizes)
         groups = {
-            (heads, size): [
+            (heads, size, device): [
                 _zeros(shape, kind, device)
-                for shape, kind in _shapes((num_layers[heads, size], num_slots, heads), size, stored, kv_dtype)
+                for shape, kind in _shapes((count, num_slots, heads), size, stored, kv_dtype)
             ]
-            for heads, size in num_layers
+            for (heads, size, device), count in num_layers.items()
         }
         self.tensors = [tensor for group in groups.values() for tensor in group]  # each (L, S, K, ...)
         self.layers: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        places: Counter[tuple[int, int]] = Counter()
+        places: Counter[tuple[int, int, torch.device]] = Counter()
         for one in sizes:
             vectors, *scales = (tensor[places[one]] for tensor in groups[one])
             self.layers.append((vectors, scales[0] if scales else None))

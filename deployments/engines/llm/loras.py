@@ -83,12 +83,12 @@ class DecoderLoras:
         return {path: self._placed(path, pair) for path, pair in pairs.items()}
 
     def _placed(self, path: str, pair: LoraPair) -> LoraPair:
-        heads = self._interleaved_heads(path)
+        model, heads = self._model, self._interleaved_heads(path)
         if heads:  # the base's rows are in the order of neighbouring pairs
             magnitude = None if pair.magnitude is None else _interleaved(pair.magnitude, heads)
             up = _interleaved(pair.up, heads)
             pair = replace(pair, up=up, magnitude=magnitude)
-        return pair.to(self._model.device, self._model.dtype)
+        return pair.to(model.device_of(path) if isinstance(model, LoadedModel) else model.device, model.dtype)
 
     def _interleaved_heads(self, path: str) -> int | None:
         """Return the heads of a layer whose rows lie in another order than its checkpoint's; None of any other."""

@@ -16,14 +16,13 @@ from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.split_layers import SplitLayers, SplitStep
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.lora import RowAdapter, adapted_rows
 from deployments.engines.prompt_images import PromptImages
+from weights.adapters import LoraPair
+from weights.memory.block_stream import BlockStream
 from weights.memory.devices import computes_on_host
-
-
-class StepAborted(Exception):
-    """Nobody wants the result of the step that ran. What its tokens left in the KV cache counts for nothing."""
 
 
 class ModelRunner:
@@ -32,10 +31,19 @@ class ModelRunner:
     def __init__(self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
         self._model = model
         stored = NativeDecoder.cache_dtype(model)
-        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored)
+        is_split = isinstance(model, LoadedModel) and model.is_split
+        places = model.layer_devices if isinstance(model, LoadedModel) else ()
+        self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored, places=places)
         self._decoder = NativeDecoder.create(model, self._cache)
+        self._split = SplitLayers(model, self._cache) if isinstance(model, LoadedModel) and is_split else None
         # On the host, products of few rows round by their number: a token's result must not depend on its company.
-        self._row_multiple = settled_rows() if model.pads_rows and computes_on_host(model.device) else 1
+        on_host = any(map(computes_on_host, (model.device, *places)))
+        self._row_multiple = settled_rows() if model.pads_rows and on_host else 1
+
+    def stream_layers(self, stream: BlockStream) -> None:
+        """Let layers of the host come to the device through `stream`, for steps of many tokens."""
+        assert self._split is not None
+        self._split.stream_layers(stream)
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -52,7 +60,8 @@ class ModelRunner:
         """
         check()
         # All tokens of a sequence take the same way, whatever is beside them, so they come out the same.
-        taken = [chunk for chunk in chunks if self._decoder and not chunk.sequence.loras]
+        has_kernels = self._decoder is not None or (self._split is not None and self._split.has_kernels)
+        taken = [chunk for chunk in chunks if has_kernels and not chunk.sequence.loras]
         if taken and len(taken) == len(chunks):
             return self._run_kernels(taken, check)
         if not taken:
@@ -67,6 +76,8 @@ class ModelRunner:
 
     def _run_layers(self, chunks: Collection[Chunk], check: Callable[[], None]) -> torch.Tensor:
         """Run the module, layer by layer."""
+        if self._split is not None:
+            return self._run_split(chunks, check)
         model = self._model
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
         token_ids_T = self._padded(torch.tensor(tokens)).to(model.device)
@@ -88,12 +99,32 @@ class ModelRunner:
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
+    def _run_split(
+        self, chunks: Collection[Chunk], check: Callable[[], None], spans: list[TokenSpan] | None = None
+    ) -> torch.Tensor:
+        """Run the layers where they are, with `spans` by the host's kernels where it has them."""
+        assert self._split is not None
+        tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
+
+        def plan(window: int, device: torch.device) -> StepAttention:
+            return plan_attention(chunks, self._cache, device, window)
+
+        ids_T, positions_T = self._padded(torch.tensor(tokens)), self._padded(_positions(chunks))
+        is_adapted = any(chunk.sequence.loras for chunk in chunks)
+        step = SplitStep(ids_T, positions_T, len(tokens), plan, check, spans, is_adapted)
+        with adapted_rows(self._model.module, _by_place(_row_adapters(chunks, self._model.device))):
+            hidden = self._split.hidden_states(step)
+        self._read_prompts(chunks, hidden)
+        with adapted_rows(self._model.module, _row_adapters(chunks, self._model.device, of_head=True)):
+            return self._logits(hidden, _last_rows(chunks))
+
     def _run_kernels(self, chunks: Collection[Chunk], check: Callable[[], None]) -> torch.Tensor:
-        assert self._decoder is not None
         spans = [
             TokenSpan(chunk.sequence.token_ids[chunk.start : chunk.end], chunk.start, chunk.sequence.block_table)
             for chunk in chunks
         ]
+        if self._decoder is None:
+            return self._run_split(chunks, check, spans)
         rows = _last_rows(chunks)
         hidden, logits = self._decoder.run_step(spans, rows, check)
         self._read_prompts(chunks, hidden)
@@ -163,6 +194,19 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
         if chunk.has_logits:
             rows.append(end - 1)
     return rows
+
+
+def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:
+    """Return the adapters with the numbers of their rows on each device that they change layers of."""
+    found = []
+    for one in adapters:
+        places: dict[torch.device, dict[str, LoraPair]] = {}
+        for path, pair in one.pairs.items():
+            places.setdefault(pair.down.device, {})[path] = pair
+        for device, pairs in places.items():
+            row_multiple = settled_rows() if computes_on_host(device) else 1
+            found.append(RowAdapter(pairs, one.strength, one.rows.to(device), row_multiple))
+    return found
 
 
 def _row_adapters(

@@ -108,32 +108,37 @@ class TokenSpan(NamedTuple):
 
 
 class NativeDecoder:
-    """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive."""
+    """The layers of one model with their KV cache, as the kernels take them. It keeps the tensors alive.
 
-    def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels) -> None:
+    Those of a part of the layers end without the last norm and the head, which are elsewhere.
+    """
+
+    def __init__(self, model: LoadedModel, cache: KVCache, kernels: Kernels, part: range | None = None) -> None:
         decoder: Any = model.module.model
         self._embedding: PackedEmbedding | nn.Embedding = decoder.embed_tokens
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []
         spec, rotary, head = model.spec, model.rotary, model.module.lm_head
+        numbers = range(spec.num_layers) if part is None else part
         # A head of another kind than the layers is the module's to compute.
-        self.vocab_size = spec.vocab_size if _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj) else 0
-        self._layers = (_Layer * spec.num_layers)(
-            *(self._layer(layer, cache.layer_slots(i)) for i, layer in enumerate(decoder.layers))
+        has_head = part is None and _kind_of(head) == _kind_of(decoder.layers[0].mlp.up_proj)
+        self.vocab_size = spec.vocab_size if has_head else 0
+        self._layers = (_Layer * len(numbers))(
+            *(self._layer(decoder.layers[number], cache.layer_slots(number)) for number in numbers)
         )
-        element = _CACHE_ELEMENTS[cache.layer_slots(0).keys.dtype]
+        element = _CACHE_ELEMENTS[cache.layer_slots(numbers.start).keys.dtype]
         self._decoder = _Decoder(
             self._layers,
-            spec.num_layers,
+            len(numbers) + (part is not None),  # the last of a part is not the last one
             spec.hidden_size,
             spec.intermediate_size,
             spec.num_heads,
             _CacheShape(spec.num_kv_heads, spec.head_dim, BLOCK_SIZE, element),
             spec.rms_norm_eps,
             rotary.is_interleaved,
-            self._pointer(rotary.inverse_frequencies),
+            self._pointer(rotary.inverse_frequencies.cpu()),
             rotary.magnitude,
-            self._pointer(decoder.norm.weight),
+            None if part else self._pointer(decoder.norm.weight),
             self._linear(head) if self.vocab_size else _Linear(),
         )
 
@@ -141,9 +146,15 @@ class NativeDecoder:
     def create(cls, model: LoadedModel | StockModel, cache: KVCache) -> Self | None:
         """Return the decoder, or None where the model has something that decoder.h does not compute."""
         kernels = load_kernels() if model.device.type == "cpu" else None
-        if kernels is None or not isinstance(model, LoadedModel) or not _is_computed(model):
+        if kernels is None or not isinstance(model, LoadedModel) or model.is_split or not _is_computed(model):
             return None
         return cls(model, cache, kernels)
+
+    @classmethod
+    def create_part(cls, model: LoadedModel, cache: KVCache, part: range) -> Self | None:
+        """Return the decoder of these layers, which are on the host; None as `create`."""
+        kernels = load_kernels()
+        return cls(model, cache, kernels, part) if kernels is not None and _is_computed(model, part) else None
 
     @classmethod
     def cache_dtype(cls, model: LoadedModel | StockModel) -> torch.dtype:
@@ -153,7 +164,7 @@ class NativeDecoder:
         """
         if not isinstance(model, LoadedModel):
             return model.dtype
-        is_packed = isinstance(model.module.model.embed_tokens, PackedEmbedding)
+        is_packed = isinstance(model.module.model.embed_tokens, PackedEmbedding) and not model.is_split
         is_wide = is_packed and model.device.type == "cpu" and load_kernels() is not None and _is_computed(model)
         return torch.float16 if is_wide and model.dtype == torch.bfloat16 else model.dtype
 
@@ -167,8 +178,19 @@ class NativeDecoder:
         than the layers. A row's result depends on its sequence's tokens alone, bit for bit. With more than a few rows
         `check` is called before each layer, and what it raises ends the step. Raises MemoryError.
         """
+        return self._run_rows(
+            self.embedded([token for span in spans for token in span.token_ids]), spans, logit_rows, check
+        )
+
+    @torch.inference_mode()
+    def run_part(self, x_NC: torch.Tensor, spans: Sequence[TokenSpan], check: Callable[[], None]) -> torch.Tensor:
+        """Return what these layers make of `x_NC` (rows, hidden), float32, which is overwritten. As `run_step`."""
+        return self._run_rows(x_NC, spans, (), check)[0]
+
+    def _run_rows(
+        self, x_NC: torch.Tensor, spans: Sequence[TokenSpan], logit_rows: Sequence[int], check: Callable[[], None]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sizes = [len(span.token_ids) for span in spans]
-        x_NC = self._embedded([token for span in spans for token in span.token_ids])
         num_rows, num_layers = len(x_NC), len(self._layers)
         angles = torch.empty(2, num_rows, self._decoder.cache.head_dim // 2)
         asked = logit_rows if self.vocab_size else ()
@@ -191,7 +213,7 @@ class NativeDecoder:
                 raise MemoryError(f"no memory for a step of {num_rows} tokens")
         return x_NC, logits_NV if self.vocab_size else None
 
-    def _embedded(self, token_ids: Sequence[int]) -> torch.Tensor:
+    def embedded(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Return the rows of the embedding (N, hidden), contiguous float32 memory of their own."""
         ids = torch.tensor(token_ids)
         if isinstance(self._embedding, PackedEmbedding):
@@ -223,9 +245,10 @@ class NativeDecoder:
         return self._kept[-1].data_ptr()
 
 
-def _is_computed(model: LoadedModel) -> bool:
+def _is_computed(model: LoadedModel, part: range | None = None) -> bool:
     spec, decoder = model.spec, model.module.model
-    layers: Iterable[Any] = decoder.layers
+    every: Any = decoder.layers
+    layers: list[Any] = list(every) if part is None else [every[number] for number in part]
     sizes = spec.hidden_size, spec.head_dim
     return (
         model.dtype in ELEMENTS

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,6 +37,28 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
                 module.__dict__.pop("forward", None)
             else:
                 module.__dict__["forward"] = earlier
+
+
+def outer_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a module runs one after the other: those of its lists that lie in no other list."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += child.children() if isinstance(child, nn.ModuleList) else outer_blocks(child)
+    return found
+
+
+@contextlib.contextmanager
+def checked_blocks(blocks: Iterable[nn.Module], check: Callable[[], None]) -> Iterator[None]:
+    """Call `check` before each of the blocks within the context: what it raises ends the forward there.
+
+    HAZARD: hooks belong to the blocks, so one thread at a time may run them; no hook is left behind in any case.
+    """
+    handles = [block.register_forward_pre_hook(lambda *_: check(), prepend=True) for block in blocks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def make_quick(module: nn.Module) -> None:

@@ -152,9 +152,40 @@ def test_a_model_that_its_budget_never_holds_is_a_mistake_in_the_configs_words(
     assert "model of 'adder' need " in on_cpu["models.0"]
     device = {"device": "sim", "device_budget_bytes": 1000}
     on_device = mistakes(models=[{**ADDER, "dtype": "float32"}], worker=device)
-    assert on_device["models.0"].startswith("worker.device_budget_bytes is 1000 bytes; model of 'adder' need ")
+    assert on_device["models.0"] == (
+        "'adder': lm_head.weight, model.norm.weight need 52.5 KiB on the device even where all layers are computed on "
+        "the host; its budget is 1000 bytes (worker.device_budget_bytes)"
+    )
     assert "vae of 'flux' need" in mistakes(models=[FLUX], worker=device)["models.0"]  # the denoiser comes in blocks
     assert mistakes(models=[ADDER], store={"path": "store", "node_budget_bytes": 2**30}) == {}
+
+
+@pytest.mark.parametrize(
+    ("model", "gpu_layers", "worker", "words"),
+    [
+        (ADDER, 5, {"device": "sim"}, "gpu_layers is 5, but 'adder' has 4 layers, layers.0 to layers.3"),
+        (ADDER, "blk.*", {"device": "sim"}, "gpu_layers 'blk.*' is the name of no layer: 'adder' has 4 layers"),
+        (ADDER, 2, {"device": "sim", "device_budget_bytes": 600_000}, "layers 2, 3 and lm_head.weight, model.norm.wei"),
+        (ADDER, 2, {}, "worker.device is cpu: all layers are computed on the host"),
+        (FLUX, 2, {"device": "sim"}, "only the layers of our own decoders can be split between device and host"),
+        (ADDER, "(", {}, "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
+        (ADDER, -1, {}, "not a choice of layers: -1 (expected auto, a number of layers such as 20, or a regular"),
+        (ADDER, True, {}, "not a choice of layers: True"),
+        (ADDER, "3", {}, "not a choice of layers: '3'"),
+    ],
+)
+def test_layers_that_are_not_there_or_have_no_room_are_mistakes(
+    mistakes: Callable[..., Found], model: dict[str, Any], gpu_layers: Any, worker: dict[str, Any], words: str
+) -> None:
+    model = {**model, "gpu_layers": gpu_layers, "dtype": "float32"}
+    assert words in mistakes(models=[model], worker=worker)["models.0.gpu_layers"]
+
+
+def test_a_language_model_larger_than_its_device_is_no_mistake(mistakes: Callable[..., Found]) -> None:
+    device = {"device": "sim", "device_budget_bytes": 1_300_000}
+    for gpu_layers in ("auto", 2, 0, r"layers\.[01]"):
+        model = {**ADDER, "gpu_layers": gpu_layers, "dtype": "float32"}
+        assert mistakes(models=[model], worker=device) == {}
 
 
 def test_more_memory_than_the_machine_has_is_a_mistake(mistakes: Callable[..., Found]) -> None:

@@ -39,6 +39,11 @@ def check_config(content: Mapping[str, Any], path: Path) -> str:
     return str(class_name)
 
 
+def has_own_layers(class_name: str | None) -> bool:
+    """Return whether a decoder of ours computes this class, so that each of its layers can be on another device."""
+    return class_name in CLASS_NAMES.values()
+
+
 def _check_ours(content: Mapping[str, Any], path: Path) -> None:
     """Raise EngineError for a config of a class that we have a decoder of, but not with these layers."""
     if not has_model_type(content.get("model_type")):

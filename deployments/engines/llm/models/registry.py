@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,15 @@ from deployments.engines.protocol import EngineError
 from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
+from weights.memory.layer_plan import layer_of
 
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadedModel:
-    """A decoder with its weights, ready to run.
+    """A decoder with its weights, ready to run. `device` has its head, and usually all of it.
 
     `pads_rows`: on the CPU, products of few rows round by their number, which packed kernels do not.
     """
@@ -50,6 +52,22 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     pads_rows: bool = True
+
+    @cached_property
+    def layer_devices(self) -> tuple[torch.device, ...]:
+        """Return where each layer computes: the place of its tensors."""
+        layers: Any = self.module.model.layers
+        return tuple(layer.input_layernorm.weight.device for layer in layers)
+
+    @property
+    def is_split(self) -> bool:
+        """Return whether layers are on several devices."""
+        return any(device != self.device for device in self.layer_devices)
+
+    def device_of(self, path: str) -> torch.device:
+        """Return where a submodule computes."""
+        layer = layer_of(f"{path}.")
+        return self.device if layer is None else self.layer_devices[layer]
 
     def hidden_states(
         self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, planner: Planner, check: Callable[[], None]
@@ -101,10 +119,11 @@ def create_any_model(
     device: torch.device,
     *,
     arithmetic: Arithmetic = "fast",
+    keeps_places: bool = False,
 ) -> AnyModel:
     """Build our decoder, or the class of transformers where we have none. Raises EngineError as they do."""
     if not is_stock(config):
-        return create_model(config, tensors, device, arithmetic=arithmetic)
+        return create_model(config, tensors, device, arithmetic=arithmetic, keeps_places=keeps_places)
     create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model
     return create(config, tensors, device)
 
@@ -115,11 +134,13 @@ def create_model(
     device: torch.device,
     *,
     arithmetic: Arithmetic = "fast",
+    keeps_places: bool = False,
 ) -> LoadedModel:
     """Build our decoder on the meta device and assign `tensors`.
 
-    Tensors that are on `device` already are used where they are; others are copied there. Those of a GGUF or Kuiper
-    file stay packed, and `arithmetic` says how products with them are computed (`nn/packed_linear.py`).
+    Tensors that are on `device` already are used where they are; others are copied there. With `keeps_places` all of a
+    layer's are where it computes, and stay. Those of a GGUF or Kuiper file stay packed, and `arithmetic` says how
+    products with them are computed (`nn/packed_linear.py`).
 
     Raises:
         EngineError: the config asks for something that is not supported, or the tensors do not fit it.
@@ -130,7 +151,9 @@ def create_model(
         module = LlamaForCausalLM(spec)
     packed: PackedSource | None = getattr(config, "packed_source", None)
     full_name = _full_name if packed is None else str
-    placed = renamed_experts({full_name(name): tensor.to(device) for name, tensor in tensors.items()})
+    placed = renamed_experts(
+        {full_name(name): tensor if keeps_places else tensor.to(device) for name, tensor in tensors.items()}
+    )
     source = packed or _stored_source(config, placed, arithmetic)
     if source is not None:
         rotary = _rescaled(rotary, source, placed)
@@ -138,10 +161,15 @@ def create_model(
     _assign_tensors(module, placed, _TIED if spec.tied_embeddings else {})
     dtype = module.model.norm.weight.dtype if source is None else compute_dtype(arithmetic)
     pads_rows = uses_torch_products(module)
-    for part in module.modules():
-        if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(device):
+    model = LoadedModel(module.eval(), rotary, spec, dtype, _place(module) if keeps_places else device, pads_rows)
+    for path, part in module.named_modules():
+        if isinstance(part, MixtureOfExperts) and pads_rows and computes_on_host(model.device_of(path)):
             part.row_multiple = settled_rows()
-    return LoadedModel(module.eval(), rotary, spec, dtype, device, pads_rows)
+    return model
+
+
+def _place(module: LlamaForCausalLM) -> torch.device:
+    return module.model.norm.weight.device
 
 
 def _stored_source(

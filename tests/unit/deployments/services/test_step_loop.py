@@ -104,7 +104,7 @@ class Pipeline:
     def decode_work(self, state: State) -> Work:
         return Work(frozenset(["decode"]), "decode", 1, 64)
 
-    def step(self, states: list[State]) -> None:
+    def step(self, states: list[State], check: Any = None) -> None:
         self.threads.add(threading.get_ident())
         self.turns.take()
         for state in states:

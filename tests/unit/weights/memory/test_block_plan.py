@@ -6,7 +6,9 @@ import itertools
 import random
 from collections import Counter
 
-from weights.memory.block_plan import ALIGNMENT, plan_blocks
+import pytest
+
+from weights.memory.block_plan import ALIGNMENT, Rates, choose_way, plan_blocks
 
 
 def random_sizes(chance: random.Random) -> dict[str, int]:
@@ -77,3 +79,21 @@ def test_a_block_that_is_too_large_comes_in_parts() -> None:
 
 def test_a_module_without_lists_of_blocks_has_no_plan() -> None:
     assert plan_blocks({"model.weight": 10_000, "head.weight": 10_000}, 15_000) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "rates", "way"),
+    [
+        (1, Rates(25e9, 35e9, 434e9), "host"),
+        (17, Rates(25e9, 35e9, 434e9), "host"),
+        (18, Rates(25e9, 35e9, 434e9), "stream"),
+        (4096, Rates(25e9, 35e9, 434e9), "stream"),
+        (199, Rates(25e9, 35e9, 5e12), "host"),
+        (201, Rates(25e9, 35e9, 5e12), "stream"),
+        (1, Rates(50e9, 35e9, 5e12), "stream"),
+    ],
+)
+def test_few_rows_are_the_hosts_and_for_many_the_weights_come(rows: int, rates: Rates, way: str) -> None:
+    """Of bfloat16, with the rates of a machine: where 2 x weights x rows / flops takes as long as the link."""
+    assert choose_way(2 * 10**8, 10**8, rows, rates) == way
+    assert choose_way(2 * 10**8, 10**8, rows, rates, is_resident=True) == "stay"

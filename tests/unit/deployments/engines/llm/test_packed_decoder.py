@@ -15,7 +15,7 @@ from torch import nn
 from deployments.engines.llm import native_decoder
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner, StepAborted
+from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.native_decoder import NativeDecoder
@@ -26,7 +26,7 @@ from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear
 from deployments.engines.nn.packed_weights import packed_weight
 from deployments.engines.nn.rotary import Rotary
-from deployments.engines.protocol import TextLora
+from deployments.engines.protocol import StepAborted, TextLora
 from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES
 from weights.private_folder import cache_folder

@@ -9,12 +9,12 @@ import torch
 
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.engines.llm.model_runner import ModelRunner, StepAborted
+from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES
 from deployments.engines.llm.models.registry import create_any_model, load_config
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, WHOLE_PROMPTS
 from deployments.engines.llm.scheduler import Chunk, Sequence
-from deployments.engines.protocol import EngineError, SamplingParams, TextLora, TextRequest
+from deployments.engines.protocol import EngineError, SamplingParams, StepAborted, TextLora, TextRequest
 from infra.supported.language_models import (
     MAX_ERROR,
     VOCABULARY,

@@ -1,0 +1,99 @@
+"""Where the layers of a decoder compute: on devices from the last one on, the others on the host."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from weights.errors import BudgetExceeded, WeightsError
+from weights.memory.layer_plan import AUTO, DecoderSizes, LayerPlan, decoder_sizes, host_names, layer_of, plan_layers
+
+
+def sizes_of(chance: random.Random) -> DecoderSizes:
+    count = chance.randint(1, 40)
+    caches = [16 + layer * chance.choice([0, 100]) for layer in range(count + 1)]
+    return DecoderSizes([chance.randint(1, 999) for _ in range(count)], chance.randint(0, 300), sorted(caches), "norm")
+
+
+def used(sizes: DecoderSizes, plan: LayerPlan, place: int, num_devices: int) -> int:
+    layers = plan.on(place)
+    rest = sizes.rest_bytes if place == num_devices - 1 else 0
+    return rest + sum(sizes.layers[layer] for layer in layers) + sizes.caches[len(layers)]
+
+
+def test_every_plan_keeps_each_device_within_its_bytes_and_leaves_no_layer_off_that_has_room() -> None:
+    chance = random.Random(random.getrandbits(30))
+    for _ in range(500):
+        sizes = sizes_of(chance)
+        budgets = [chance.randint(0, 9000) for _ in range(chance.randint(1, 3))]
+        if sizes.rest_bytes + sizes.caches[0] > budgets[-1]:
+            with pytest.raises(BudgetExceeded, match="norm need"):
+                plan_layers(sizes, budgets, AUTO, "m")
+            continue
+        plan = plan_layers(sizes, budgets, AUTO, "m")
+        for place, budget in enumerate(budgets):
+            assert not plan.on(place) or used(sizes, plan, place, len(budgets)) <= budget
+        placed = [-1 if place is None else place for place in plan.places]
+        assert placed == sorted(placed), "each border is crossed once"
+        if (hosts := plan.on(None)) and plan.on(0):
+            with_next = LayerPlan((*plan.places[: hosts[-1]], 0, *plan.places[hosts[-1] + 1 :]))
+            assert used(sizes, with_next, 0, len(budgets)) > budgets[0]
+
+
+def test_a_number_takes_the_last_layers_and_a_pattern_those_of_whole_names() -> None:
+    sizes = DecoderSizes([10] * 12, 5, [0] * 13, "norm")
+    assert plan_layers(sizes, [1000], 0, "m").on(0) == ()
+    assert plan_layers(sizes, [1000], 3, "m").on(0) == (9, 10, 11)
+    assert plan_layers(sizes, [1000], 12, "m").on(None) == ()
+    assert plan_layers(sizes, [1000], r"layers\.1", "m").on(0) == (1,)
+    assert plan_layers(sizes, [1000], r"layers\.1.?", "m").on(0) == (1, 10, 11)
+    assert plan_layers(sizes, [45], AUTO, "m").on(0) == (8, 9, 10, 11)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "budget", "kind", "text"),
+    [
+        (13, 1000, WeightsError, "gpu_layers is 13, but 'm' has 12 layers, layers.0 to layers.11"),
+        ("blocks", 1000, WeightsError, "gpu_layers 'blocks' is the name of no layer: 'm' has 12 layers, layers.0"),
+        (
+            3,
+            34,
+            BudgetExceeded,
+            "gpu_layers 3 of 'm': layers 9, 10, 11 and norm need 35 bytes with their KV cache; the",
+        ),
+        (
+            AUTO,
+            4,
+            BudgetExceeded,
+            "'m': norm need 5 bytes on the device even where all layers are computed on the host",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_names_and_bytes(wanted: int | str, budget: int, kind: type, text: str) -> None:
+    with pytest.raises(kind, match=re.escape(text)):
+        plan_layers(DecoderSizes([10] * 12, 5, [0] * 13, "norm"), [budget], wanted, "m")
+
+
+def test_the_embedding_stays_with_the_host_unless_it_is_the_head_too() -> None:
+    layer = {f"model.layers.{number}.{leaf}.weight": 8 for number in range(3) for leaf in ("q_proj", "mlp.up")}
+    names = {"model.embed_tokens.weight": 100, "model.norm.weight": 1, **layer}
+    plan = LayerPlan((None, 0, 0))
+    first = {"model.layers.0.q_proj.weight", "model.layers.0.mlp.up.weight"}
+    assert host_names(names, plan) == first
+    assert host_names({**names, "lm_head.weight": 100}, plan) == first | {"model.embed_tokens.weight"}
+    assert host_names(names, LayerPlan((0, 0, 0))) == frozenset()
+    assert host_names(["token_embd.weight", "blk.0.attn_q.weight", "output.weight"], LayerPlan((None,))) == {
+        "token_embd.weight",
+        "blk.0.attn_q.weight",
+    }
+    tied, own = decoder_sizes(names, 3, [0] * 4), decoder_sizes({**names, "lm_head.weight": 7}, 3, [0] * 4)
+    assert (tied.layers, tied.rest_bytes, own.rest_bytes) == ([16] * 3, 101, 8)
+    assert own.what == "lm_head.weight, model.norm.weight"
+    assert [layer_of(name) for name in ("layers.7.x", "blk.12.y", "model.layers.3.z", "vision.layers.1.a")] == [
+        7,
+        12,
+        3,
+        None,
+    ]
