@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from weights.errors import FormatError
 from weights.manifest import Component
 
+COMPONENT: Final = "program"  # the only one of a program
 SIGNATURE: Final = "signature"  # metadata of a program that can be served: this, as JSON
 UNSERVABLE: Final = "unservable"  # metadata of one that cannot: why
 BATCH: Final = "batch"
@@ -135,12 +136,19 @@ def signature_of(component: Component) -> ProgramSignature:
     if reason := component.metadata.get(UNSERVABLE):
         raise FormatError(reason)
     text = component.metadata.get(SIGNATURE)
+    if component.format == "onnx":
+        raise FormatError("an ONNX model can be stored and loaded, not served; programs of torch.export are")
     if text is None:
         raise FormatError("it was stored without its signature, by an earlier version; import it again")
     try:
         return _ADAPTER.validate_json(text)
     except ValidationError as error:
         raise FormatError(f"metadata of component {component.name}: {SIGNATURE!r}: {error}") from None
+
+
+def is_program(component: Component) -> bool:
+    """Return whether it is a program's."""
+    return component.format in ("exported", "onnx")
 
 
 def named_shapes(shapes: Mapping[str, tuple[int | str, ...]]) -> dict[str, str]:

@@ -16,13 +16,12 @@ from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.tensors import SourceTensor
 from weights.loader import load_model
 from weights.manifest import Component, Layout, Manifest, WeightFormat
+from weights.programs.signature import COMPONENT
 from weights.provider import ExtentProvider, LocalExtents
 from weights.storage.durable import disk_errors
 from weights.storage.hashing import hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.store import WeightStore, check_model_name
-
-COMPONENT = "program"
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from deployments.engines.memory_limits import is_out_of_memory
@@ -54,6 +57,30 @@ class ProgramJob:
         return torch.ones([self.sizes[str(size)] for size in tensor.shape[1:]], dtype=dtype)
 
 
+def tensor_of(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return an array as a tensor of its own: what comes from Ray is read-only."""
+    owned = np.array(array)
+    if owned.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(owned.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(owned)
+
+
+def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a tensor of any device as an array of the same type."""
+    here = tensor.contiguous().cpu()
+    if here.dtype == torch.bfloat16:
+        return here.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return here.numpy()
+
+
+def answer_of(program: BoundProgram, found: Sequence[Tensors]) -> dict[str, npt.NDArray[Any]]:
+    """Return the outputs of a request from those of its jobs."""
+    if not program.signature.has_batch:
+        return {name: array_of(tensor) for name, tensor in found[0].items()}
+    names = [one.name for one in program.signature.outputs]
+    return {name: array_of(torch.stack([row[name] for row in found])) for name in names}
+
+
 def jobs_of(program: BoundProgram, inputs: Tensors) -> list[ProgramJob]:
     """Return the jobs of one request: one for each row, or one alone. Raises EngineError for what does not fit."""
     signature = program.signature
@@ -72,6 +99,20 @@ def jobs_of(program: BoundProgram, inputs: Tensors) -> list[ProgramJob]:
         return [ProgramJob(program, inputs, sizes)]
     rows = range(sizes[BATCH])
     return [ProgramJob(program, {name: tensor[at] for name, tensor in inputs.items()}, sizes) for at in rows]
+
+
+def jobs_of_rows(program: BoundProgram, rows: Mapping[str, Sequence[torch.Tensor]], first: int = 0) -> list[ProgramJob]:
+    """Return a job for each item, whose sizes may differ, of a program of rows. `first` is the number of the first one.
+
+    Raises EngineError as `jobs_of` does, with the number of the item.
+    """
+    jobs = []
+    for number, inputs in enumerate(zip(*rows.values(), strict=True)):
+        try:
+            jobs += jobs_of(program, {name: row[None] for name, row in zip(rows, inputs, strict=True)})
+        except EngineError as error:
+            raise EngineError(f"item {first + number}: {error}") from None
+    return jobs
 
 
 def run_jobs(jobs: Sequence[ProgramJob]) -> list[dict[str, torch.Tensor]]:

@@ -24,8 +24,8 @@ from weights.errors import FormatError
 from weights.intake import import_model
 from weights.manifest import Manifest
 from weights.programs.exported import externalize_program
-from weights.programs.signature import signature_of
-from weights.programs.storing import COMPONENT, program_tensors
+from weights.programs.signature import COMPONENT, signature_of
+from weights.programs.storing import program_tensors
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
