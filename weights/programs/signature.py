@@ -148,7 +148,7 @@ def signature_of(component: Component) -> ProgramSignature:
 
 def is_program(component: Component) -> bool:
     """Return whether it is a program's."""
-    return component.format in ("exported", "onnx")
+    return component.library in ("torch", "onnx")
 
 
 def named_shapes(shapes: Mapping[str, tuple[int | str, ...]]) -> dict[str, str]:

@@ -130,9 +130,7 @@ async def test_texts_of_unlike_lengths_are_one_batch(bench: Bench) -> None:
 
 async def test_a_text_beyond_the_range_is_named_with_its_item_and_stage(bench: Bench) -> None:
     long = "word " * (MAX_LENGTH + 1)
-    expected = (
-        rf"stage 'bert': item 1: input 'input_ids' has size \d+ in dimension 1, the program takes 1 to {MAX_LENGTH}"
-    )
+    expected = r"stage 'bert': item 1: input 'input_ids' has size \d+ in dimension 1, the program takes 1 to"
     with pytest.raises(InvalidRequest, match=f"{expected} {MAX_LENGTH}"):
         await bench.run(PIPELINE, text=["short", long])
 
