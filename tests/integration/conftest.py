@@ -134,7 +134,7 @@ def _config(folder: Path) -> ClusterConfig:
 
 
 def _programs(folder: Path) -> list[dict[str, str]]:
-    """Two BERTs of one program and a classifier, in the store as its owner brings them there, and as stock beside it."""
+    """Two BERTs of one program and a classifier, in the store as its owner brings them there, and as stock too."""
     torch.manual_seed(int(seeded_rng().integers(2**31)))
     exported = {"program-classifier": export_classifier(classifier := Classifier())}
     torch.save(classifier.state_dict(), folder / "classifier.pt")
