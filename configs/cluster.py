@@ -178,7 +178,7 @@ class LimitsConfig(StrictModel):
     max_messages: int = Field(1024, ge=1, le=MAX_MESSAGES, description="maximum messages of a chat")
     max_embedding_inputs: int = Field(2048, ge=1, description="maximum texts of a request for embeddings")
     max_embedding_chars: int = Field(2**21, ge=1, description="maximum characters, or token ids, of all these texts")
-    max_head_rows: int = Field(2048, ge=1, description="maximum rows of features for a head")
+    max_head_rows: int = Field(2048, ge=1, description="maximum rows of features for a head, or of a program")
     max_pipeline_items: int = Field(
         2048, ge=1, description="maximum items of a pipeline request; limits of images and prompts hold as well"
     )

@@ -17,8 +17,10 @@ from deployments.records import (
     HeadRequest,
     ImageRequest,
     LoraUse,
+    ProgramRequest,
     ScoringRequest,
 )
+from weights.programs.signature import ProgramSignature
 
 _MAX_EXTRA: Final = 65_536
 # Parameters of diffusers' classes that say how much is made.
@@ -136,6 +138,15 @@ def check_head(request: HeadRequest, limits: LimitsConfig) -> None:
         rows, columns = request.features.shape
         raise InvalidRequest(f"features: {rows} rows of {columns} features, expected one of each at least", "features")
     _check_most("features", len(request.features), limits.max_head_rows, unit=" rows")
+
+
+def check_program(request: ProgramRequest, signature: ProgramSignature, limits: LimitsConfig) -> None:
+    """Check a program's inputs against the sizes that it was exported for. Raises InvalidRequest naming the input."""
+    if refusal := signature.refusal({name: array.shape for name, array in request.inputs.items()}):
+        raise InvalidRequest(f"model {request.model!r}: {refusal.text}", refusal.name)
+    if signature.has_batch:
+        name, array = next(iter(request.inputs.items()))
+        _check_most(name, len(array), limits.max_head_rows, unit=" rows")
 
 
 def _check_extra(extra: Mapping[str, Any], limits: LimitsConfig) -> None:

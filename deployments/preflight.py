@@ -16,10 +16,11 @@ from typing import Any, Final
 
 import psutil
 
+from cluster.errors import ModelUnservable
 from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
-from cluster.registry.importing import like_of, vae_of
-from cluster.registry.manifests import SummaryFiles
+from cluster.registry.importing import like_of, owned_program, vae_of
+from cluster.registry.manifests import ModelSummary, SummaryFiles
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.errors import Problem
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
@@ -168,14 +169,27 @@ def _like_of(config: ClusterConfig, entry: Entry, store: WeightStore | None) -> 
 def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource | None:
     """Return what is known of a source that came into the store as it is. Raises FormatError."""
     assert isinstance(entry.path, Path)
-    if store is None or entry.path.suffix in PROGRAM_SUFFIXES:
+    if entry.path.suffix in PROGRAM_SUFFIXES:
+        return _kept_program(store, entry) if entry.path.exists() else None
+    if store is None:
         return None
     found = SummaryFiles(store).find(
         entry.id,
         source_mark(entry.path, mark_settings(_component(entry), wanted_dtype(entry, auto), like, vae_of(entry))),
     )
-    if found is None:
-        return None
+    return None if found is None else _of_summary(entry, found)
+
+
+def _kept_program(store: WeightStore | None, entry: Entry) -> ReadSource:
+    """Raises WeightsError for a program that the store's owner has not brought in."""
+    assert isinstance(entry.path, Path)
+    try:
+        return _of_summary(entry, owned_program(store, entry, entry.path))
+    except ModelUnservable as error:
+        raise WeightsError(str(error)) from None
+
+
+def _of_summary(entry: Entry, found: ModelSummary) -> ReadSource:
     record = ModelRecord(
         entry.id,
         "ready",
@@ -184,6 +198,7 @@ def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BaseP
         entry=entry,
         features=found.features,
         class_name=found.class_name,
+        signature=found.signature,
     )
     return ReadSource(record, None, {})
 
@@ -195,8 +210,6 @@ def _component(entry: Entry) -> str | None:
 def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSource:
     """Return what headers and configs say. Raises WeightsError, also for what cannot be served."""
     assert isinstance(entry.path, Path)
-    if entry.path.suffix in PROGRAM_SUFFIXES and entry.path.exists():
-        raise WeightsError(f"{entry.path}: a program can be stored and loaded, not served")
     checkpoint = read_checkpoint(entry.path, component=_component(entry), like=like, vae=vae_of(entry))
     if reason := misplaced(entry, checkpoint) or why_unservable(checkpoint):
         raise WeightsError(reason)

@@ -18,6 +18,7 @@ from weights.formats.checkpoint import Checkpoint
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.peft import PEFT_CLASS
 from weights.manifest import ModelKind
+from weights.programs.signature import ProgramSignature
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
 _MAX_NAMES: Final = 30  # in one message
@@ -69,6 +70,7 @@ class ModelRecord:
     variant: Mapping[str, bool | int] = field(default_factory=dict)
     revision: int = 0
     widened: tuple[str, ...] = ()  # as in its summary
+    signature: ProgramSignature | None = None  # of a program
 
     @property
     def base(self) -> tuple[str, ...]:

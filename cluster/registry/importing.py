@@ -35,7 +35,7 @@ from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
 from weights.base_pipeline import BasePipeline, open_base
-from weights.errors import AdapterError, WeightsError
+from weights.errors import AdapterError, FormatError, WeightsError
 from weights.externalize import cast_types, mark_settings, unpacked_types
 from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint, recognise
 from weights.formats.folder import check_inside
@@ -153,7 +153,7 @@ def import_checkpoint(
             widened = cast_types(checkpoint, dtype) if entry.dtype == "auto" else ()
             widened += unpacked_types(checkpoint)
         elif why_unservable is not None:
-            raise ModelUnservable(f"{local.path}: a program can be stored and loaded, not served")
+            return owned_program(store, entry, local.path)
         manifest = import_model(
             store,
             entry.id,
@@ -168,6 +168,30 @@ def import_checkpoint(
     summary = summarize(manifest, store.skeleton(manifest), widened)
     files.save(entry.id, manifest, summary)
     return summary
+
+
+def owned_program(store: WeightStore | None, entry: Entry, path: Path) -> ModelSummary:
+    """Return the summary of a program that the store's owner has imported from there under that id.
+
+    HAZARD: opening one can run its code, so no registration opens any. Raises ModelUnservable.
+    """
+    if isinstance(entry, AdapterConfig):
+        raise ModelUnservable(f"{path}: a program, no adapter: neither a LoRA nor a ControlNet")
+    if path.suffix == ".onnx":
+        raise ModelUnservable(f"{path}: an ONNX model can be stored and loaded, not served")
+    manifest = store.find_manifest(entry.id) if store else None
+    if not store or not manifest or manifest.kind != "program" or Path(manifest.source) not in (path, path.resolve()):
+        where = f" --store {store.path}" if store else ""
+        raise ModelUnservable(
+            f"{path}: a program may run code when it is opened, so only the store's owner brings it in: "
+            f"atelier weights externalize {path} --model {entry.id} --allow-torch{where}"
+        )
+    if not store.has_packs(manifest):
+        raise ModelUnservable(f"{path}: the store has lost its weights; import it again")
+    try:
+        return summarize(manifest, store.skeleton(manifest))
+    except FormatError as error:
+        raise ModelUnservable(f"{path}: {error}") from None
 
 
 def like_of(entry: Entry, store: WeightStore | None, roots: Sequence[Path] | None = None) -> BasePipeline | None:

@@ -22,6 +22,7 @@ from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
 from weights.formats.pipeline_variant import pipeline_variant
 from weights.manifest import Manifest, ModelKind
+from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.store import WeightStore
 
 FOLDER: Final = "summaries"  # in the store
@@ -36,6 +37,7 @@ class ModelSummary:
 
     `variant` is that of `pipeline_variant`. `widened` has the types of tensors that became float32 though the config
     asks for none (`weights/processor.py`), and what `unpacked_types` says of quantized weights that are stored plain.
+    `signature` is a program's.
     """
 
     kind: ModelKind
@@ -46,10 +48,14 @@ class ModelSummary:
     class_name: str
     variant: Mapping[str, bool | int]
     widened: tuple[str, ...] = ()
+    signature: ProgramSignature | None = None
 
 
 def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ()) -> ModelSummary:
-    """Return the summary of a manifest, whose skeleton folder has the model's configs."""
+    """Return the summary of a manifest, whose skeleton folder has the model's configs.
+
+    Raises FormatError for a program that cannot be served.
+    """
     return ModelSummary(
         manifest.kind,
         manifest.nbytes,
@@ -59,6 +65,7 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
         manifest.class_name or "",
         pipeline_variant(skeleton) if manifest.kind == "diffusion" else {},
         widened,
+        signature_of(manifest.components[COMPONENT]) if manifest.kind == "program" else None,
     )
 
 

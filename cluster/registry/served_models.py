@@ -348,6 +348,7 @@ class ServedModels:
                 class_name=summary.class_name,
                 variant=summary.variant,
                 widened=summary.widened,
+                signature=summary.signature,
             )
         )
 

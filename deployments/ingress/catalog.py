@@ -17,6 +17,7 @@ from deployments.engines.stock.known import PipelineSource, is_stock_class, know
 from deployments.engines.stock.text_parts import text_parts
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
+from weights.programs.signature import ProgramSignature
 
 _ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
 Endpoint = Literal["images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
@@ -27,7 +28,7 @@ _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "reranker": "ranks",
     "classifier": "classes",
 }
-_WANTED = {**_ENDPOINTS, "head": "scores of features"}
+_WANTED = {**_ENDPOINTS, "head": "scores of features", "program": "tensors by a program"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ModelCard:
     `fingerprint` identifies the version that is served; `labels` name the outputs of a head. `endpoint` is what it is
     asked at under /v1, None of an adapter, say; a language model takes texts to embed as well. One that
     `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
-    images in chats.
+    images in chats. `program` is what a stored program takes and gives.
     """
 
     id: str
@@ -53,6 +54,7 @@ class ModelCard:
     endpoint: Endpoint | None = None
     encodes_itself: bool = False
     sees: bool = False
+    program: ProgramSignature | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,4 +187,5 @@ def card_of(record: ModelRecord) -> ModelCard:
         endpoint=endpoint_of(record),
         encodes_itself=source is not None and not text_parts(record.class_name),
         sees=_sees_images(record),
+        program=record.signature,
     )

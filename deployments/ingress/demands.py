@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 from cluster.admission.demand import Demand
@@ -14,6 +15,7 @@ from deployments.records import (
     EmbeddingRequest,
     HeadRequest,
     ImageRequest,
+    ProgramRequest,
     ScoringRequest,
 )
 
@@ -25,7 +27,16 @@ _TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
 _MANY_TOKENS: Final = 256  # of an answer whose request does not say
 _PROMPT_TOKENS: Final = 8  # of a language model's prompt, which take as long as one of an answer
 _HEADS_AT_ONCE: Final = 64
-Request = ImageRequest | ClipRequest | ChatRequest | CompletionRequest | EmbeddingRequest | ScoringRequest | HeadRequest
+Request = (
+    ImageRequest
+    | ClipRequest
+    | ChatRequest
+    | CompletionRequest
+    | EmbeddingRequest
+    | ScoringRequest
+    | HeadRequest
+    | ProgramRequest
+)
 
 
 def demand_of(
@@ -56,6 +67,11 @@ def demand_of(
         if isinstance(request, EmbeddingRequest) and request.by_language_model:
             pool, settings, work = WORKER, config.worker, work / _PROMPT_TOKENS
             share = len(request.input) / config.worker.max_num_seqs
+    elif isinstance(request, ProgramRequest):
+        pool, settings = ENCODER, config.text_encoder
+        sizes = [array.shape for array in request.inputs.values() if array.ndim]
+        work = float(max((math.prod(shape[:2]) for shape in sizes), default=1))  # rows and tokens of most programs
+        share = max((shape[0] for shape in sizes), default=1) / config.text_encoder.max_running
     else:
         pool, settings = ENCODER, config.text_encoder
         work, share = float(len(request.features)), 1 / _HEADS_AT_ONCE

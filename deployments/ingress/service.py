@@ -32,7 +32,7 @@ from deployments.defaults import (
     with_text_defaults,
 )
 from deployments.engines.stock.known import is_stock_class
-from deployments.errors import InvalidRequest
+from deployments.errors import InvalidRequest, ModelUnavailable
 from deployments.fitted_images import with_fitting_images
 from deployments.ingress.admin.admission import Queues
 from deployments.ingress.admin.operations import Operations
@@ -44,7 +44,15 @@ from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
-from deployments.limits import check_clip, check_embedding, check_head, check_image, check_scoring, check_text
+from deployments.limits import (
+    check_clip,
+    check_embedding,
+    check_head,
+    check_image,
+    check_program,
+    check_scoring,
+    check_text,
+)
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
 from deployments.pipelines.records import PipelineRequest, PipelineResult
@@ -60,6 +68,8 @@ from deployments.records import (
     ImageProgress,
     ImageRequest,
     ImageResult,
+    ProgramRequest,
+    ProgramResult,
     PromptTokens,
     ScoringRequest,
     TextChunk,
@@ -349,6 +359,22 @@ class Service:
         result: npt.NDArray[np.float32] = await self._encoder.call("apply_head", versioned, demand=demand)
         return result
 
+    @counted("program")
+    async def run_program(self, request: ProgramRequest) -> ProgramResult:
+        """Run a stored program. Raises the ServiceErrors of `deployments.errors`."""
+        record = await self._catalog.find_usable(request.model, "program")
+        if record.signature is None:
+            raise ModelUnavailable(f"model {request.model!r} is unavailable: nobody knows what it takes", "model")
+        check_program(request, record.signature, self._config.ingress.limits)
+        terms = self._terms(request)
+        versioned = replace(request, model_version=record.fingerprint, priority=terms.priority)
+        start = time.perf_counter()
+        result: ProgramResult = await self._encoder.call(
+            "run_program", versioned, demand=self._demand(versioned, terms)
+        )
+        _account(result.timings_ms, start)
+        return result
+
     @counted("pipeline", "pipeline")
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
         """Run a multi-model pipeline once it has its place; `on_stage` hears of its stages.
@@ -378,7 +404,8 @@ class Service:
             long_texts={record.id: text_rules(record)["long_text"] for record in records},
         )
 
-        texts = [text for batch in call.inputs.values() if isinstance(batch, list) for text in batch]
+        items = [item for batch in call.inputs.values() if isinstance(batch, list) for item in batch]
+        texts = [item for item in items if isinstance(item, str | tuple)]
         route = route_of(texts) if texts else ""
 
         def begin() -> Any:

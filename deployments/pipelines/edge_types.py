@@ -1,7 +1,8 @@
 """Types and values of the edges of a pipeline.
 
 A *batch* is the value of one edge: one entry per item of the request. Texts are a list of str and tokens a list of
-tuples, because that is what models and functions take; everything else is a numpy array.
+tuples, because that is what models and functions take; everything else is a numpy array, or a list of arrays where
+items have unlike sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from configs.pipeline import parse_tensor_type
 from deployments.errors import InvalidRequest
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, fits_shape, text_tensor
 
-Batch: TypeAlias = list[str] | list[tuple[int, ...]] | npt.NDArray[Any]
+Batch: TypeAlias = list[str] | list[tuple[int, ...]] | list[npt.NDArray[Any]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id
 
 
@@ -75,7 +76,7 @@ def batch_of(tensor: TensorValue, type_: EdgeType) -> Batch:
 
 
 def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
-    """Return a batch as a tensor."""
+    """Return a batch as a tensor. Arrays of unlike sizes have zeros behind them."""
     if type_ == TEXT:
         return text_tensor(name, cast("list[str]", batch))
     if type_ == TOKENS:
@@ -83,8 +84,14 @@ def tensor_of(name: str, batch: Batch, type_: EdgeType) -> TensorValue:
         data = np.full((len(rows), max(map(len, rows), default=0)), PADDING, dtype=np.int64)
         for index, row in enumerate(rows):
             data[index, : len(row)] = row
+    elif isinstance(batch, list):
+        arrays = cast("list[npt.NDArray[Any]]", batch)
+        shape = [max(sizes) for sizes in zip(*(array.shape for array in arrays), strict=True)]
+        data = np.zeros((len(arrays), *shape), NUMPY_DTYPES[type_.datatype])
+        for place, array in zip(data, arrays, strict=True):
+            place[tuple(slice(size) for size in array.shape)] = array
     else:
-        data = np.asarray(batch)
+        data = batch
     return TensorValue(name, type_.datatype, data)
 
 

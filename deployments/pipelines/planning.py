@@ -102,6 +102,7 @@ _ACTIONS: Mapping[str, Action] = {
     "reranker": "score",
     "classifier": "score",
     "head": "head",
+    "program": "program",
 }
 
 
@@ -185,6 +186,8 @@ def _ports_of_stage(stage: StageConfig, models: Mapping[str, ModelRecord | None]
                 f"model {id_!r} ({model.kind}) is no embedding model; only their tokenizers can be used",
             )
         return TOKENIZER, "tokenize"
+    if model.signature is not None and not model.signature.has_batch:
+        raise _Unknown(key, f"program {id_!r} has no rows of any number in its first dimension, one for each item")
     ports = ports_of(model)
     if ports is None:
         raise _Unknown(key, f"model {id_!r} ({model.kind}) cannot be a stage; kinds that can: {', '.join(MODEL_KINDS)}")

@@ -15,12 +15,12 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 
 from configs.model import LongText
 from configs.pipeline import Argument
-from deployments.pipelines.edge_types import TEXT, TOKENS, Batch, EdgeType
+from deployments.pipelines.edge_types import Batch, EdgeType
 from deployments.pipelines.records import NUMPY_DTYPES, Signature
 from weights.memory.lifetimes import Lifetime, MemoryPlan, place
 
-Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "function"]
-WITH_TENSORS: Final = frozenset({"embed", "score", "head"})  # actions that give float32 tensors
+Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "program", "function"]
+WITH_TENSORS: Final = frozenset({"embed", "score", "head", "program"})  # actions that give tensors
 IN_ENCODER: Final = WITH_TENSORS | {"tokenize"}  # actions of the text-encoder service
 PIPELINE_INPUT: Final = ""
 
@@ -222,7 +222,7 @@ def _buffers(group: Sequence[StagePlan], max_batch_size: int) -> dict[Edge, tupl
         if stage.action not in WITH_TENSORS:
             continue
         for name, type_ in stage.outputs.items():
-            if type_ not in (TEXT, TOKENS) and -1 not in type_.shape[1:]:
+            if type_.datatype == "FP32" and -1 not in type_.shape[1:]:
                 shapes[Edge(stage.name, name)] = (max_batch_size, *type_.shape[1:])
     return shapes
 

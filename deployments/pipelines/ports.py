@@ -9,8 +9,9 @@ from typing import Final
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
+from deployments.pipelines.program_tensors import program_specs
 
-MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head")
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head", "program")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +116,10 @@ def ports_of(model: ModelRecord) -> Ports | None:
     if model.kind == "head":
         features = EdgeType("FP32", (-1, sizes.in_features or -1))
         return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, sizes.out_features or -1))})
+    if model.kind == "program" and model.signature is not None:
+        specs = program_specs(model.signature)
+        return Ports(
+            {one.name: Parameter((EdgeType(one.datatype, one.shape),), not one.optional) for one in specs.inputs},
+            {one.name: EdgeType(one.datatype, one.shape) for one in specs.outputs},
+        )
     return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER}.get(model.kind or "")

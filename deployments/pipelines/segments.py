@@ -13,13 +13,14 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
+from deployments.engines.programs.rows import array_of, tensor_of
 from deployments.errors import GenerationFailed
-from deployments.pipelines.edge_types import Batch, EdgeType
+from deployments.pipelines.edge_types import TOKENS, Batch, EdgeType
 from deployments.pipelines.failures import named_failures, stage_warnings
 from deployments.pipelines.plans import WITH_TENSORS, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.stage_functions import find_function
@@ -68,7 +69,7 @@ class _ArenaPool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
-_Value = Batch | torch.Tensor
+_Value = Batch | torch.Tensor | list[torch.Tensor]
 
 
 class SegmentOps(Protocol):
@@ -89,6 +90,11 @@ class SegmentOps(Protocol):
 
     async def head(self, model: str, features: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         """Apply a linear layer: (n, in) -> (n, out), both on the device; written to `out` if it is given."""
+
+    async def program(
+        self, model: str, rows: Mapping[str, Sequence[torch.Tensor]], first: int
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Run a stored program: by input a row for each item, whose sizes may differ; the outputs of each item."""
 
     def take_warnings(self) -> Sequence[str]:
         """Return the warnings of the calls since the last time."""
@@ -188,6 +194,8 @@ class _Chunk:
         if stage.action == "function":
             batches = {name: _on_host(value) for name, value in sources.items()}
             return dict(await asyncio.to_thread(find_function(stage.target), batches, stage.literals, self._num_items))
+        if stage.action == "program":
+            return await self._program_outputs(stage, sources)
         ((name, type_),) = stage.outputs.items()
         return {name: await self._model_output(stage, Edge(stage.name, name), type_, sources)}
 
@@ -206,6 +214,23 @@ class _Chunk:
         if stage.action == "tokenize":
             return await self._ops.tokenize(stage.target, texts, self._first)
         return self._stacked(type_, await self._ops.encode(stage.target, texts, self._first), place)
+
+    async def _program_outputs(self, stage: StagePlan, sources: Mapping[str, Any]) -> dict[str, _Value]:
+        """Return the outputs of a program; of items of unlike sizes, one tensor for each."""
+        rows = {name: _rows(value) for name, value in sources.items()}
+        rows |= {name: [torch.tensor(value)] * self._num_items for name, value in stage.literals.items()}
+        found = await self._ops.program(stage.target, rows, self._first)
+        outputs: dict[str, _Value] = {}
+        for name, type_ in stage.outputs.items():
+            items = [one[name] for one in found]
+            if type_ == TOKENS:
+                outputs[name] = [tuple(item.tolist()) for item in items]
+            elif (place := self._place(Edge(stage.name, name))) is not None:
+                outputs[name] = self._stacked(type_, items, place)
+            else:
+                is_even = len({item.shape for item in items}) == 1
+                outputs[name] = _checked(type_, torch.stack(items)) if is_even else items
+        return outputs
 
     def _texts(self, stage: StagePlan, name: str, sources: Mapping[str, Any]) -> list[str]:
         """Return the texts of a parameter; one that the config has is that of every item."""
@@ -244,21 +269,31 @@ def _checked(type_: EdgeType, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def _rows(value: _Value) -> list[torch.Tensor]:
+    """Return the items of a value as tensors."""
+    if isinstance(value, torch.Tensor):
+        return list(value)
+    return [item if isinstance(item, torch.Tensor) else tensor_of(np.asarray(item)) for item in value]
+
+
 def _model_edges(plan: SegmentPlan) -> list[Edge]:
     """Tensors that models of the segment give."""
     return [Edge(stage.name, name) for stage in plan.stages if stage.action in WITH_TENSORS for name in stage.outputs]
 
 
 def _on_host(value: _Value, *, copy: bool = False) -> Batch:
+    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+        return [array_of(item) for item in value]
     if not isinstance(value, torch.Tensor):
-        return value
-    array: np.ndarray[Any, Any] = value.float().cpu().numpy()
+        return cast("Batch", value)
+    array = array_of(value)
     return array.copy() if copy else array
 
 
 def _joined(batches: list[Batch]) -> Batch:
     if len(batches) == 1:
         return batches[0]
-    if isinstance(batches[0], np.ndarray):
-        return np.concatenate(batches)
+    arrays = [batch for batch in batches if isinstance(batch, np.ndarray)]
+    if len(arrays) == len(batches) and len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays)
     return [item for batch in batches for item in batch]  # type: ignore[return-value]

@@ -6,7 +6,14 @@ are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
 
 from deployments.engines.llm.chat import Message
 from deployments.records.clips import ClipOptions, ClipRequest, ClipResult, VideoFormat, VideoOptions
-from deployments.records.embeddings import EmbeddingRequest, EmbeddingResult, HeadRequest, ScoringRequest
+from deployments.records.embeddings import (
+    EmbeddingRequest,
+    EmbeddingResult,
+    HeadRequest,
+    ProgramRequest,
+    ProgramResult,
+    ScoringRequest,
+)
 from deployments.records.images import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
@@ -70,6 +77,8 @@ __all__ = [
     "Loras",
     "Message",
     "Name",
+    "ProgramRequest",
+    "ProgramResult",
     "PromptTokens",
     "RequestModel",
     "ScoringRequest",

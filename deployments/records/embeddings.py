@@ -1,7 +1,8 @@
-"""Embeddings and scores of texts, and scores of features: requests and results."""
+"""Embeddings and scores of texts, scores of features, tensors of programs: requests and results."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +59,31 @@ class HeadRequest:
     model: Name
     features: npt.NDArray[np.floating[Any]]
     model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramRequest:
+    """A request for a stored program: its inputs by name, as the program takes them, rows first.
+
+    The ingress sets `model_version`.
+    """
+
+    model: Name
+    inputs: Mapping[str, npt.NDArray[Any]]
+    priority: int = 0
+    timeout_s: float | None = None
+    model_version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProgramResult:
+    """The outputs of a program by name.
+
+    What is longer in one row than in another has zeros behind it.
+    """
+
+    outputs: Mapping[str, npt.NDArray[Any]]
+    timings_ms: TimingsMs
 
 
 @dataclass(frozen=True, slots=True)

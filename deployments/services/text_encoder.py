@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from configs.cluster import ClusterConfig
 from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
+from deployments.engines.programs.bound import BoundProgram
+from deployments.engines.programs.rows import ProgramJob, answer_of, jobs_of, jobs_of_rows, run_jobs, tensor_of
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TextPair
@@ -27,8 +30,16 @@ from deployments.errors import as_service_errors
 from deployments.modules.cache import ModuleCache
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
+from deployments.pipelines.runner import run_together
 from deployments.pipelines.segments import SegmentRunner
-from deployments.records import EmbeddingRequest, EmbeddingResult, HeadRequest, ScoringRequest
+from deployments.records import (
+    EmbeddingRequest,
+    EmbeddingResult,
+    HeadRequest,
+    ProgramRequest,
+    ProgramResult,
+    ScoringRequest,
+)
 from deployments.services.model_replica import ModelReplica
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache
@@ -46,11 +57,13 @@ from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_te
 from deployments.text.requests import Conditioning, ConditioningRequest
 from weights.manifest import ModelKind
 
+_RunRows = Callable[[Sequence[ProgramJob], int, float | None], Coroutine[Any, Any, list[dict[str, torch.Tensor]]]]
+
 
 class TextEncoderService(ModelReplica):
     """One replica. Requests come through `@serve.batch` into the batcher by the `ServeAdapter`."""
 
-    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "reranker", "classifier", "head")
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "embedding", "reranker", "classifier", "head", "program")
     _section: ClassVar[str] = "text_encoder"
     _wants = staticmethod(is_text_encoder)
 
@@ -58,11 +71,13 @@ class TextEncoderService(ModelReplica):
         settings = config.text_encoder
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
-        await self._open(config, f"encoder-{self._name}", settings, TextEncoderBuilder())
+        builder = TextEncoderBuilder()
+        await self._open(config, f"encoder-{self._name}", settings, builder)
+        self._programs = builder.programs
         self._padding = EncodeCounter()
         tuned = await self._call_registry(WeightRegistry.encoder_batching)
         self._batching: BatchingConfig = tuned or settings.batching
-        self._batcher: Batcher[TextJob, Encoding] = Batcher(self._encode_batch, self._batching)
+        self._batcher: Batcher[Any, Any] = Batcher(self._run_items, self._batching)
         self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
@@ -152,11 +167,24 @@ class TextEncoderService(ModelReplica):
         result: npt.NDArray[np.float32] = scores.float().cpu().numpy()
         return result
 
+    async def run_program(self, request: ProgramRequest) -> ProgramResult:
+        """Run a stored program for the rows of a request, together with those of others."""
+        start = time.perf_counter()
+        with as_service_errors():
+            async with self._module_cache.lease(request.model, is_text_encoder, version=request.model_version) as lease:
+                (program,) = lease.modules.values()
+                jobs = await in_thread(_jobs_of_arrays, program, request.inputs)
+                found = await self._run_rows(jobs, request.priority, request.timeout_s)
+                outputs = await in_thread(answer_of, program, found)
+                switch_ms = lease.report.switch_ms
+        total_ms = (time.perf_counter() - start) * 1e3
+        return ProgramResult(outputs, {"switch": switch_ms, "run": total_ms - switch_ms, "total": total_ms})
+
     async def run_segment(self, call: SegmentCall, *upstream: SegmentResult) -> SegmentResult:
         """Run stages of a pipeline, one after the other; what they hand on stays on the device."""
         with as_service_errors():
             return await self._segments.run_segment(
-                call, upstream, _EncoderOps(self._module_cache, self._encoders, call)
+                call, upstream, _EncoderOps(self._module_cache, self._encoders, call, self._run_rows)
             )
 
     async def retune(self, batching: BatchingConfig) -> None:
@@ -173,6 +201,7 @@ class TextEncoderService(ModelReplica):
             "batching_config": self._batching.model_dump(mode="json"),
             "padding": asdict(self._padding.encode_stats()),
             "segments": asdict(self._segments.segment_stats()),
+            "program_graphs": self._programs.num_graphs(),
         }
 
     def _invalidate(self, extents: Sequence[str]) -> None:
@@ -183,11 +212,28 @@ class TextEncoderService(ModelReplica):
     def _run_batch(self, jobs: Sequence[TextJob], priority: int, timeout_s: float | None) -> Awaitable[list[Encoding]]:
         # By number: the batcher remembers groups, and must not keep an encoder's weights with them.
         group, costs = id(jobs[0].keyed), [job.num_tokens for job in jobs]
+        return self._submit(jobs, group, costs, priority, timeout_s)
+
+    def _run_rows(
+        self, jobs: Sequence[ProgramJob], priority: int, timeout_s: float | None
+    ) -> Coroutine[Any, Any, list[dict[str, torch.Tensor]]]:
+        return self._submit(jobs, jobs[0].group, [job.length for job in jobs], priority, timeout_s)
+
+    def _submit(
+        self, jobs: Sequence[Any], group: Hashable, costs: Sequence[int], priority: int, timeout_s: float | None
+    ) -> Coroutine[Any, Any, list[Any]]:
         priority = min(priority, self._batching.priority_levels)  # the admission queue may know more of them
         return self._serve_adapter.submit(jobs, group=group, costs=costs, priority=priority, timeout_s=timeout_s)
 
-    def _encode_batch(self, jobs: Sequence[TextJob]) -> Awaitable[Sequence[Encoding | Exception]]:
-        return asyncio.to_thread(encode_batch, jobs, counter=self._padding)
+    def _run_items(self, jobs: Sequence[TextJob] | Sequence[ProgramJob]) -> Awaitable[Sequence[Any]]:
+        """Run a batch: jobs of one group, which are texts of one encoder or rows of one program."""
+        if isinstance(jobs[0], ProgramJob):
+            return asyncio.to_thread(run_jobs, cast("Sequence[ProgramJob]", jobs))
+        return asyncio.to_thread(encode_batch, cast("Sequence[TextJob]", jobs), counter=self._padding)
+
+
+def _jobs_of_arrays(program: BoundProgram, arrays: Mapping[str, npt.NDArray[Any]]) -> list[ProgramJob]:
+    return jobs_of(program, {name: tensor_of(array) for name, array in arrays.items()})
 
 
 class _EncoderOps:
@@ -196,7 +242,10 @@ class _EncoderOps:
     A model is leased for its own stage only: two calls that each hold what the other waits for would never end.
     """
 
-    def __init__(self, module_cache: ModuleCache, encoders: CachedEncoders, call: SegmentCall) -> None:
+    def __init__(
+        self, module_cache: ModuleCache, encoders: CachedEncoders, call: SegmentCall, run_rows: _RunRows
+    ) -> None:
+        self._run_rows = run_rows
         self._module_cache = module_cache
         self._encoders = encoders
         self._call = call
@@ -252,6 +301,21 @@ class _EncoderOps:
                 return scores.float()
             into: torch.Tensor = await in_thread(head.apply, features, out)
             return into
+
+    async def program(
+        self, model: str, rows: Mapping[str, Sequence[torch.Tensor]], first: int
+    ) -> Sequence[Mapping[str, torch.Tensor]]:
+        """Run a stored program for the rows of the items, those of each group together with others' of it."""
+        async with self._lease(model) as lease:
+            (program,) = lease.modules.values()
+            jobs = await in_thread(jobs_of_rows, program, rows, first)
+            groups: dict[Hashable, list[int]] = {}
+            for number, job in enumerate(jobs):
+                groups.setdefault(job.group, []).append(number)
+            terms = self._call.priority, self._call.timeout_s
+            answers = await run_together([self._run_rows([jobs[at] for at in one], *terms) for one in groups.values()])
+            found = dict(zip(itertools.chain(*groups.values()), itertools.chain(*answers), strict=True))
+        return [found[number] for number in range(len(jobs))]
 
     def take_warnings(self) -> Sequence[str]:
         """Return the warnings so far, once."""

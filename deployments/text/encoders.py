@@ -18,6 +18,7 @@ from torch import nn
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.nn.lora import FittedPairs
+from deployments.engines.programs.bound import BoundProgram, BoundPrograms
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
@@ -29,6 +30,7 @@ from weights.adapters import LoraAdapter, parse_adapter
 from weights.formats import dense_head, encoder_files
 from weights.formats.lora import changes_text_encoders
 from weights.manifest import Component
+from weights.programs.signature import is_program
 
 MAX_TOKENIZERS: Final = 32
 
@@ -129,8 +131,8 @@ def text_modules(modules: Mapping[str, Any]) -> tuple[KeyedEncoder, Mapping[str,
 
 
 def is_text_encoder(component: Component) -> bool:
-    """Tell what the text-encoder service builds: encoders, and the heads above them. The worker builds the rest."""
-    is_known = component.library in ("transformers", dense_head.LIBRARY)
+    """Tell what the text-encoder service builds: encoders, heads above them, programs. The worker builds the rest."""
+    is_known = component.library in ("transformers", dense_head.LIBRARY) or is_program(component)
     return is_stock_text(component) or (is_known and not is_stock_part(component))
 
 
@@ -147,17 +149,20 @@ class TextEncoderBuilder:
 
     def __init__(self) -> None:
         self.skeletons = SkeletonPool()
+        self.programs = BoundPrograms()
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> KeyedEncoder | DenseHead | LoraAdapter | nn.Module:
+    ) -> KeyedEncoder | DenseHead | BoundProgram | LoraAdapter | nn.Module:
         """Build the component over its tensors; of a stock pipeline the plain module.
 
-        Raises EngineError, and AdapterError for a LoRA.
+        Raises EngineError, AdapterError for a LoRA, and FormatError for a program.
         """
         folder = skeleton / component.folder
+        if is_program(component):
+            return self.programs.bind(component, folder, tensors)
         if is_stock_text(component):
             key = component.structure_key
             return self.skeletons.build_module(key, component.library, component.class_name, folder, tensors)
@@ -181,8 +186,11 @@ class TextEncoderBuilder:
         return KeyedEncoder(component.module_key, encoder, tokenizer_folder, tokenizer)
 
     def prepare(self, component: Component, skeleton: Path) -> None:
-        """Make its structure, and load its tokenizer, before they are needed. Raises EngineError."""
+        """Make its structure, and load its tokenizer, before they are needed. Raises EngineError and FormatError."""
         if not is_text_encoder(component) or component.library == dense_head.LIBRARY:
+            return
+        if is_program(component):
+            self.programs.prepare(component, skeleton / component.folder)
             return
         is_plain = is_stock_text(component)
         self.skeletons.prepare_skeleton(component, skeleton / component.folder, () if is_plain else OPTIONAL_PARTS)
@@ -191,7 +199,7 @@ class TextEncoderBuilder:
         folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
-    def retire(self, thing: KeyedEncoder | DenseHead | LoraAdapter | nn.Module) -> None:
+    def retire(self, thing: KeyedEncoder | DenseHead | BoundProgram | LoraAdapter | nn.Module) -> None:
         """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
         if isinstance(thing, nn.Module):
             self.skeletons.retire_module(thing)

@@ -16,6 +16,7 @@ from integration import span_files
 from integration.echo_functions import echo_pipelines
 from integration.harness import DEMO_MODELS, MINILM, ROOT, SEER, Cluster
 from integration.judging import held_out_texts
+from kit.programs import Classifier, export_bert, export_classifier, tiny_bert
 from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -29,6 +30,8 @@ from deployments.cli.running import cluster_up
 from infra.ports import free_port
 from infra.supported.encoders import Row, make_model
 from infra.supported.vision_models import save_tiny, tiny_model
+from weights.intake import import_model
+from weights.store import WeightStore
 
 # The demo's adder has no tools. This is its template with them: <tool_call> as Qwen and Hermes have it.
 TOOLS_TEMPLATE = """\
@@ -52,6 +55,16 @@ RANK_AND_SORT = {
         {"name": "kind", "model": "sorter", "inputs": {"text": "$text"}},
     ],
     "outputs": {"score": "$rank", "kinds": "$kind"},
+}
+PROGRAM_KINDS = {
+    "id": "program-kinds",
+    "inputs": {"text": "text"},
+    "stages": [
+        {"name": "tokens", "tokenizer": "texts-bert", "inputs": {"text": "$text"}},
+        {"name": "bert", "model": "program-bert", "inputs": {"input_ids": "$tokens"}},
+        {"name": "classes", "model": "program-classifier", "inputs": {"features": "$bert.pooler_output"}},
+    ],
+    "outputs": {"logits": "$classes"},
 }
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 
@@ -115,8 +128,25 @@ def _config(folder: Path) -> ClusterConfig:
     _sentence_transformer(folder / "sentences")
     save_tiny(SEER, tiny_model(SEER), folder / "seer")
     demo["models"] += [{"id": name, "path": str(folder / name)} for name in ("ranker", "sorter", "sentences", "seer")]
-    demo["pipelines"] += [*echo_pipelines(), RANK_AND_SORT]
+    demo["models"] += _programs(folder)
+    demo["pipelines"] += [*echo_pipelines(), RANK_AND_SORT, PROGRAM_KINDS]
     return ClusterConfig.model_validate(demo)
+
+
+def _programs(folder: Path) -> list[dict[str, str]]:
+    """Two BERTs of one program and a classifier, in the store as its owner brings them there, and as stock too."""
+    torch.manual_seed(int(seeded_rng().integers(2**31)))
+    exported = {"program-classifier": export_classifier(classifier := Classifier())}
+    torch.save(classifier.state_dict(), folder / "classifier.pt")
+    for name in ("program-bert", "program-tuned"):
+        bert = tiny_bert(6000)  # as many tokens as texts-bert has
+        bert.save_pretrained(folder / name)
+        exported[name] = export_bert(bert)
+    store = WeightStore(folder / "store")
+    for name, program in exported.items():
+        torch.export.save(program, folder / f"{name}.pt2")
+        import_model(store, name, folder / f"{name}.pt2", allow_torch=True)
+    return [{"id": name, "path": str(folder / f"{name}.pt2")} for name in exported]
 
 
 def _sentence_transformer(folder: Path) -> Path:

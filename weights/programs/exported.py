@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,9 +26,13 @@ from torch.export.graph_signature import InputKind
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
 from weights.loading.external_memory import WARNINGS_LOCK
-from weights.manifest import Layout, Manifest
+from weights.manifest import Component, Layout, Manifest
+from weights.programs.archive import check_archive
+from weights.programs.exported_signature import read_signature
+from weights.programs.signature import SIGNATURE, UNSERVABLE
 from weights.programs.storing import (
     MemoryTensor,
+    checked_graph,
     noted_names,
     program_tensors,
     published,
@@ -75,7 +79,8 @@ def externalize_program(
     placeholders = {name: _placeholder_of(values[name]) for name in tensors}
     graph = io.BytesIO()
     _save(with_tensors(program, placeholders), graph)
-    metadata = {_MUTATED: json.dumps(_mutated(program)), _INLINE: json.dumps(kept)}
+    mutated = _mutated(program)
+    metadata = {_MUTATED: json.dumps(mutated), _INLINE: json.dumps(kept), **_signature(program, mutated)}
     contents = (_GRAPH_FILE, graph.getvalue())
     return store_program(store, model, source, contents, tensors, "exported", metadata=metadata, layout=layout)
 
@@ -88,9 +93,31 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
     """
     component, path, contents = stored_program(store, model, _GRAPH_FILE, "a torch.export program")
     program = _load(path, io.BytesIO(contents))
+    for name, tensor in bound_tensors(path, program, component, program_tensors(store, model, provider)).items():
+        held = program.state_dict if name in program.state_dict else program.constants
+        held[name] = tensor
+    return program
+
+
+def open_graph(component: Component, folder: Path) -> ExportedProgram:
+    """Open the graph of a stored program, whose tensors are placeholders. `folder` is the skeleton's.
+
+    Raises StoreError and FormatError when it is damaged, or an operator is missing.
+    """
+    path = folder / _GRAPH_FILE
+    return _load(path, io.BytesIO(checked_graph(component, path)))
+
+
+def bound_tensors(
+    path: Path, program: ExportedProgram, component: Component, stored: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return the stored tensors as the graph of `path` takes them: views in its strides, copies of what it writes.
+
+    Raises FormatError when they are not those that the graph takes.
+    """
     mutated, strides = noted_names(component, _MUTATED), _traced_strides(program)
-    stored = program_tensors(store, model, provider)
     expected = {**program.state_dict, **program.constants}
+    bound = {}
     if wrong := set(stored) ^ (set(expected) - noted_names(component, _INLINE)):
         raise FormatError(f"{path}: the graph and the manifest do not have the same tensors: {sorted(wrong)}")
     for name, placeholder in expected.items():
@@ -104,9 +131,8 @@ def load_program(store: WeightStore, model: str, provider: ExtentProvider | None
             )
         if name in mutated:  # each a copy of its own: equal counters of two layers are one tensor in the store
             tensor = tensor.clone()
-        held = program.state_dict if name in program.state_dict else program.constants
-        held[name] = _wrapped_like(placeholder, tensor)
-    return program
+        bound[name] = _wrapped_like(placeholder, tensor)
+    return bound
 
 
 def self_contained(program: ExportedProgram, target: Path) -> None:
@@ -143,6 +169,7 @@ def _open(path: Path, allow_torch: bool) -> ExportedProgram:
 
 
 def _load(path: Path, file: str | io.BytesIO) -> ExportedProgram:
+    check_archive(path, Path(file) if isinstance(file, str) else io.BytesIO(file.getbuffer()))
     try:
         program = torch.export.load(file)
     except Exception as error:  # the archive's reader, JSON and the graph's verifier have errors of their own
@@ -177,6 +204,14 @@ def _mutated(program: ExportedProgram) -> list[str]:
     except Exception:  # of the compiler's own many kinds
         return sorted(program.graph_signature.buffers)
     return sorted({*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()})
+
+
+def _signature(program: ExportedProgram, mutated: Collection[str]) -> dict[str, str]:
+    """Return the metadata that says what the program takes and gives, or why it cannot be served."""
+    try:
+        return {SIGNATURE: read_signature(program, mutated).to_json()}
+    except WeightsError as error:
+        return {UNSERVABLE: str(error)}
 
 
 def _source_tensor(source: str, value: torch.Tensor, strides: Sequence[int] | None) -> MemoryTensor:

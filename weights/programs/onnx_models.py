@@ -18,7 +18,8 @@ from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
 from weights.loading.placement import windows
 from weights.manifest import Layout, Manifest, TensorRef
-from weights.programs.storing import COMPONENT, MemoryTensor, published, store_program, stored_program
+from weights.programs.signature import COMPONENT
+from weights.programs.storing import MemoryTensor, published, store_program, stored_program
 from weights.provider import ExtentProvider, LocalExtents
 from weights.store import WeightStore
 

@@ -16,13 +16,12 @@ from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.tensors import SourceTensor
 from weights.loader import load_model
 from weights.manifest import Component, Layout, Manifest, WeightFormat
+from weights.programs.signature import COMPONENT
 from weights.provider import ExtentProvider, LocalExtents
 from weights.storage.durable import disk_errors
 from weights.storage.hashing import hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.store import WeightStore, check_model_name
-
-COMPONENT = "program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +108,11 @@ def stored_program(store: WeightStore, model: str, file: str, format_name: str) 
     path = store.skeleton(manifest) / file
     if manifest.kind != "program" or component is None or not path.is_file():
         raise WeightsError(f"{model} is a model of kind {manifest.kind!r} without a {file}, not {format_name}")
+    return component, path, checked_graph(component, path)
+
+
+def checked_graph(component: Component, path: Path) -> bytes:
+    """Return the contents of a program's graph file. Raises StoreError when they are not those that were stored."""
     try:
         contents = path.read_bytes()
     except OSError as error:
@@ -116,7 +120,7 @@ def stored_program(store: WeightStore, model: str, file: str, format_name: str) 
     found = hashlib.sha256(contents).hexdigest()
     if found != component.config_hash:
         raise StoreError(f"{path}: has sha256 {found}, the manifest says {component.config_hash}")
-    return component, path, contents
+    return contents
 
 
 def noted_names(component: Component, key: str) -> set[str]:

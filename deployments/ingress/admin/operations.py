@@ -326,7 +326,7 @@ def _with_defaults_set(batching: BatchingConfig) -> BatchingConfig:
 
 
 def _fields(card: ModelCard) -> dict[str, Any]:
-    return {name: getattr(card, name) for name in card.__slots__}
+    return {name: getattr(card, name) for name in card.__slots__ if name != "program"}  # that is told under /v2
 
 
 def _shown(answers: Iterable[Any]) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.models import (
     EMBEDDING,
     PIPELINE,
+    PROGRAM,
     ModelConfiguration,
     check_inputs,
     check_outputs,
@@ -55,6 +56,7 @@ from deployments.records import (
     EmbeddingRequest,
     HeadRequest,
     ImageRequest,
+    ProgramRequest,
     ScoringRequest,
     TextChunk,
     TextResult,
@@ -64,6 +66,7 @@ from deployments.records import (
 )
 from deployments.services.deadlines import Deadline
 from deployments.services.output_channel import OutputChannel
+from weights.programs.signature import BATCH
 
 MAX_ID_CHARS: Final = 1024
 MAX_PARAMETERS: Final = 256
@@ -103,22 +106,23 @@ class Inference:
     async def metadata(self, model: str, version: str = "") -> ModelMetadata:
         """Return what the model takes and gives. Waits for one that is being registered."""
         card, signature = await find_model(self._service, model, version)
-        fingerprint = {"fingerprint": card.fingerprint} if card.fingerprint else {}
+        more = {"fingerprint": card.fingerprint} if card.fingerprint else {}
+        more |= {"ranges": card.program.ranges_text()} if card.program else {}
         return ModelMetadata(
             name=model,
             versions=(VERSION,),
             platform=f"atelier_{card.kind}",
             inputs=signature.inputs,
             outputs=signature.outputs,
-            parameters={"kind": card.kind or "", "description": card.description} | fingerprint,
+            parameters={"kind": card.kind or "", "description": card.description} | more,
         )
 
     async def configuration(self, model: str, version: str = "") -> ModelConfiguration:
         """Return Triton's configuration of the model."""
-        metadata = await self.metadata(model, version)
-        kind = metadata.parameters["kind"]
-        batching = await self._service.batching() if kind in _IN_ENCODER else None
-        return model_configuration(metadata, self._most(kind), batching)
+        metadata, (card, _) = await self.metadata(model, version), await find_model(self._service, model, version)
+        batching = await self._service.batching() if card.kind in (*_IN_ENCODER, PROGRAM) else None
+        most = 0 if card.program and not card.program.has_batch else self._most(card)
+        return model_configuration(metadata, most, batching)
 
     def server_metadata(self) -> ServerMetadata:
         """Return the metadata of the server."""
@@ -203,8 +207,8 @@ class Inference:
         check_outputs(card.id, signature, [wish.name for wish in request.outputs])
         given = check_inputs(card.id, signature, request.inputs)
         name, num_items = _items(card, signature, given)
-        if not 1 <= num_items <= self._most(card.kind):
-            raise InvalidRequest(f"{name}: {num_items} items, from 1 to {self._most(card.kind)} are allowed", name)
+        if not 1 <= num_items <= self._most(card):
+            raise InvalidRequest(f"{name}: {num_items} items, from 1 to {self._most(card)} are allowed", name)
         schedule = schedule_of(request.parameters)
         current_terms.set(with_fields(current_terms.get(), schedule))
         return given, schedule
@@ -217,14 +221,16 @@ class Inference:
             return self._service.pipelines.labels(card.id)
         return {wish.name: card.labels for wish in request.outputs}
 
-    def _most(self, kind: str | None) -> int:
+    def _most(self, card: ModelCard) -> int:
         limits = self._limits
+        if card.program is not None and card.program.has_batch:
+            return min(limits.max_head_rows, card.program.ranges[BATCH][1])
         return {
             "diffusion": limits.max_images,
             "llm": limits.max_prompts,
             "head": limits.max_head_rows,
             **dict.fromkeys(_IN_ENCODER, limits.max_embedding_inputs),
-        }.get(kind or "", limits.max_pipeline_items)
+        }.get(card.kind or "", limits.max_pipeline_items)
 
     async def _answer(
         self,
@@ -253,6 +259,10 @@ class Inference:
             return await _infer_text_scores(self._service, request_of_texts)
         if card.kind == "head":
             return await _infer_scores(self._service, HeadRequest(name, given["features"].data))
+        if card.program is not None:
+            arrays = {one: value.data for one, value in given.items()}
+            run = ProgramRequest(name, arrays, schedule.priority, schedule.timeout_s)
+            return await _infer_program(self._service, run, signature, _items(card, signature, given)[1])
         pipeline = PipelineRequest(name, given, schedule.priority, schedule.timeout_s)
         return await _infer_pipeline(self._service, pipeline, _items(card, signature, given)[1])
 
@@ -272,6 +282,8 @@ def _items(card: ModelCard, signature: Signature, given: Mapping[str, TensorValu
     if card.kind == "embedding" and len(given) != 1:
         raise InvalidRequest(f"model {card.id!r} takes either text or input_ids, got {len(given)} of them")
     counts = [(name, value.shape[0] if value.shape else 1) for name, value in given.items()]
+    if card.program is not None:
+        return next(iter(counts), ("inputs", 1)) if card.program.has_batch else ("inputs", 1)
     if card.kind == PIPELINE:
         return max(counts, key=lambda count: count[1], default=("inputs", 1))
     leading = signature.inputs[0].name if card.kind != "embedding" else counts[0][0]
@@ -398,6 +410,13 @@ async def _infer_scores(service: Service, request: HeadRequest) -> _Outputs:
     """Return what a head gives for each row of features."""
     found = await service.apply_head(request)
     return _Outputs((TensorValue("scores", "FP32", found),), {}, len(found))
+
+
+async def _infer_program(service: Service, request: ProgramRequest, signature: Signature, batch_size: int) -> _Outputs:
+    """Return the outputs of a stored program for a request of `batch_size` rows."""
+    result = await service.run_program(request)
+    outputs = [TensorValue(spec.name, spec.datatype, result.outputs[spec.name]) for spec in signature.outputs]
+    return _Outputs(tuple(outputs), result.timings_ms, batch_size)
 
 
 async def _infer_pipeline(service: Service, request: PipelineRequest, batch_size: int) -> _Outputs:

@@ -17,6 +17,7 @@ from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.records import VERSION, ModelMetadata
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
+from deployments.pipelines.program_tensors import program_specs
 from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape
 
 
@@ -142,7 +143,8 @@ def check_outputs(model: str, signature: Signature, names: Sequence[str]) -> Non
 
 
 PIPELINE: Final = "pipeline"
-_KINDS: Final = (*_SIGNATURES, PIPELINE)
+PROGRAM: Final = "program"
+_KINDS: Final = (*_SIGNATURES, PROGRAM, PIPELINE)
 _READY_STATES: Final = ("ready", "updating")
 
 
@@ -158,6 +160,8 @@ async def find_model(service: Service, model: str, version: str) -> tuple[ModelC
         return card, service.pipelines.signature(model)
     if card.kind is None:
         raise ModelUnavailable(f"model {model!r} is unavailable: {card.error}", "model")
+    if card.program is not None:
+        return card, program_specs(card.program)
     if card.kind not in _SIGNATURES:
         raise InvalidRequest(
             f"model {model!r} ({card.kind}) answers no requests of its own; kinds that do: {', '.join(_KINDS)}", "model"
@@ -192,7 +196,7 @@ def _check_version(model: str, version: str) -> None:
 
 
 class TensorConfiguration(TypedDict):
-    """An input or output. `dims` leave out the batch."""
+    """An input or output. `dims` leave out the batch, where there is one."""
 
     name: str
     data_type: str
@@ -236,19 +240,23 @@ def is_decoupled(metadata: ModelMetadata) -> bool:
 def model_configuration(
     metadata: ModelMetadata, max_batch_size: int, batching: BatchingConfig | None = None
 ) -> ModelConfiguration:
-    """Return the configuration. `batching` is the batch policy of what the text encoders run."""
+    """Return the configuration. `batching` is the batch policy of what the text encoders run.
+
+    `max_batch_size` 0 says, as in Triton, that the first dimension counts no rows.
+    """
+    first = 1 if max_batch_size else 0
     configuration = ModelConfiguration(
         name=metadata.name,
         platform=metadata.platform,
         backend="atelier",
         version_policy={"latest": {"num_versions": 1}},
         max_batch_size=max_batch_size,
-        input=[_tensor(spec) | {"optional": spec.optional} for spec in metadata.inputs],
-        output=[_tensor(spec) for spec in metadata.outputs],
+        input=[_tensor(spec, first) | {"optional": spec.optional} for spec in metadata.inputs],
+        output=[_tensor(spec, first) for spec in metadata.outputs],
         model_transaction_policy={"decoupled": is_decoupled(metadata)},
         parameters={name: {"string_value": text} for name, text in metadata.parameters.items()},
     )
-    if metadata.parameters.get("kind") not in ("pipeline", "head"):
+    if max_batch_size and metadata.parameters.get("kind") not in ("pipeline", "head"):
         configuration["dynamic_batching"] = _batching(batching) if batching else {}
     return configuration
 
@@ -264,6 +272,6 @@ def _batching(batching: BatchingConfig) -> BatchingConfiguration:
     return configuration
 
 
-def _tensor(spec: TensorSpec) -> TensorConfiguration:
+def _tensor(spec: TensorSpec, first: int) -> TensorConfiguration:
     type_ = "TYPE_STRING" if spec.datatype == "BYTES" else f"TYPE_{spec.datatype}"
-    return {"name": spec.name, "data_type": type_, "dims": list(spec.shape[1:])}
+    return {"name": spec.name, "data_type": type_, "dims": list(spec.shape[first:])}

@@ -107,7 +107,7 @@ def test_what_no_engine_runs_is_a_mistake(mistakes: Callable[..., Found], tmp_pa
     assert "there is no tokenizer" in found["models.0.path"]
     (tmp_path / "graph.onnx").write_bytes(b"")
     assert (
-        "a program can be stored and loaded, not served"
+        "an ONNX model can be stored and loaded, not served"
         in mistakes(models=[{"id": "p", "path": "graph.onnx"}])["models.0.path"]
     )
 

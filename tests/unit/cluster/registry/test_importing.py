@@ -24,6 +24,7 @@ from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
 from weights.errors import AdapterError, FormatError, StoreError
+from weights.intake import import_model
 from weights.store import WeightStore
 
 Start = Callable[..., ImportProcess]
@@ -95,9 +96,43 @@ def test_what_no_engine_could_run_is_refused_before_its_weights_are_read(
         process.import_model(entry)
     program = tmp_path / "graph.onnx"
     program.write_bytes(b"")
-    with pytest.raises(ModelUnservable, match=r"graph.onnx: a program can be stored and loaded, not served"):
+    with pytest.raises(ModelUnservable, match=r"graph.onnx: an ONNX model can be stored and loaded, not served"):
         process.import_model(ModelConfig(id="p", path=program))
     assert WeightStore(tmp_path / "store").model_names() == []
+
+
+@pytest.mark.slow
+def test_a_program_is_served_where_the_owner_of_the_store_has_brought_it_in(start: Start, tmp_path: Path) -> None:
+    """Opening one may run its code: who registers a path is not asked to be trusted."""
+    import torch
+    from kit.programs import Classifier, export_classifier
+
+    path, store = tmp_path / "classes.pt2", WeightStore(tmp_path / "store")
+    torch.export.save(export_classifier(Classifier()), path)
+    entry = ModelConfig(id="classes", path=path)
+    process = start(check="deployments.engines.servable:why_unservable")
+    with pytest.raises(ModelUnservable, match=r"externalize .*classes.pt2 --model classes --allow-torch --store"):
+        process.import_model(entry)
+    assert store.model_names() == []
+    import_model(store, "classes", path, allow_torch=True)
+    path.write_bytes(b"what is there now is not looked at")
+    found = process.import_model(entry)
+    assert found.kind == "program"
+    assert found.signature is not None
+    assert found.signature.ranges_text() == "batch 1 to 8"
+    with pytest.raises(ModelUnservable, match="only the store's owner"):  # of another file
+        process.import_model(ModelConfig(id="classes", path=tmp_path / "m" / ".." / "other" / "classes.pt2"))
+
+
+@pytest.mark.slow
+def test_a_program_that_writes_its_buffers_is_refused_with_the_reason(start: Start, tmp_path: Path) -> None:
+    import torch
+
+    path = tmp_path / "norm.pt2"
+    torch.export.save(torch.export.export(torch.nn.BatchNorm1d(3), (torch.rand(4, 3),)), path)
+    import_model(WeightStore(tmp_path / "store"), "norm", path, allow_torch=True)
+    with pytest.raises(ModelUnservable, match=r"norm.pt2: it writes its buffers \(num_batches_tracked, running_mean"):
+        start(check="deployments.engines.servable:why_unservable").import_model(ModelConfig(id="norm", path=path))
 
 
 def test_errors_come_back_as_themselves_and_the_process_goes_on(

@@ -1,0 +1,133 @@
+"""A torch.export program over tensors that exist already: a graph without weights, called with them.
+
+Fine-tunes of one program have one graph, so a switch between them is another list of tensors: nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+
+from deployments.engines.build import IMPORT_LOCK
+from weights.manifest import Component
+from weights.programs.exported import bound_tensors, open_graph
+from weights.programs.signature import ProgramSignature, signature_of
+
+MAX_GRAPHS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundProgram:
+    """A program with its tensors. Stateless, so threads may call it at once.
+
+    `arguments` are those of the graph, None at the places of `inputs`, which are by name.
+    """
+
+    signature: ProgramSignature
+    module: fx.GraphModule
+    arguments: Sequence[Any]
+    inputs: Mapping[str, int]
+    outputs: Mapping[str, int]
+    device: torch.device
+
+    def __call__(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs for all inputs of the signature, which have its types and sizes, on its device.
+
+        HAZARD: an output may be a view of an input or of the weights: nobody may write to it.
+        """
+        arguments = list(self.arguments)
+        for name, place in self.inputs.items():
+            arguments[place] = given[name]
+        with torch.no_grad():
+            found = self.module(*arguments)
+        return {name: found[place].detach() for name, place in self.outputs.items()}
+
+
+class BoundPrograms:
+    """The graphs of a replica, each read once for all programs that have it. Thread-safe."""
+
+    def __init__(self, max_graphs: int = MAX_GRAPHS) -> None:
+        self._max_graphs = max_graphs
+        self._lock = threading.Lock()
+        self._graphs: OrderedDict[tuple[str, str], ExportedProgram] = OrderedDict()
+
+    def bind(self, component: Component, folder: Path, tensors: Mapping[str, torch.Tensor]) -> BoundProgram:
+        """Return the program of the skeleton `folder` over its tensors, on their device. Nothing is copied.
+
+        Raises FormatError and StoreError for a graph that is damaged, whose operators are missing here, or that takes
+        other tensors.
+        """
+        signature = signature_of(component)
+        device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
+        program = self._graph(component, folder, device)
+        bound = bound_tensors(folder, program, component, tensors)
+        values = {**program.state_dict, **program.constants} | bound
+        arguments: list[Any] = []
+        inputs: dict[str, int] = {}
+        for place, spec in enumerate(program.graph_signature.input_specs):
+            if spec.kind != InputKind.USER_INPUT:
+                arguments.append(values[str(spec.target)].detach().to(device))
+                continue
+            is_tensor = isinstance(spec.arg, TensorArgument)
+            if is_tensor:
+                inputs[spec.arg.name] = place
+            arguments.append(None if is_tensor else getattr(spec.arg, "value", None))
+        return BoundProgram(signature, program.graph_module, arguments, inputs, _outputs(program, signature), device)
+
+    def prepare(self, component: Component, folder: Path) -> None:
+        """Read the graph before it is needed. Raises as `bind` does."""
+        signature_of(component)
+        self._graph(component, folder, torch.device("cpu"))
+
+    def num_graphs(self) -> int:
+        """Return how many graphs are kept."""
+        return len(self._graphs)
+
+    def _graph(self, component: Component, folder: Path, device: torch.device) -> ExportedProgram:
+        key = component.config_hash, str(device)
+        with self._lock:
+            if found := self._graphs.get(key):
+                self._graphs.move_to_end(key)
+                return found
+        with IMPORT_LOCK:
+            program = open_graph(component, folder)
+        if device.type != "cpu":
+            _move_graph(program.graph_module, device)
+        with self._lock:
+            self._graphs[key] = program
+            while len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        return program
+
+
+def _outputs(program: ExportedProgram, signature: ProgramSignature) -> dict[str, int]:
+    """Return the places of the named outputs among all that the graph gives."""
+    places = [
+        place
+        for place, spec in enumerate(program.graph_signature.output_specs)
+        if spec.kind == OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
+    ]
+    names = [output.name for output in signature.outputs]
+    return dict(zip(names, places, strict=True))
+
+
+def _move_graph(module: fx.GraphModule, device: torch.device) -> None:
+    """Let the graph make its own tensors on `device`: the one that it was exported on is written into it."""
+    for graph in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        for node in graph.graph.nodes:
+            node.args = fx.node.map_aggregate(node.args, lambda given: _moved(given, device))
+            node.kwargs = fx.node.map_aggregate(node.kwargs, lambda given: _moved(given, device))
+        graph.recompile()
+
+
+def _moved(given: Any, device: torch.device) -> Any:
+    return device if isinstance(given, torch.device) else given

@@ -1,0 +1,79 @@
+"""Observations of NVIDIA's client of stored programs, over HTTP and over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from observing import error_text, place, write
+from triton_clients import Grpc, Http, texts
+
+WHERE = place()
+ASKED = WHERE.asked["programs"]
+NAMES = ("input_ids", "attention_mask")
+Client = Http | Grpc
+Observation = tuple[str, Callable[[], Any]]
+
+
+def of(client: Client) -> Iterator[Observation]:
+    as_json = {"as_json": True} if client.name == "grpc" else {}
+    yield "ready", lambda: client.client.is_model_ready("program-bert")
+    yield "metadata", lambda: client.client.get_model_metadata("program-bert", **as_json)
+    yield "config", lambda: client.client.get_model_config("program-bert", **as_json)
+    yield "rows", lambda: _kept(client, "rows", _ran(client, _inputs(ASKED["batches"][0])))
+    yield "without_mask", lambda: _kept(client, "plain", _ran(client, {"input_ids": _ids(ASKED["even"])}))
+    yield "tuned", lambda: _kept(client, "tuned", _ran(client, _inputs(ASKED["batches"][0]), "program-tuned"))
+    yield "clients", lambda: _clients(client)
+    yield "pipeline", lambda: _pipeline(client)
+    yield "too_long", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((1, 49), np.int64)}))
+    yield "too_many", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((9, 3), np.int64)}))
+    yield "beyond_the_table", lambda: error_text(lambda: _ran(client, {"input_ids": np.full((1, 3), 6000)}))
+    yield "too_long_in_a_pipeline", lambda: error_text(lambda: _labelled(client, ["word " * 60]))
+
+
+def _ids(rows: list[list[int]]) -> np.ndarray:
+    return np.array(rows, np.int64)
+
+
+def _inputs(batch: list[list[int]]) -> dict[str, np.ndarray]:
+    """Rows padded by the client itself, and their mask."""
+    longest = max(map(len, batch))
+    ids = np.array([row + [0] * (longest - len(row)) for row in batch], np.int64)
+    mask = np.array([[1] * len(row) + [0] * (longest - len(row)) for row in batch], np.int64)
+    return dict(zip(NAMES, (ids, mask), strict=True))
+
+
+def _ran(client: Client, inputs: dict[str, np.ndarray], model: str = "program-bert") -> np.ndarray:
+    return client.infer(model, inputs, ["pooler_output"]).as_numpy("pooler_output")
+
+
+def _kept(client: Client, name: str, array: np.ndarray) -> list[int]:
+    return WHERE.keep(f"{client.name}_{name}", array)
+
+
+def _clients(client: Client) -> list[int]:
+    """Twenty clients of 1, 4 or 8 rows, all at once."""
+    batches = ASKED["batches"]
+    clients = [type(client)(WHERE) for _ in batches]
+    with ThreadPoolExecutor(len(batches)) as pool:
+        found = list(pool.map(lambda one: _ran(one[0], _inputs(one[1])), zip(clients, batches, strict=True)))
+    return _kept(client, "clients", np.concatenate(found))
+
+
+def _labelled(client: Client, given: list[str]) -> np.ndarray:
+    return client.infer("program-kinds", {"text": texts(*given)}, ["logits"]).as_numpy("logits")
+
+
+def _pipeline(client: Client) -> list[int]:
+    return _kept(client, "pipeline", _labelled(client, ASKED["texts"]))
+
+
+def main() -> None:
+    clients = Http(WHERE), Grpc(WHERE)
+    write(WHERE, [(f"{client.name}.{name}", look) for client in clients for name, look in of(client)])
+
+
+if __name__ == "__main__":
+    main()
