@@ -167,7 +167,9 @@ class LimitsConfig(StrictModel):
     max_images: int = Field(10, ge=1, description="maximum images of one request")
     max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
     max_upload_pixels: int = Field(
-        36_000_000, ge=64, description="maximum pixels of an uploaded image, which is scaled down to max_pixels"
+        36_000_000,
+        ge=64,
+        description="maximum pixels of an uploaded image, which is scaled down to max_pixels, and of an enlarged one",
     )
     max_inference_steps: int = Field(200, ge=1, description="maximum denoising steps")
     max_frames: int = Field(257, ge=1, description="maximum frames of a video")

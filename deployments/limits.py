@@ -57,6 +57,16 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_extra(request.extra, limits)
 
 
+def check_upscale(request: ImageRequest, limits: LimitsConfig, scale: int) -> None:
+    """Check a request for an image that is enlarged by `scale`. Raises InvalidRequest naming the field."""
+    if request.init_image is None:
+        raise InvalidRequest("init_image: an upscaler enlarges an image, and the request has none", "init_image")
+    height, width = request.init_image.shape[:2]
+    _check_most("init_image", height * width, limits.max_pixels, unit=" pixels")
+    shown = f" pixels, {scale} times {width}x{height}"
+    _check_most("init_image", height * width * scale**2, limits.max_upload_pixels, unit=shown)
+
+
 def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video", "audio"]) -> None:
     """Check a request for a video or for audio, which has its defaults. Raises InvalidRequest naming the field."""
     _check_text("prompt", request.prompt, limits)

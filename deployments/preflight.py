@@ -346,6 +346,6 @@ def _needed_at_once(source: ReadSource, section: str) -> dict[str, int]:
             "text_encoder"
         ):
             by_section["text_encoder"][part.name] = source.nbytes[part.name]
-        elif source.checkpoint.kind == "llm" or part.library == "diffusers":
+        elif source.checkpoint.kind in ("llm", "upscaler") or part.library == "diffusers":
             by_section["worker"][part.name] = source.nbytes[part.name]
     return by_section[section]

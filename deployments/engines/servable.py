@@ -34,6 +34,7 @@ from weights.formats.sentence_stages import STAGES_FILE
 from weights.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
+_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
 
@@ -162,6 +163,16 @@ def _check_controlnet(checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_upscaler(checkpoint: Checkpoint) -> None:
+    (component,) = checkpoint.components
+    dtypes = {tensor.dtype for tensor in component.tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= _FLOATS:
+        raise EngineError(
+            f"{checkpoint.path}: an upscaler with tensors of {', '.join(sorted(dtypes))}; expected one of "
+            f"{', '.join(sorted(_FLOATS))} for all"
+        )
+
+
 def _refuse_tensors(checkpoint: Checkpoint) -> None:
     path, (component,) = checkpoint.path, checkpoint.components
     if component.format == "gguf" and checkpoint.class_name in DENOISERS:
@@ -187,5 +198,6 @@ _CHECKS: Final[Mapping[ModelKind, Callable[[Checkpoint], None]]] = {
     "head": _check_head,
     "llm": _check_language_model,
     "controlnet": _check_controlnet,
+    "upscaler": _check_upscaler,
     "tensors": _refuse_tensors,
 }

@@ -19,9 +19,10 @@ from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 
 _ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
-Endpoint = Literal["images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
+Endpoint = Literal["images", "larger images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
 _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "diffusion": "images",
+    "upscaler": "larger images",
     "llm": "text",
     "embedding": "embeddings",
     "reranker": "ranks",

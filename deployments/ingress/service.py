@@ -23,6 +23,7 @@ from cluster.text_routes import route_of
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from deployments.defaults import (
+    as_upscale,
     merges_lora,
     prompts_of,
     text_rules,
@@ -44,7 +45,15 @@ from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.resumed_images import ResumedImages
 from deployments.ingress.retries import EncoderReply, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
-from deployments.limits import check_clip, check_embedding, check_head, check_image, check_scoring, check_text
+from deployments.limits import (
+    check_clip,
+    check_embedding,
+    check_head,
+    check_image,
+    check_scoring,
+    check_text,
+    check_upscale,
+)
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
 from deployments.pipelines.records import PipelineRequest, PipelineResult
@@ -169,7 +178,9 @@ class Service:
 
     async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
         """Return a request with its defaults, the versions of its models and its terms; and warnings."""
-        record = await self._catalog.find_usable(request.model, "diffusion")
+        record = await self._catalog.find_usable(request.model, "diffusion", "upscaler")
+        if record.kind == "upscaler":
+            return self._checked_upscale(request, record)
         await self._check_makes(record, "images")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name, record.variant)
         check_image(request, self._config.ingress.limits, asked)
@@ -189,6 +200,15 @@ class Service:
         update["merges_lora"] = merges_lora(request, adapters)
         update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
         return request.model_copy(update=update | {"priority": terms.priority}), terms, warnings
+
+    def _checked_upscale(
+        self, request: ImageRequest, record: ModelRecord
+    ) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
+        request, warnings = as_upscale(request)
+        check_upscale(request, self._config.ingress.limits, int(record.variant.get("scale", 1)))
+        terms = self._terms(request)
+        update = {"model_version": record.fingerprint, "priority": terms.priority}
+        return request.model_copy(update=update), terms, warnings
 
     async def checked_clip(
         self, request: ClipRequest | Mapping[str, Any], makes: Literal["video", "audio"]

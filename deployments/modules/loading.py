@@ -20,10 +20,12 @@ from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
+from deployments.engines.upscaling.networks import build_upscaler
 from deployments.modules.parts import beside_adapters
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
+from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.manifest import Component
 from weights.memory.devices import open_device
 from weights.torch_dtypes import TORCH_DTYPES
@@ -36,7 +38,7 @@ _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need
 
 
 class ComponentBuilder:
-    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter.
+    """Makes a component of any kind: a module of a pipeline, an upscaler, an LLM engine, an adapter.
 
     Modules come from `skeletons` where one of their structure is kept. An LLM engine is made anew each time: its KV
     cache and its sequences belong to the weights that computed them, and it takes less than 10 ms.
@@ -54,6 +56,8 @@ class ComponentBuilder:
         folder = skeleton / component.folder
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
+        if component.library == UPSCALER:
+            return build_upscaler(folder, tensors)
         if component.library == "diffusers" or is_stock_part(component):
             return self.skeletons.build_module(
                 component.structure_key,
@@ -97,7 +101,7 @@ class ComponentBuilder:
 
         What cannot be built takes none; `__call__` says why.
         """
-        if component.name != "model" or component.library in ("diffusers", "peft"):
+        if component.name != "model" or component.library in ("diffusers", "peft", UPSCALER):
             return 0
         if component.module_key not in self._cache_bytes:
             dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)

@@ -102,6 +102,7 @@ _ACTIONS: Mapping[str, Action] = {
     "reranker": "score",
     "classifier": "score",
     "head": "head",
+    "upscaler": "upscale",
 }
 
 

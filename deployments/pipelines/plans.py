@@ -21,7 +21,7 @@ from configs.pipeline import Argument
 from deployments.pipelines.edge_types import TEXT, TOKENS, Batch, EdgeType
 from deployments.pipelines.records import NUMPY_DTYPES, Signature
 
-Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "function"]
+Action: TypeAlias = Literal["generate", "write", "tokenize", "embed", "score", "head", "upscale", "function"]
 WITH_TENSORS: Final = frozenset({"embed", "score", "head"})  # actions that give float32 tensors
 IN_ENCODER: Final = WITH_TENSORS | {"tokenize"}  # actions of the text-encoder service
 PIPELINE_INPUT: Final = ""

@@ -10,7 +10,7 @@ from cluster.registry.directory import ModelRecord
 from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
 
-MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head")
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head", "upscaler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ _LLM: Final = Ports(
 )
 
 
+_UPSCALER: Final = Ports({"image": Parameter((IMAGE,))}, {"image": IMAGE})
 _RERANKER: Final = Ports({"query": Parameter((TEXT,)), "text": Parameter((TEXT,))}, {"score": FLOAT})
 
 
@@ -115,4 +116,4 @@ def ports_of(model: ModelRecord) -> Ports | None:
     if model.kind == "head":
         features = EdgeType("FP32", (-1, sizes.in_features or -1))
         return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, sizes.out_features or -1))})
-    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER}.get(model.kind or "")
+    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER, "upscaler": _UPSCALER}.get(model.kind or "")

@@ -10,6 +10,7 @@ from deployments.records.embeddings import EmbeddingRequest, EmbeddingResult, He
 from deployments.records.images import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
+    NO_PROMPT,
     ControlNetUse,
     ImageOptions,
     ImageProgress,
@@ -50,6 +51,7 @@ __all__ = [
     "MAX_PARTIAL_IMAGES",
     "MAX_SEED",
     "MAX_STOPS",
+    "NO_PROMPT",
     "SEED_RULE",
     "CacheUse",
     "ChatRequest",

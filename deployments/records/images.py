@@ -24,6 +24,7 @@ from deployments.records.requests import (
     ServedRequest,
 )
 
+NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
 

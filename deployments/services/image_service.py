@@ -48,6 +48,7 @@ from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.stock_service import StockService, TextSource
+from deployments.services.upscale_service import UpscaleService
 from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 from weights.manifest import Manifest
@@ -99,6 +100,7 @@ class ImageService:
         self._device = device
         self._sequential = SequentialPhases(settings, device)
         self._stock = StockService(module_cache, device)
+        self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
         self._clock = clock
@@ -111,7 +113,7 @@ class ImageService:
     @property
     def num_running(self) -> int:
         """The number of requests between their noise and their images."""
-        return self._num_denoising + self._stock.num_running
+        return self._num_denoising + self._stock.num_running + self._upscaling.num_running
 
     def migrate_out(self, models: Collection[str]) -> None:
         """Let another replica go on with the requests of these models that are under way, each after its next step."""
@@ -145,6 +147,8 @@ class ImageService:
         """
         with as_service_errors():
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
+            if manifest.kind == "upscaler":
+                return await self._upscaling.enlarge(request, manifest, on_progress)
             if is_stock_class(manifest.class_name or ""):
                 source = TextSource(encode_text, is_first=encode_first)
                 return await self._stock.make_images(request, manifest, source, on_progress)

@@ -38,6 +38,8 @@ from weights.formats.safetensors import read_header
 from weights.formats.sentence_stages import read_stages
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
+from weights.formats.upscaler import LIBRARY as UPSCALER
+from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
 from weights.formats.weight_files import (
     LORA_FILE,
     check_index,
@@ -428,6 +430,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
                 return _adapter(path)
             if is_words_file(path, header.tensors):
                 return _words(path)
+            if is_upscaler(header.tensors):
+                return _upscaler(path, header.tensors, "safetensors", dict(header.metadata))
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))
@@ -435,8 +439,20 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             kuiper = read_kuiper(path)
             return _bare(path, "llm", kuiper.tensors, "kuiper", headers={f"{path.name}.header": kuiper.raw})
         case ".bin" | ".pt" | ".pth":
-            return _bare(path, "tensors", _read_pickle(path, allow_torch=allow_torch), "torch")
+            tensors = _read_pickle(path, allow_torch=allow_torch)
+            if is_upscaler(tensors):
+                return _upscaler(path, tensors, "torch", {})
+            return _bare(path, "tensors", tensors, "torch")
     raise FormatError(f"{path}: unknown kind of file {path.suffix!r} (known: .safetensors, .gguf, .bin, .pt, .pth)")
+
+
+def _upscaler(
+    path: Path, tensors: Mapping[str, SourceTensor], format_: WeightFormat, metadata: dict[str, str]
+) -> Checkpoint:
+    named = upscaler_tensors(path, tensors)
+    net = read_upscaler(path, {name: tensor.shape for name, tensor in named.items()})
+    model = SourceComponent("model", UPSCALER, net.kind, ".", named, metadata, (path.name,), format_)
+    return Checkpoint(path, "upscaler", net.kind, (model,))
 
 
 def _bare(

@@ -15,7 +15,7 @@ from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_files import SAMPLER_NAMES
-from deployments.records import Count, ImageRequest, Name, RequestModel, as_record
+from deployments.records import NO_PROMPT, Count, ImageRequest, Name, RequestModel, as_record
 
 SAMPLERS: Final = {name: class_name for class_name, name in SAMPLER_NAMES.items()}
 SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
@@ -95,7 +95,7 @@ class TextToImageBody(RequestModel):
         loras = [_lora_of(found) for found in _LORA.finditer(prompt)]
         given: dict[str, Any] = {
             "model": model,
-            "prompt": _LORA.sub("", prompt).strip() or " ",  # to the tokenizers, a space is as empty as nothing
+            "prompt": _LORA.sub("", prompt).strip() or NO_PROMPT,
             "negative_prompt": self.negative_prompt or None,
             "prompt_syntax": "weighted",
             "clip_skip": self._clip_skip,

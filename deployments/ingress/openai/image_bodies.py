@@ -17,6 +17,7 @@ from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64
 from deployments.records import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
+    NO_PROMPT,
     ControlNetUse,
     ImageOptions,
     ImageRequest,
@@ -176,7 +177,7 @@ class VariationBody(ImagesBody):
     A variation may do without a prompt.
     """
 
-    prompt: str = Field(" ", min_length=1)  # to the tokenizers of text encoders, a space is as empty as nothing
+    prompt: str = Field(NO_PROMPT, min_length=1)
 
     @field_validator("lora", "control", "scheduler_options", "extra", mode="before")
     @classmethod
