@@ -51,6 +51,8 @@ def with_image_defaults(
     for name in ("extra", "images"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: {class_name} has none here; its options are fields of the request", name)
+    if request.ip_adapter and not family.takes_image_prompts:
+        raise InvalidRequest(f"ip_adapter: no IP-Adapters are served with {class_name}", "ip_adapter")
     request = request.model_copy(update=_size_of_images(request))
     request = _with_schedule(_filled(request, defaults, without=_out_of_place(request)))
     own = family.defaults_of(variant)
@@ -73,7 +75,7 @@ def as_upscale(request: ImageRequest) -> tuple[ImageRequest, tuple[str, ...]]:
 
     Its work is that of the image's size. Raises InvalidRequest for what asks for another image than there will be.
     """
-    for name in ("width", "height", "lora", "control", "images", "extra"):
+    for name in ("width", "height", "lora", "control", "ip_adapter", "images", "extra"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: an upscaler takes an image alone, and its scale is its own", name)
     if request.n > 1:
@@ -99,7 +101,7 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("lora", "control"):
+    for name in ("lora", "control", "ip_adapter"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
     without = _out_of_place(request)

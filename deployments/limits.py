@@ -46,6 +46,9 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_most("n", request.n, limits.max_images)
     _check_loras(request.lora, limits)
     _check_most("control", len(request.control), limits.max_controls, unit=" ControlNets")
+    _check_most("ip_adapter", len(request.ip_adapter), limits.max_controls, unit=" images")
+    for use in request.ip_adapter:
+        _check_most("ip_adapter", use.image.shape[0] * use.image.shape[1], limits.max_pixels, unit=" pixels")
     if bad := find_bad_image(request):
         raise InvalidRequest(": ".join(bad), bad[0])
     asked = asked or request

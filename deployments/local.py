@@ -110,12 +110,16 @@ class LocalModels:
         return [entry.id for entry in entries if isinstance(entry, AdapterConfig) and model in entry.base]
 
     def _check_adapters(self, request: ImageRequest) -> None:
-        """Raise UnknownModel for a LoRA or a ControlNet that is for other models, as the ingress does."""
+        """Raise UnknownModel for an adapter of any kind that is for other models, as the ingress does."""
         own = self._own_adapters(request.model)
-        for param, uses in (("lora", request.lora), ("control", request.control)):
+        for param, uses in (
+            ("lora", request.lora),
+            ("control", request.control),
+            ("ip_adapter", request.ip_adapter),
+        ):
             for use in uses:
                 if use.name not in own:
-                    what = "adapter" if param == "lora" else "ControlNet"
+                    what = {"lora": "adapter", "control": "ControlNet"}.get(param, "IP-Adapter")
                     known = ", ".join(own) or "none"
                     raise UnknownModel(f"no {what} {use.name!r} for {request.model!r} (known: {known})", param)
 

@@ -39,6 +39,7 @@ ModelKind = Literal[
     "upscaler",
     "adapter",
     "controlnet",
+    "ip_adapter",
     "tensors",
     "program",
 ]

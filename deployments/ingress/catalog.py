@@ -28,6 +28,13 @@ _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "reranker": "ranks",
     "classifier": "classes",
 }
+AdapterKind = Literal["adapter", "controlnet", "ip_adapter"]
+# The field that names them, and what they are.
+_ADAPTERS: Final[dict[AdapterKind, tuple[str, str]]] = {
+    "adapter": ("lora", "adapter"),
+    "controlnet": ("control", "ControlNet"),
+    "ip_adapter": ("ip_adapter", "IP-Adapter"),
+}
 _WANTED = {**_ENDPOINTS, "head": "scores of features"}
 
 
@@ -126,12 +133,12 @@ class Catalog:
             seeing = listed(other.id for other in await self.all_records() if _sees_images(other))
             raise InvalidRequest(f"model {record.id!r} sees no images; models that do: {seeing}", "messages")
 
-    async def find_adapter(self, id_: str, model: str, kind: Literal["adapter", "controlnet"]) -> ModelRecord:
-        """Return a LoRA or a ControlNet of `model`.
+    async def find_adapter(self, id_: str, model: str, kind: AdapterKind) -> ModelRecord:
+        """Return a LoRA, a ControlNet or an IP-Adapter of `model`.
 
         Raises UnknownModel with those that fit `model`, or ModelUnavailable.
         """
-        param, what = ("lora", "adapter") if kind == "adapter" else ("control", "ControlNet")
+        param, what = _ADAPTERS[kind]
         try:
             record = await self.find_record(id_)
         except UnknownModel:

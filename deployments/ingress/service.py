@@ -194,6 +194,7 @@ class Service:
         find = self._catalog.find_adapter
         adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
         adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}
+        adapters |= {use.name: await find(use.name, request.model, "ip_adapter") for use in request.ip_adapter}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}

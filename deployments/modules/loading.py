@@ -12,6 +12,7 @@ from torch import nn
 from configs.cluster import WorkerConfig
 from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.diffusion.image_prompts import build_image_prompter
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
@@ -25,6 +26,7 @@ from deployments.modules.parts import beside_adapters
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
+from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
 from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.manifest import Component
 from weights.memory.devices import open_device
@@ -33,6 +35,7 @@ from weights.torch_dtypes import TORCH_DTYPES
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
+_OF_DENOISING: Final = ("diffusers", "peft", IP_ADAPTER)  # libraries, as components name them
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 
@@ -58,6 +61,9 @@ class ComponentBuilder:
             return parse_adapter(folder, tensors, component.metadata)
         if component.library == UPSCALER:
             return build_upscaler(folder, tensors)
+        if component.library == IP_ADAPTER:
+            with IMPORT_LOCK:
+                return build_image_prompter(folder, tensors)
         if component.library == "diffusers" or is_stock_part(component):
             return self.skeletons.build_module(
                 component.structure_key,
@@ -101,7 +107,7 @@ class ComponentBuilder:
 
         What cannot be built takes none; `__call__` says why.
         """
-        if component.name != "model" or component.library in ("diffusers", "peft", UPSCALER):
+        if component.name != "model" or component.library in ("diffusers", "peft", UPSCALER, IP_ADAPTER):
             return 0
         if component.module_key not in self._cache_bytes:
             dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
@@ -167,7 +173,7 @@ def is_denoise_component(component: Component) -> bool:
 
     A Stable Diffusion's safety checker is of neither library that a replica knows, and nobody builds it.
     """
-    is_known = component.name == "model" or component.library in ("diffusers", "peft") or is_stock_part(component)
+    is_known = component.name == "model" or component.library in _OF_DENOISING or is_stock_part(component)
     return is_known and not is_stock_text(component)
 
 

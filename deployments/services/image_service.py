@@ -212,7 +212,7 @@ class ImageService:
         return result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
 
     async def _adapters_of(self, request: ImageRequest) -> dict[str, Manifest]:
-        """Return the manifests of the LoRAs and ControlNets of a request, by name."""
+        """Return the manifests of the LoRAs, ControlNets and IP-Adapters of a request, by name."""
         find, versions = self._module_cache.manifests.find_version, request.adapter_versions
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
@@ -318,7 +318,7 @@ class ImageService:
 
 
 def _adapter_names(request: ImageRequest) -> list[str]:
-    return sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
+    return sorted({use.name for uses in (request.lora, request.control, request.ip_adapter) for use in uses})
 
 
 def _subject(lease: Lease, settings: WorkerConfig) -> str:
