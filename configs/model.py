@@ -295,7 +295,7 @@ class ModelConfig(StrictModel):
 
 
 class AdapterConfig(StrictModel):
-    """A LoRA as diffusers, kohya or PEFT save it, the folder of a ControlNet or an IP-Adapter, and the models it is for.
+    """A LoRA as diffusers, kohya or PEFT save it, the folder of a ControlNet or an IP-Adapter, and its models.
 
     A ControlNet needs the dtype of its models.
 
