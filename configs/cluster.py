@@ -167,13 +167,15 @@ class LimitsConfig(StrictModel):
     max_images: int = Field(10, ge=1, description="maximum images of one request")
     max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
     max_upload_pixels: int = Field(
-        36_000_000, ge=64, description="maximum pixels of an uploaded image, which is scaled down to max_pixels"
+        36_000_000,
+        ge=64,
+        description="maximum pixels of an uploaded image, which is scaled down to max_pixels, and of an enlarged one",
     )
     max_inference_steps: int = Field(200, ge=1, description="maximum denoising steps")
     max_frames: int = Field(257, ge=1, description="maximum frames of a video")
     max_audio_s: float = Field(300.0, gt=0, description="maximum seconds of generated audio")
     max_loras: int = Field(16, ge=1, le=MAX_LORAS, description="maximum LoRAs of one request")
-    max_controls: int = Field(4, ge=1, description="maximum ControlNets of an image request")
+    max_controls: int = Field(4, ge=1, description="maximum ControlNets of an image request, and IP-Adapters")
     max_prompts: int = Field(64, ge=1, description="maximum prompts of a request for completions")
     max_messages: int = Field(1024, ge=1, le=MAX_MESSAGES, description="maximum messages of a chat")
     max_embedding_inputs: int = Field(2048, ge=1, description="maximum texts of a request for embeddings")

@@ -319,7 +319,7 @@ class ModelConfig(StrictModel):
 
 
 class AdapterConfig(StrictModel):
-    """A LoRA as diffusers, kohya's trainer or PEFT saves it, or a ControlNet's folder, and the models that it is for.
+    """A LoRA as diffusers, kohya or PEFT save it, the folder of a ControlNet or an IP-Adapter, and its models.
 
     A ControlNet needs the dtype of its models.
 

@@ -14,9 +14,14 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import task_of
 from deployments.engines.stock.known import read_class
 from deployments.errors import InvalidRequest
-from deployments.records import ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
+from deployments.records import NO_PROMPT, ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
 
 SEED_BITS: Final = 32  # of drawn seeds
+# Options of a diffusion model that say nothing to an upscaler.
+_BESIDE_IMAGE: Final = (
+    *("negative_prompt", "mask_image", "strength", "num_inference_steps", "guidance_scale", "true_cfg_scale"),
+    *("max_sequence_length", "scheduler", "sigmas", "timesteps", "clip_skip"),
+)
 
 _RequestT = TypeVar("_RequestT", bound=RequestModel)
 _DiffusionT = TypeVar("_DiffusionT", ImageRequest, ClipRequest)
@@ -46,6 +51,8 @@ def with_image_defaults(
     for name in ("extra", "images"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: {class_name} has none here; its options are fields of the request", name)
+    if request.ip_adapter and not family.takes_image_prompts:
+        raise InvalidRequest(f"ip_adapter: no IP-Adapters are served with {class_name}", "ip_adapter")
     request = request.model_copy(update=_size_of_images(request))
     request = _with_schedule(_filled(request, defaults, without=_out_of_place(request)))
     own = family.defaults_of(variant)
@@ -63,6 +70,28 @@ def with_image_defaults(
     return request.model_copy(update=update)
 
 
+def as_upscale(request: ImageRequest) -> tuple[ImageRequest, tuple[str, ...]]:
+    """Return a request as an upscaler takes it, which reads an image and nothing else, and warnings that say so.
+
+    Its work is that of the image's size. Raises InvalidRequest for what asks for another image than there will be.
+    """
+    for name in ("width", "height", "lora", "control", "ip_adapter", "images", "extra"):
+        if getattr(request, name):
+            raise InvalidRequest(f"{name}: an upscaler takes an image alone, and its scale is its own", name)
+    if request.n > 1:
+        raise InvalidRequest(f"n: {request.n} images, and an upscaler makes one of one", "n")
+    ignored = [name for name in _BESIDE_IMAGE if getattr(request, name) is not None]
+    ignored = (["prompt"] if request.prompt.strip() else []) + ignored
+    update: dict[str, Any] = {"prompt": NO_PROMPT, "partial_images": 0, **dict.fromkeys(_BESIDE_IMAGE)}
+    if request.init_image is not None:
+        update["height"], update["width"] = map(int, request.init_image.shape[:2])
+    warnings: tuple[str, ...] = (f"without effect on an upscaler: {', '.join(ignored)}",) if ignored else ()
+    if request.scaled_from is not None and request.init_image is not None:
+        sizes = (*request.scaled_from, update["width"], update["height"])
+        warnings += ("the image of {}x{} pixels was scaled to {}x{}: the largest allowed".format(*sizes),)
+    return request.model_copy(update=update), warnings
+
+
 def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class_name: str) -> ClipRequest:
     """Fill in the config's defaults, the steps that diffusers' class makes by default, and a seed.
 
@@ -72,7 +101,7 @@ def with_clip_defaults(request: ClipRequest, defaults: GenerationDefaults, class
 
 
 def _with_stock_defaults(request: ImageRequest, defaults: GenerationDefaults, class_name: str) -> ImageRequest:
-    for name in ("lora", "control"):
+    for name in ("lora", "control", "ip_adapter"):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: diffusers' own code runs a {class_name}, and takes none here", name)
     without = _out_of_place(request)

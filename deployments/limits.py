@@ -48,6 +48,9 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     _check_most("n", request.n, limits.max_images)
     _check_loras(request.lora, limits)
     _check_most("control", len(request.control), limits.max_controls, unit=" ControlNets")
+    _check_most("ip_adapter", len(request.ip_adapter), limits.max_controls, unit=" images")
+    for use in request.ip_adapter:
+        _check_most("ip_adapter", use.image.shape[0] * use.image.shape[1], limits.max_pixels, unit=" pixels")
     if bad := find_bad_image(request):
         raise InvalidRequest(": ".join(bad), bad[0])
     asked = asked or request
@@ -57,6 +60,16 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
     unit = " pixels" + _default_of(asked.width, asked.height)
     _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit)
     _check_extra(request.extra, limits)
+
+
+def check_upscale(request: ImageRequest, limits: LimitsConfig, scale: int) -> None:
+    """Check a request for an image that is enlarged by `scale`. Raises InvalidRequest naming the field."""
+    if request.init_image is None:
+        raise InvalidRequest("init_image: an upscaler enlarges an image, and the request has none", "init_image")
+    height, width = request.init_image.shape[:2]
+    _check_most("init_image", height * width, limits.max_pixels, unit=" pixels")
+    shown = f" pixels, {scale} times {width}x{height}"
+    _check_most("init_image", height * width * scale**2, limits.max_upload_pixels, unit=shown)
 
 
 def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video", "audio"]) -> None:

@@ -14,13 +14,21 @@ from pathlib import Path
 
 from cluster.registry.directory import wanted_dtype
 from cluster.registry.importing import like_of, vae_of
+from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
-from deployments.defaults import merges_lora, prompts_of, text_rules, with_image_defaults, with_learned_words
+from deployments.defaults import (
+    as_upscale,
+    merges_lora,
+    prompts_of,
+    text_rules,
+    with_image_defaults,
+    with_learned_words,
+)
 from deployments.engines.servable import why_unservable
 from deployments.errors import ModelUnavailable, UnknownModel, as_service_errors
 from deployments.fitted_images import with_fitting_images
-from deployments.limits import check_image
+from deployments.limits import check_image, check_upscale
 from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ImageProgress, ImageRequest, ImageResult
@@ -30,7 +38,6 @@ from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.learned_words import WORDS_CLASS, words_in
-from weights.formats.pipeline_variant import pipeline_variant
 from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.devices import open_device
@@ -67,10 +74,14 @@ class LocalModels:
             words = [name for name in named if (await self._manifest(name)).class_name == WORDS_CLASS]
         request = with_learned_words(request, words)
         defaults = self._config.defaults_of(request.model)
-        variant = pipeline_variant(self._store.skeleton(manifest))
-        asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "", variant)
-        check_image(request, self._config.ingress.limits, asked)
-        request, warnings = with_fitting_images(asked, request, manifest.class_name or "", variant)
+        variant, limits = variant_of(manifest, self._store.skeleton(manifest)), self._config.ingress.limits
+        if manifest.kind == "upscaler":
+            request, warnings = as_upscale(request)
+            check_upscale(request, limits, int(variant["scale"]))
+        else:
+            asked, request = request, with_image_defaults(request, defaults, manifest.class_name or "", variant)
+            check_image(request, limits, asked)
+            request, warnings = with_fitting_images(asked, request, manifest.class_name or "", variant)
         rules = text_rules(self._config.entries[request.model])
         rules["merges_lora"] = merges_lora(request, self._config.entries)
         rules |= {"reports_steps": on_step is not None, "partial_images": 0, "checkpoint_steps": 0}
@@ -104,12 +115,16 @@ class LocalModels:
         return [entry.id for entry in entries if isinstance(entry, AdapterConfig) and model in entry.base]
 
     def _check_adapters(self, request: ImageRequest) -> None:
-        """Raise UnknownModel for a LoRA or a ControlNet that is for other models, as the ingress does."""
+        """Raise UnknownModel for an adapter of any kind that is for other models, as the ingress does."""
         own = self._own_adapters(request.model)
-        for param, uses in (("lora", request.lora), ("control", request.control)):
+        for param, uses in (
+            ("lora", request.lora),
+            ("control", request.control),
+            ("ip_adapter", request.ip_adapter),
+        ):
             for use in uses:
                 if use.name not in own:
-                    what = "adapter" if param == "lora" else "ControlNet"
+                    what = {"lora": "adapter", "control": "ControlNet"}.get(param, "IP-Adapter")
                     known = ", ".join(own) or "none"
                     raise UnknownModel(f"no {what} {use.name!r} for {request.model!r} (known: {known})", param)
 

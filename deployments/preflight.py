@@ -259,6 +259,12 @@ def _adapter_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) 
 
 def _check_base(adapter: Checkpoint, base: ModelConfig, source: ReadSource) -> None:
     """Raise AdapterError where an adapter is for other models than the base."""
+    if adapter.kind == "ip_adapter":
+        family = FAMILIES.get(source.record.class_name)
+        if family is None or not family.takes_image_prompts:
+            what = source.record.class_name or source.record.kind
+            raise AdapterError(f"{adapter.path}: an IP-Adapter, and none are served with {base.id!r}, {what}")
+        return
     if adapter.kind == "controlnet":
         family = FAMILIES.get(source.record.class_name)
         if family is None:
@@ -395,6 +401,6 @@ def _needed_at_once(source: ReadSource, section: str) -> dict[str, int]:
             "text_encoder"
         ):
             by_section["text_encoder"][part.name] = source.nbytes[part.name]
-        elif source.checkpoint.kind == "llm" or part.library == "diffusers":
+        elif source.checkpoint.kind in ("llm", "upscaler") or part.library == "diffusers":
             by_section["worker"][part.name] = source.nbytes[part.name]
     return by_section[section]

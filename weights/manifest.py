@@ -27,10 +27,21 @@ TENSOR_ALIGNMENT: Final = 512  # of the combined layout, as in Ascend GE's exter
 EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
 MAX_BASES: Final = 4096  # extents that one delta is against
 
-# "head": a linear layer above an encoder's pooled vector (a classifier's, say). "tensors": weights without an
-# architecture of their own (a bare file); "program": a torch.export or ONNX graph.
+# "head": a linear layer above an encoder's pooled vector (a classifier's, say). "upscaler": enlarges images. "tensors":
+# weights without an architecture of their own (a bare file); "program": a torch.export or ONNX graph.
 ModelKind = Literal[
-    "diffusion", "llm", "embedding", "reranker", "classifier", "head", "adapter", "controlnet", "tensors", "program"
+    "diffusion",
+    "llm",
+    "embedding",
+    "reranker",
+    "classifier",
+    "head",
+    "upscaler",
+    "adapter",
+    "controlnet",
+    "ip_adapter",
+    "tensors",
+    "program",
 ]
 # inline: in the model's own files. separate: `weight_<sha256>` per tensor. combined: `<model>_weight_combined`.
 Layout = Literal["inline", "separate", "combined"]

@@ -22,6 +22,7 @@ from weights.programs.signature import ProgramSignature
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
 _MAX_NAMES: Final = 30  # in one message
+ADAPTERS: Final[Mapping[str, str]] = {"adapter": "LoRA", "controlnet": "ControlNet", "ip_adapter": "IP-Adapter"}
 
 Entry = ModelConfig | AdapterConfig
 
@@ -33,12 +34,13 @@ def wanted_dtype(entry: Entry, auto_dtype: str) -> str:
 
 def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
     """Return why a checkpoint is not what an entry of a config takes it for; None when it is."""
-    is_adapter = checkpoint.kind in ("adapter", "controlnet")
+    is_adapter = checkpoint.kind in ADAPTERS
     if isinstance(entry, ModelConfig):
-        what = "LoRA" if checkpoint.kind == "adapter" else "ControlNet"
+        what = ADAPTERS.get(checkpoint.kind, "")
         return f"{checkpoint.path}: a {what}, no model: an adapter, with its models as base" if is_adapter else None
     if not is_adapter:
-        return f"{checkpoint.path}: a model of kind {checkpoint.kind!r}, no adapter: neither a LoRA nor a ControlNet"
+        kinds = ", ".join(ADAPTERS.values())
+        return f"{checkpoint.path}: a model of kind {checkpoint.kind!r}, no adapter (known: {kinds})"
     if entry.merged_scale is not None and (
         checkpoint.kind != "adapter" or checkpoint.class_name in (PEFT_CLASS, WORDS_CLASS)
     ):

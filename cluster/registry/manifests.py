@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
 from weights.formats.pipeline_variant import pipeline_variant
+from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.store import WeightStore
@@ -35,7 +36,7 @@ _Mark = tuple[int, int, int]
 class ModelSummary:
     """The facts of one version of a model. `extents` has the ids of all its extents; `class_name` is "" without one.
 
-    `variant` is that of `pipeline_variant`. `widened` has the types of tensors that became float32 though the config
+    `variant` is what `variant_of` tells. `widened` has the types of tensors that became float32 though the config
     asks for none (`weights/processor.py`), and what `unpacked_types` says of quantized weights that are stored plain.
     `signature` is a program's.
     """
@@ -63,10 +64,21 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
         tuple(manifest.extents),
         feature_sizes(manifest.kind, manifest.components.values(), skeleton),
         manifest.class_name or "",
-        pipeline_variant(skeleton) if manifest.kind == "diffusion" else {},
+        variant_of(manifest, skeleton),
         widened,
         signature_of(manifest.components[COMPONENT]) if manifest.kind == "program" else None,
     )
+
+
+def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
+    """Return what tells models of one class apart: the facts of `pipeline_variant`, or the `scale` of an upscaler."""
+    if manifest.kind == "diffusion":
+        return pipeline_variant(skeleton)
+    if manifest.kind != "upscaler":
+        return {}
+    (component,) = manifest.components.values()
+    shapes = {name: tensor.shape for name, tensor in component.tensors.items()}
+    return {"scale": read_upscaler(Path(manifest.source), shapes).scale}
 
 
 class _SummaryFile(StrictModel):

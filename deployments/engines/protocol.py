@@ -170,6 +170,15 @@ class ControlUse:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ImagePromptUse:
+    """One IP-Adapter of a request, the image that it reads, uint8 (height, width, 3) of any size, and its strength."""
+
+    name: str
+    image: npt.NDArray[np.uint8]
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class DiffusionRequest:
     """The plain half of a diffusion request: all but tensors.
 
@@ -180,10 +189,11 @@ class DiffusionRequest:
 
     `init_image`, uint8 (height, width, 3), makes it image-to-image: `strength` (0 to 1] is the part of the steps that
     run. `mask_image`, uint8 (height, width), makes that inpainting: what is 128 or more is painted anew. `control` are
-    its ControlNets. `scheduler` is a class of diffusers, in place of the pipeline's own, and `scheduler_options` stand
-    in place of those of its config (`use_karras_sigmas`, say). `sigmas` or `timesteps` are the schedule, as in stock:
-    `num_inference_steps` of them. `deterministic`: the same bits whatever else runs. `merges_adapter`: its one adapter
-    is merged into private weights, which is equal but for rounding, and faster.
+    its ControlNets, `image_prompts` its IP-Adapters. `scheduler` is a class of diffusers, in place of the pipeline's
+    own, and `scheduler_options` stand in place of those of its config (`use_karras_sigmas`, say). `sigmas` or
+    `timesteps` are the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever
+    else runs. `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and
+    faster.
     """
 
     request_id: str
@@ -199,6 +209,7 @@ class DiffusionRequest:
     mask_image: npt.NDArray[np.uint8] | None = None
     strength: float = 1.0
     control: tuple[ControlUse, ...] = ()
+    image_prompts: tuple[ImagePromptUse, ...] = ()
     scheduler: str | None = None
     scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)
     sigmas: tuple[float, ...] | None = None

@@ -29,11 +29,13 @@ from weights.formats.checkpoint import Checkpoint, SourceComponent
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import tokenizer_folder
 from weights.formats.gguf_model import DENOISERS
+from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
 from weights.formats.pipeline_parts import why_incomplete
 from weights.formats.sentence_stages import STAGES_FILE
 from weights.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
+_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
 
@@ -162,6 +164,26 @@ def _check_controlnet(checkpoint: Checkpoint) -> None:
         )
 
 
+def _check_upscaler(checkpoint: Checkpoint) -> None:
+    (component,) = checkpoint.components
+    dtypes = {tensor.dtype for tensor in component.tensors.values()}
+    if len(dtypes) != 1 or not dtypes <= _FLOATS:
+        raise EngineError(
+            f"{checkpoint.path}: an upscaler with tensors of {', '.join(sorted(dtypes))}; expected one of "
+            f"{', '.join(sorted(_FLOATS))} for all"
+        )
+
+
+def _check_ip_adapter(checkpoint: Checkpoint) -> None:
+    folder, (component,) = checkpoint.path / ENCODER, checkpoint.components
+    config = read_config(folder / "config.json")
+    if (class_name := named_class(config, folder)) != ENCODER_CLASS:
+        raise EngineError(f"{folder}: a {class_name}, and an IP-Adapter reads images by a {ENCODER_CLASS}")
+    dtypes = {tensor.dtype for tensor in component.tensors.values()} - {"I64"}  # numbers of positions, in old files
+    if not dtypes <= _FLOATS:
+        raise EngineError(f"{checkpoint.path}: an IP-Adapter with tensors of {', '.join(sorted(dtypes - _FLOATS))}")
+
+
 def _refuse_tensors(checkpoint: Checkpoint) -> None:
     path, (component,) = checkpoint.path, checkpoint.components
     if component.format == "gguf" and checkpoint.class_name in DENOISERS:
@@ -187,5 +209,7 @@ _CHECKS: Final[Mapping[ModelKind, Callable[[Checkpoint], None]]] = {
     "head": _check_head,
     "llm": _check_language_model,
     "controlnet": _check_controlnet,
+    "upscaler": _check_upscaler,
+    "ip_adapter": _check_ip_adapter,
     "tensors": _refuse_tensors,
 }

@@ -20,13 +20,21 @@ from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 from weights.programs.signature import ProgramSignature
 
 _ANSWERING: Final = ("ready", "updating", "unloaded")  # states of models that can be asked
-Endpoint = Literal["images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
+Endpoint = Literal["images", "larger images", "video", "audio", "text", "embeddings", "ranks", "classes"]  # of /v1
 _ENDPOINTS: Final[dict[str | None, Endpoint]] = {
     "diffusion": "images",
+    "upscaler": "larger images",
     "llm": "text",
     "embedding": "embeddings",
     "reranker": "ranks",
     "classifier": "classes",
+}
+AdapterKind = Literal["adapter", "controlnet", "ip_adapter"]
+# The field that names them, and what they are.
+_ADAPTERS: Final[dict[AdapterKind, tuple[str, str]]] = {
+    "adapter": ("lora", "adapter"),
+    "controlnet": ("control", "ControlNet"),
+    "ip_adapter": ("ip_adapter", "IP-Adapter"),
 }
 _WANTED = {**_ENDPOINTS, "head": "scores of features", "program": "tensors by a program"}
 
@@ -127,12 +135,12 @@ class Catalog:
             seeing = listed(other.id for other in await self.all_records() if _sees_images(other))
             raise InvalidRequest(f"model {record.id!r} sees no images; models that do: {seeing}", "messages")
 
-    async def find_adapter(self, id_: str, model: str, kind: Literal["adapter", "controlnet"]) -> ModelRecord:
-        """Return a LoRA or a ControlNet of `model`.
+    async def find_adapter(self, id_: str, model: str, kind: AdapterKind) -> ModelRecord:
+        """Return a LoRA, a ControlNet or an IP-Adapter of `model`.
 
         Raises UnknownModel with those that fit `model`, or ModelUnavailable.
         """
-        param, what = ("lora", "adapter") if kind == "adapter" else ("control", "ControlNet")
+        param, what = _ADAPTERS[kind]
         try:
             record = await self.find_record(id_)
         except UnknownModel:

@@ -23,6 +23,7 @@ from cluster.text_routes import route_of
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from deployments.defaults import (
+    as_upscale,
     merges_lora,
     prompts_of,
     text_rules,
@@ -52,6 +53,7 @@ from deployments.limits import (
     check_program,
     check_scoring,
     check_text,
+    check_upscale,
 )
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall
@@ -179,7 +181,9 @@ class Service:
 
     async def _checked_image(self, request: ImageRequest) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
         """Return a request with its defaults, the versions of its models and its terms; and warnings."""
-        record = await self._catalog.find_usable(request.model, "diffusion")
+        record = await self._catalog.find_usable(request.model, "diffusion", "upscaler")
+        if record.kind == "upscaler":
+            return self._checked_upscale(request, record)
         await self._check_makes(record, "images")
         asked, request = request, with_image_defaults(request, record.defaults, record.class_name, record.variant)
         check_image(request, self._config.ingress.limits, asked)
@@ -193,12 +197,22 @@ class Service:
         find = self._catalog.find_adapter
         adapters = {use.name: await find(use.name, request.model, "adapter") for use in request.lora}
         adapters |= {use.name: await find(use.name, request.model, "controlnet") for use in request.control}
+        adapters |= {use.name: await find(use.name, request.model, "ip_adapter") for use in request.ip_adapter}
         versions = {name: adapter.fingerprint for name, adapter in adapters.items()}
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "adapter_versions": versions, **text_rules(record)}
         update["merges_lora"] = merges_lora(request, adapters)
         update["checkpoint_interval_s"] = 0.0 if request.checkpoint_steps else self._config.worker.checkpoint_interval_s
         return request.model_copy(update=update | {"priority": terms.priority}), terms, warnings
+
+    def _checked_upscale(
+        self, request: ImageRequest, record: ModelRecord
+    ) -> tuple[ImageRequest, Terms, tuple[str, ...]]:
+        request, warnings = as_upscale(request)
+        check_upscale(request, self._config.ingress.limits, int(record.variant.get("scale", 1)))
+        terms = self._terms(request)
+        update = {"model_version": record.fingerprint, "priority": terms.priority}
+        return request.model_copy(update=update), terms, warnings
 
     async def checked_clip(
         self, request: ClipRequest | Mapping[str, Any], makes: Literal["video", "audio"]

@@ -12,6 +12,7 @@ from torch import nn
 from configs.cluster import WorkerConfig
 from configs.simulated import SimulatedConfig
 from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.diffusion.image_prompts import build_image_prompter
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
@@ -20,11 +21,14 @@ from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
+from deployments.engines.upscaling.networks import build_upscaler
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.parts import beside_adapters
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
+from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
+from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.manifest import Component
 from weights.memory.block_plan import choose_way
 from weights.memory.devices import open_device
@@ -36,12 +40,13 @@ from weights.torch_dtypes import TORCH_DTYPES
 Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
+_OF_DENOISING: Final = ("diffusers", "peft", IP_ADAPTER)  # libraries, as components name them
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
 
 
 class ComponentBuilder:
-    """Makes a component of any kind: a module of a pipeline, an LLM engine, an adapter.
+    """Makes a component of any kind: a module of a pipeline, an upscaler, an LLM engine, an adapter.
 
     Modules come from `skeletons` where one of their structure is kept. An LLM engine is made anew each time: its KV
     cache and its sequences belong to the weights that computed them, and it takes less than 10 ms.
@@ -61,6 +66,11 @@ class ComponentBuilder:
         folder = skeleton / component.folder
         if component.library == "peft":
             return parse_adapter(folder, tensors, component.metadata)
+        if component.library == UPSCALER:
+            return build_upscaler(folder, tensors)
+        if component.library == IP_ADAPTER:
+            with IMPORT_LOCK:
+                return build_image_prompter(folder, tensors)
         if component.library == "diffusers" or is_stock_part(component):
             return self.skeletons.build_module(
                 component.structure_key,
@@ -108,7 +118,7 @@ class ComponentBuilder:
 
         What cannot be built takes none; `__call__` says why.
         """
-        if component.name != "model" or component.library in ("diffusers", "peft"):
+        if component.name != "model" or component.library in ("diffusers", "peft", UPSCALER, IP_ADAPTER):
             return 0
         if component.module_key not in self._cache_bytes:
             try:
@@ -211,7 +221,7 @@ def is_denoise_component(component: Component) -> bool:
 
     A Stable Diffusion's safety checker is of neither library that a replica knows, and nobody builds it.
     """
-    is_known = component.name == "model" or component.library in ("diffusers", "peft") or is_stock_part(component)
+    is_known = component.name == "model" or component.library in _OF_DENOISING or is_stock_part(component)
     return is_known and not is_stock_text(component)
 
 

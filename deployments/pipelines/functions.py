@@ -18,6 +18,7 @@ __all__ = [
     "join_texts",
     "missing_fields",
     "number_word",
+    "resize_image",
     "single_digit",
     "softmax",
     "sum_question",
@@ -109,6 +110,15 @@ def enlarge_image(image: Image, factor: float = 2.0) -> Image:
     return resize_pixels(image, (width, height))
 
 
+def resize_image(image: Image, width: int, height: int) -> Image:
+    """Resize an image by Lanczos' filter: an upscaler's, say, to the size of the next stage."""
+    from deployments.fitted_images import resize_pixels  # only who resizes needs it
+
+    if not 0 < min(height, width) <= max(height, width) <= _MAX_SIDE:
+        raise ValueError(f"{width}x{height} pixels: expected sides of 1 to {_MAX_SIDE}")
+    return resize_pixels(image, (width, height))
+
+
 def softmax(scores: Vector) -> Vector:
     """Turn scores into positive ones that add up to 1."""
     exponentials = np.exp(scores.astype(np.float64) - scores.max())
@@ -129,6 +139,6 @@ SHIPPED = {
     function.__name__: function
     for function in (
         *(sum_question, whole_number, single_digit, number_word),
-        *(fill_template, join_texts, softmax, classify, enlarge_image),
+        *(fill_template, join_texts, softmax, classify, enlarge_image, resize_image),
     )
 }

@@ -114,7 +114,7 @@ class Pipelines:
     def _most_items(self, plan: PipelinePlan) -> int:
         """Return the most items of one request: each is a request of its own for models that make images or text."""
         limits = self._limits
-        per_action = {"generate": limits.max_images, "write": limits.max_prompts}
+        per_action = {"generate": limits.max_images, "upscale": limits.max_images, "write": limits.max_prompts}
         return min(per_action.get(stage.action, limits.max_pipeline_items) for stage in plan.stages())
 
     def config(self, name: str) -> PipelineConfig:

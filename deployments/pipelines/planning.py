@@ -103,6 +103,7 @@ _ACTIONS: Mapping[str, Action] = {
     "classifier": "score",
     "head": "head",
     "program": "program",
+    "upscaler": "upscale",
 }
 
 

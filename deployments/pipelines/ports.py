@@ -11,7 +11,7 @@ from configs.pipeline import Argument
 from deployments.pipelines.edge_types import BOOL, FLOAT, IMAGE, INT, TEXT, TOKENS, EdgeType
 from deployments.pipelines.program_tensors import program_specs
 
-MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head", "program")
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head", "program", "upscaler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,7 @@ _LLM: Final = Ports(
 )
 
 
+_UPSCALER: Final = Ports({"image": Parameter((IMAGE,))}, {"image": IMAGE})
 _RERANKER: Final = Ports({"query": Parameter((TEXT,)), "text": Parameter((TEXT,))}, {"score": FLOAT})
 
 
@@ -122,4 +123,4 @@ def ports_of(model: ModelRecord) -> Ports | None:
             {one.name: Parameter((EdgeType(one.datatype, one.shape),), not one.optional) for one in specs.inputs},
             {one.name: EdgeType(one.datatype, one.shape) for one in specs.outputs},
         )
-    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER}.get(model.kind or "")
+    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER, "upscaler": _UPSCALER}.get(model.kind or "")

@@ -24,6 +24,7 @@ from deployments.pipelines.plans import (
 )
 from deployments.pipelines.stage_functions import find_function
 from deployments.records import (
+    NO_PROMPT,
     ChatRequest,
     CompletionRequest,
     ImageRequest,
@@ -210,7 +211,9 @@ class PipelineRun:
             {**stage.literals, **{name: column[index] for name, column in columns.items()}, "model": stage.target}
             for index in range(self._num_items)
         ]
-        if stage.action == "generate":
+        if stage.action == "upscale":
+            items = [{"model": stage.target, "prompt": NO_PROMPT, "init_image": item["image"]} for item in items]
+        if stage.action in ("generate", "upscale"):
             results = await run_together([self._ask.generate(as_record(ImageRequest, item)) for item in items])
             self._note(stage, results)
             try:

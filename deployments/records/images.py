@@ -24,6 +24,7 @@ from deployments.records.requests import (
     ServedRequest,
 )
 
+NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
 
@@ -55,6 +56,14 @@ class ControlNetUse(RequestModel):
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
     start: float = Field(0.0, ge=0, le=1, allow_inf_nan=False)
     end: float = Field(1.0, ge=0, le=1, allow_inf_nan=False)
+
+
+class ImagePromptUse(RequestModel):
+    """One IP-Adapter of a request, the image that it reads, of any size, and its weight."""
+
+    name: Name
+    image: Pixels
+    scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
 
 
 class ImageOptions(RequestModel):
@@ -110,6 +119,8 @@ class ImageRequest(ServedRequest, ImageOptions):
     has none of them. After its worker's death a request goes on from its last checkpoint; those that are not asked for
     are not told, and come every `checkpoint_interval_s` seconds (0: never).
 
+    `ip_adapter` names IP-Adapters, with the images that are prompts to them.
+
     `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`).
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
@@ -121,6 +132,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     mask_image: Mask | None = None
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     control: tuple[ControlNetUse, ...] = ()
+    ip_adapter: tuple[ImagePromptUse, ...] = ()
     images: dict[Name, Pixels] = Field({}, max_length=MAX_NAMED_IMAGES)
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
     reports_steps: bool = False

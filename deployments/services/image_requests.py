@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from cluster.request_ids import part_id
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput, DiffusionRequest
+from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionOutput, DiffusionRequest, ImagePromptUse
 from deployments.records import ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.text.requests import Conditioning, ConditioningRequest
 
@@ -29,6 +29,7 @@ def denoise_request(request: ImageRequest) -> DiffusionRequest:
         adapters=tuple(AdapterUse(use.name, use.scale) for use in request.lora),
         init_image=request.init_image,
         mask_image=request.mask_image,
+        image_prompts=tuple(ImagePromptUse(use.name, use.image, use.scale) for use in request.ip_adapter),
         scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
         sigmas=request.sigmas,

@@ -50,6 +50,7 @@ from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.stock_service import StockService, TextSource
+from deployments.services.upscale_service import UpscaleService
 from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, pack, unpack
 from weights.manifest import Manifest
@@ -101,6 +102,7 @@ class ImageService:
         self._device = device
         self._sequential = SequentialPhases(settings, device, self._workspace)
         self._stock = StockService(module_cache, device)
+        self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
         self._remembered = remembered or RememberedCosts()
         self._clock = clock
@@ -113,7 +115,7 @@ class ImageService:
     @property
     def num_running(self) -> int:
         """The number of requests between their noise and their images."""
-        return self._num_denoising + self._stock.num_running
+        return self._num_denoising + self._stock.num_running + self._upscaling.num_running
 
     def migrate_out(self, models: Collection[str]) -> None:
         """Let another replica go on with the requests of these models that are under way, each after its next step."""
@@ -147,6 +149,8 @@ class ImageService:
         """
         with as_service_errors():
             manifest = await self._module_cache.manifests.find_version(request.model, request.model_version)
+            if manifest.kind == "upscaler":
+                return await self._upscaling.enlarge(request, manifest, on_progress)
             if is_stock_class(manifest.class_name or ""):
                 source = TextSource(encode_text, is_first=encode_first)
                 return await self._stock.make_images(request, manifest, source, on_progress)
@@ -210,7 +214,7 @@ class ImageService:
         return result_of(request, denoise, output, conditioning, report, warnings, time.perf_counter() - start)
 
     async def _adapters_of(self, request: ImageRequest) -> dict[str, Manifest]:
-        """Return the manifests of the LoRAs and ControlNets of a request, by name."""
+        """Return the manifests of the LoRAs, ControlNets and IP-Adapters of a request, by name."""
         find, versions = self._module_cache.manifests.find_version, request.adapter_versions
         return {name: await find(name, versions.get(name)) for name in _adapter_names(request)}
 
@@ -338,7 +342,7 @@ class ImageService:
 
 
 def _adapter_names(request: ImageRequest) -> list[str]:
-    return sorted({*(use.name for use in request.lora), *(use.name for use in request.control)})
+    return sorted({use.name for uses in (request.lora, request.control, request.ip_adapter) for use in uses})
 
 
 def _subject(lease: Lease, settings: WorkerConfig) -> str:

@@ -54,7 +54,8 @@ class SequentialPhases:
         """
         family = family_of(manifest.class_name or "")
         denoiser = family.denoiser_name
-        loras, nets = [use.name for use in request.lora], [use.name for use in request.control]
+        nets = [use.name for use in request.control]
+        others = [use.name for uses in (request.lora, request.ip_adapter) for use in uses]
         reports = []
         if request.init_image is not None or (nets and family.encodes_controls):
             async with take(_all_but(denoiser), sorted(set(nets)), None) as lease:
@@ -65,7 +66,7 @@ class SequentialPhases:
                 )
             del pipeline, lease  # a float16 VAE has made a copy of itself, which goes with them
             conditioned = replace(conditioned, posteriors=posteriors)
-        async with take(_all_but(VAE), sorted({*loras, *nets}), None) as lease:
+        async with take(_all_but(VAE), sorted({*others, *nets}), None) as lease:
             reports.append(lease.report)
             output = await run(lease, replace(conditioned, adapters=lease.adapters))
         if output.is_moved:

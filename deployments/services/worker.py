@@ -54,7 +54,7 @@ from weights.manifest import ModelKind
 class Worker(ModelReplica):
     """One replica. `encoder` is the handle of the text-encoder service."""
 
-    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm")
+    _kinds: ClassVar[tuple[ModelKind, ...]] = ("diffusion", "llm", "upscaler")
     _section: ClassVar[str] = "worker"
     _wants = staticmethod(is_denoise_component)
     _ordered: OrderedModels | None = None  # without a controller, or before there is one

@@ -81,6 +81,7 @@ class Demo:
         for model in ("digits-flux", "digits-sdxl", "digits-flux"):
             self._one_digit(f"switch to {model}", model)
         self._sdxl_sheet()
+        self._one_digit("by diffusers' own code", "digits-sdxl-pag")
         self._draw_a_sum("3 + 4", 7)
         self._classify("so tired of this rain, who else wants to be at the beach right now :)", "tweet")
         self._burst(["digits-flux", "digits-flux-inverted", "digits-sdxl"])

@@ -65,8 +65,8 @@ What was not compared, and why, as far as it is known:
 - `AllegroPipeline` decodes in tiles only, which nothing here turns on.
 - Classes whose processor needs torchvision (the Qwen-VL ones) have no tiny model yet.
 
-IP-Adapters are not served. Their weights belong to attention processors that `load_ip_adapter` puts into a denoiser;
-here a module is built of its class, its config and the tensors of its component, and these processors are in none.
+IP-Adapters are for the fast path ([how](models.md#ip-adapter)). On the stock path a module is built of its class, its
+config and the tensors of its component, and the processors that `load_ip_adapter` puts into a denoiser are in none.
 """
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ import torch
 pytest.importorskip("diffusers")
 
 from device.hosting import DEMO, Host, demo_store
+from diffusers import UNet2DConditionModel
 from unit.deployments.engine_loops import stream_images
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 
 from deployments.engines.diffusion.families import family_of
 from deployments.errors import ServiceError
 from deployments.modules.loading import is_denoise_component
-from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.records import ImageProgress, ImagePromptUse, ImageRequest, ImageResult
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
@@ -162,6 +165,21 @@ async def test_denoiser_and_vae_in_turn_make_the_same_image(store: WeightStore, 
     async with both.lease("digits-sdxl", is_denoise_component) as lease:  # where both fit, they come and stay together
         assert set(lease.report.reused) == {"unet", "vae"}
     assert np.array_equal(first.images[0], (await draw(whole, REQUEST)).images[0])
+
+
+async def test_an_image_prompt_goes_with_the_denoiser(store: WeightStore, device: torch.device, tmp_path: Path) -> None:
+    unet = UNet2DConditionModel.from_pretrained(DEMO / "digits-sdxl" / "unet")
+    externalize(store, "style", write_ip_adapter(tmp_path / "style", unet), dtype="float32")
+    (adapter,) = store.manifest("style").components.values()
+    budget = smallest_budget(store) + sum(-(-ref.nbytes // 512) * 512 for ref in adapter.tensors.values())
+    assert budget < device_bytes(store, ["unet", "vae"]) + adapter.nbytes
+    host, whole = Host(store, str(device), budget), Host(store, str(device))
+    uses = (ImagePromptUse(name="style", image=PIXELS, scale=0.8),)
+    request = REQUEST.model_copy(update={"ip_adapter": uses, "init_image": PIXELS, "strength": 0.9})
+    found, expected = await draw(host, request), await draw(whole, request)
+    assert np.array_equal(found.images[0], expected.images[0])
+    plain = await draw(whole, request.model_copy(update={"ip_adapter": ()}))
+    assert not np.array_equal(plain.images[0], expected.images[0])
 
 
 async def test_requests_that_take_turns_end_and_leave_nothing(store: WeightStore, device: torch.device) -> None:

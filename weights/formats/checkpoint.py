@@ -20,6 +20,9 @@ from weights.formats import classifier, dense_head
 from weights.formats.folder import files_below
 from weights.formats.fused_rows import split_rows
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
+from weights.formats.ip_adapter import ENCODER as IP_ENCODER
+from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, is_words_file
 from weights.formats.lora import is_lora, read_lora_configs
@@ -38,6 +41,8 @@ from weights.formats.safetensors import read_header
 from weights.formats.sentence_stages import read_stages
 from weights.formats.tensors import SourceTensor
 from weights.formats.untrusted import shown
+from weights.formats.upscaler import LIBRARY as UPSCALER
+from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
 from weights.formats.weight_files import (
     LORA_FILE,
     check_index,
@@ -185,6 +190,8 @@ def read_checkpoint(
             return _single_file(path, allow_torch)
         case "adapter":
             return _adapter(path / LORA_FILE) if (path / LORA_FILE).is_file() else _words(path / WORDS_FILE)
+        case "ip_adapter":
+            return _ip_adapter(path)
         case "peft":
             return _peft(path)
         case "transformers":
@@ -193,7 +200,7 @@ def read_checkpoint(
             return _gguf(path, folder_files(path))
 
 
-def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "peft", "transformers", "gguf"]:
+def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "ip_adapter", "peft", "transformers", "gguf"]:
     """Tell the layout by the names of a few files, without a walk: a folder that is none may be a whole disk.
 
     Raises FormatError for what has none that is known.
@@ -207,6 +214,8 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "peft", "tr
             return "diffusers"
         if (path / LORA_FILE).is_file() or (path / WORDS_FILE).is_file():
             return "adapter"
+        if is_ip_adapter_folder(path):
+            return "ip_adapter"
         if (path / PEFT_CONFIG).is_file() and ((path / PEFT_FILE).is_file() or not safetensors_files(path)):
             return "peft"
         if (path / "config.json").is_file() and (safetensors_files(path) or not folder_files(path)):
@@ -380,6 +389,25 @@ def _words(file: Path) -> Checkpoint:
     return Checkpoint(file.parent if file.name == WORDS_FILE else file, "adapter", WORDS_CLASS, (words,))
 
 
+def _ip_adapter(path: Path) -> Checkpoint:
+    files = [file for file in sorted(path.glob("*.safetensors")) if not file.name.startswith(".")]
+    if len(files) != 1:
+        names = ", ".join(file.name for file in files)
+        raise FormatError(f"{path}: {len(files)} IP-Adapters beside one image_encoder ({names}); give each a folder")
+    header = read_header(files[0])
+    tensors: dict[str, SourceTensor] = dict(header.tensors)
+    read_ip_adapter(files[0], {name: tensor.shape for name, tensor in tensors.items()})
+    if not any(name.startswith(f"{IP_ENCODER}.") for name in tensors):  # as they are written back
+        encoder = read_component(path / IP_ENCODER, IP_ENCODER, "transformers", None, IP_ENCODER, allow_torch=False)
+        if encoder is None:
+            raise FormatError(f"{path / IP_ENCODER}: no safetensors weights beside config.json")
+        tensors |= {f"{IP_ENCODER}.{name}": tensor for name, tensor in encoder.tensors.items()}
+    adapter = SourceComponent("ip_adapter", IP_LIBRARY, IP_CLASS, ".", tensors, dict(header.metadata), (files[0].name,))
+    config = (path / IP_ENCODER / _CONFIG).read_bytes()
+    # The encoder's config counts for the component's identity, so it stands beside it.
+    return Checkpoint(path, "ip_adapter", IP_CLASS, (adapter,), {_CONFIG: config})
+
+
 def _peft(path: Path) -> Checkpoint:
     if not (path / PEFT_FILE).is_file():
         raise FormatError(f"{path}: no {PEFT_FILE} beside {PEFT_CONFIG} (a pickle has to be saved as safetensors)")
@@ -428,6 +456,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
                 return _adapter(path)
             if is_words_file(path, header.tensors):
                 return _words(path)
+            if is_upscaler(header.tensors):
+                return _upscaler(path, header.tensors, "safetensors", dict(header.metadata))
             return _bare(path, "tensors", header.tensors, "safetensors", metadata=dict(header.metadata))
         case ".gguf":
             return _gguf(path, gguf_set(path))
@@ -435,8 +465,20 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             kuiper = read_kuiper(path)
             return _bare(path, "llm", kuiper.tensors, "kuiper", headers={f"{path.name}.header": kuiper.raw})
         case ".bin" | ".pt" | ".pth":
-            return _bare(path, "tensors", _read_pickle(path, allow_torch=allow_torch), "torch")
+            tensors = _read_pickle(path, allow_torch=allow_torch)
+            if is_upscaler(tensors):
+                return _upscaler(path, tensors, "torch", {})
+            return _bare(path, "tensors", tensors, "torch")
     raise FormatError(f"{path}: unknown kind of file {path.suffix!r} (known: .safetensors, .gguf, .bin, .pt, .pth)")
+
+
+def _upscaler(
+    path: Path, tensors: Mapping[str, SourceTensor], format_: WeightFormat, metadata: dict[str, str]
+) -> Checkpoint:
+    named = upscaler_tensors(path, tensors)
+    net = read_upscaler(path, {name: tensor.shape for name, tensor in named.items()})
+    model = SourceComponent("model", UPSCALER, net.kind, ".", named, metadata, (path.name,), format_)
+    return Checkpoint(path, "upscaler", net.kind, (model,))
 
 
 def _bare(

@@ -17,7 +17,7 @@ from weights.errors import FormatError
 from weights.formats.untrusted import MAX_SHOWN_CHARS, shown
 from weights.torch_dtypes import DTYPE_NAMES
 
-_NESTS = ("state_dict", "model")  # where trainers keep the weights beside their own state
+_NESTS = ("state_dict", "model", "params_ema", "params")  # where trainers keep the weights beside their own state
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TorchTensor:
 
 
 def read_torch_file(path: Path) -> dict[str, TorchTensor]:
-    """Read the tensors of a state dict, or of the one under `state_dict` or `model`.
+    """Read the tensors of a state dict, or of the one under `state_dict`, `model`, `params_ema` or `params`.
 
     Raises FormatError naming the entry: code in the pickle (it is not run), anything but plain dense tensors.
     """

@@ -27,6 +27,7 @@ from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
+from deployments.engines.diffusion.image_prompts import ImagePrompter, make_image_prompts, prompted_by_images
 from deployments.engines.diffusion.modulation import Modulation
 from deployments.engines.diffusion.previews import expected_latents
 from deployments.engines.diffusion.rows import (
@@ -66,6 +67,7 @@ from weights.manifest import Component
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_dtypes import TORCH_DTYPES
 
+Adapter = LoraAdapter | nn.Module | ImagePrompter
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -118,19 +120,19 @@ class DenoisePipeline:
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
         posteriors: Sequence[torch.Tensor] = (),
     ) -> DenoiseState:
         """Return a request before its first step.
 
-        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs and
-        the ControlNets that the request names. What a LoRA does to text encoders is in the conditioning.
+        `conditioning` is what the family's `assemble_conditioning` gives; `adapters` has the LoRAs, ControlNets
+        and IP-Adapters that the request names. What a LoRA does to text encoders is in the conditioning.
         `posteriors` are those of `encode_inputs`, where the VAE is blank. Raises EngineError for what cannot run.
         """
         codec = ReplayingCodec(self._codec.vae, posteriors, self.device) if self._codec.is_blank else self._codec
         return self._start(request, conditioning, adapters, codec)
 
-    def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, LoraAdapter | nn.Module]) -> None:
+    def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> None:
         """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
 
@@ -138,14 +140,16 @@ class DenoisePipeline:
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, LoraAdapter | nn.Module],
+        adapters: Mapping[str, Adapter],
     ) -> tuple[torch.Tensor, ...]:
         """Return what the VAE says of the images of a request: what `start_request` needs where its VAE is blank.
 
-        The denoiser may be blank. Raises as `start_request` does; LoRAs are not looked at.
+        The denoiser may be blank. Raises as `start_request` does; LoRAs and IP-Adapters are not looked at.
         """
         codec = RecordingCodec(self._codec)
-        self._start(replace(request, adapters=(), merges_adapter=False), conditioning, adapters, codec)
+        self._start(
+            replace(request, adapters=(), image_prompts=(), merges_adapter=False), conditioning, adapters, codec
+        )
         return tuple(codec.noted)
 
     def decode_latents(self, request: DiffusionRequest, latents: torch.Tensor) -> np.ndarray:
@@ -164,7 +168,7 @@ class DenoisePipeline:
         self,
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
-        adapters: Mapping[str, LoraAdapter | nn.Module] | None,
+        adapters: Mapping[str, Adapter] | None,
         codec: ImageCodec,
     ) -> DenoiseState:
         family, size = self.family, self._size(request.height, request.width)
@@ -179,6 +183,7 @@ class DenoisePipeline:
         solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
+        image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))
         maker = LatentsMaker(family, codec, self.denoiser.config, self.device)
         # Stock draws in the text encoder's dtype; another dtype would be another image.
         runs_alone = request.deterministic and not computes_on_host(self.device)
@@ -202,6 +207,7 @@ class DenoisePipeline:
             kept=first.kept,
             extra_channels=first.extra_channels,
             controls=controls,
+            image_prompts=image_prompts,
             runs_alone=runs_alone,
         )
 
@@ -282,7 +288,7 @@ class DenoisePipeline:
         request: DiffusionRequest,
         conditioning: Mapping[str, torch.Tensor],
         on_step: Callable[[DenoiseState], None] | None = None,
-        adapters: Mapping[str, LoraAdapter | nn.Module] | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> np.ndarray:
         """Run the whole loop for one request: uint8 (num_images, H, W, 3). `on_step` sees every new state."""
         state = self.start_request(request, conditioning, adapters)
@@ -305,7 +311,8 @@ class DenoisePipeline:
         return ImageSize(height, width, height // scale, width // scale)
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        with applied_adapters(rows.adapters), self._modulation.given(rows.modulation):
+        images = prompted_by_images(rows.image_prompts)
+        with applied_adapters(rows.adapters), images, self._modulation.given(rows.modulation):
             return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import Final, NamedTuple, TypeVar
 import torch
 
 from deployments.engines.diffusion.families.base import Branch, ControlRows, Family, Rows
+from deployments.engines.diffusion.image_prompts import PromptedSpan
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
 
@@ -162,7 +163,19 @@ def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...])
         tuple(_adapted_spans(group)),
         modulation,
         tuple(state.size for state, _ in group for _ in range(len(state.latents))),
+        tuple(_prompted_spans(group)),
     )
+
+
+def _prompted_spans(group: Sequence[Condition]) -> Iterator[PromptedSpan]:
+    """Yield what images add to the rows of a group, part by part."""
+    start = 0
+    for state, branch in group:
+        stop = start + len(state.latents)
+        if state.image_prompts:
+            place = next(number for number, one in enumerate(state.branches) if one is branch)
+            yield PromptedSpan([(one.branches[place], one.scale) for one in state.image_prompts], start, stop)
+        start = stop
 
 
 def _adapted_spans(group: Sequence[Condition]) -> Iterator[AdaptedSpan]:

@@ -17,6 +17,7 @@ from deployments.engines.protocol import ComputationFailed, DiffusionRequest, En
 if TYPE_CHECKING:  # they need diffusers, and text encoders come by here too
     from deployments.engines.diffusion.controls import Control
     from deployments.engines.diffusion.first_latents import KeptImage
+    from deployments.engines.diffusion.image_prompts import ImagePrompt
 
 MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
@@ -65,6 +66,7 @@ class DenoiseState:
     kept: KeptImage | None = None
     extra_channels: torch.Tensor | None = None
     controls: tuple[Control, ...] = ()
+    image_prompts: tuple[ImagePrompt, ...] = ()
     runs_alone: bool = False
     preview_at: tuple[int, ...] = ()
     expected: torch.Tensor | None = None

@@ -24,6 +24,7 @@ from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.compat.a1111_answers import (
     WebuiError,
+    WebuiImage,
     WebuiImages,
     WebuiLora,
     WebuiModel,
@@ -32,6 +33,7 @@ from deployments.ingress.compat.a1111_answers import (
     WebuiSampler,
     WebuiScheduler,
     WebuiState,
+    WebuiUpscaler,
 )
 from deployments.ingress.compat.a1111_bodies import (
     AUTOMATIC,
@@ -41,6 +43,7 @@ from deployments.ingress.compat.a1111_bodies import (
     OptionsBody,
     TextToImageBody,
 )
+from deployments.ingress.compat.a1111_upscaling import NONE, ExtraImageBody, SecondPass, resized, upscalers
 from deployments.ingress.errors import INFERENCE_ERRORS, documented_as
 from deployments.ingress.json_route import JsonRoute
 from deployments.ingress.openai.image_decoders import ImageReaders
@@ -51,7 +54,7 @@ from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult
 
 # Lists that clients fetch with the others.
-_EMPTY: Final = ("sd-vae", "upscalers", "latent-upscale-modes", "hypernetworks", "face-restorers", "prompt-styles")
+_EMPTY: Final = ("sd-vae", "latent-upscale-modes", "hypernetworks", "face-restorers", "prompt-styles")
 _MAX_KEPT: Final = 1024  # keys whose choice of a model is kept
 _ERRORS: Final = documented_as(WebuiError, *INFERENCE_ERRORS)
 _LIST_ERRORS: Final = documented_as(WebuiError, 503)
@@ -125,11 +128,15 @@ def _add_image_routes(
         model = await _model_of(service, sessions, body.model_id)
         if body.num_images > limits.max_images:
             raise InvalidRequest(f"batch_size: {body.num_images} images, at most {limits.max_images} are allowed")
+        second = body.second_pass
         record = await readers.read(body.to_record, model, limits)
         job = sessions.begin_job(body.num_images)
         try:
             found = await run_together(
-                [_make_image(service, one, job, number) for number, one in enumerate(_single_images(record))]
+                [
+                    _make_image(service, one, second, limits, job, number)
+                    for number, one in enumerate(_single_images(record))
+                ]
             )
         finally:
             sessions.end_job(job)
@@ -151,6 +158,15 @@ def _add_image_routes(
         """Images from a prompt and an image, or what is masked in it."""
         return await respond(body)
 
+    @router.post("/extra-single-image", response_model=WebuiImage, responses=_ERRORS)
+    async def enlarge(body: ExtraImageBody) -> Response:
+        """An image in another size, by a network or a filter."""
+        image = await readers.read(body.pixels, limits)
+        if body.upscaler_1 != NONE:
+            image = body.cut(await resized(service, image, body.upscaler_1, body.size_of(image), limits))
+        file = await asyncio.to_thread(encode_image, image, "png")
+        return json_response(WebuiImage(html_info="", image=base64.b64encode(file).decode()))
+
 
 async def _model_of(service: Service, sessions: _KeySessions, named: str | None) -> str:
     """Return the model of a request: the one that it names, the key's choice, or the first one that is ready."""
@@ -170,6 +186,21 @@ def _single_images(record: ImageRequest) -> list[ImageRequest]:
 
 
 async def _make_image(
+    service: Service, record: ImageRequest, second: SecondPass | None, limits: LimitsConfig, job: _Job, number: int
+) -> tuple[ImageRequest, ImageResult | None]:
+    """Return an image, of its second pass where there is one, with its request; none when the job was interrupted."""
+    record, result = await _make_pass(service, record, job, number)
+    if second is not None and result is not None:
+        size = second.size_after(first := result.images[0])
+        larger = await resized(service, first, second.upscaler, size, limits)
+        update = {"init_image": larger, "width": size.width, "height": size.height, "strength": second.strength}
+        update |= {"seed": result.seed, "num_inference_steps": second.steps or record.num_inference_steps}
+        record, result = await _make_pass(service, record.model_copy(update=update), job, number)
+    job.num_done += result is not None
+    return record, result
+
+
+async def _make_pass(
     service: Service, record: ImageRequest, job: _Job, number: int
 ) -> tuple[ImageRequest, ImageResult | None]:
     """Return an image with its request; none when the job was interrupted before."""
@@ -183,7 +214,6 @@ async def _make_image(
             else:
                 result = piece
     job.steps[number] = job.num_steps
-    job.num_done += 1
     return record, result
 
 
@@ -284,6 +314,15 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
         cards = await service.models()
         diffusion = {card.id for card in cards if card.kind == "diffusion"}
         found = [_lora(card) for card in cards if card.kind == "adapter" and not diffusion.isdisjoint(card.base)]
+        return json_response([one.model_dump() for one in found])
+
+    @router.get("/upscalers", response_model=list[WebuiUpscaler], responses=_LIST_ERRORS)
+    async def upscaler_names() -> Response:
+        """What `upscaler_1` and `hr_upscaler` may be."""
+        found = [
+            WebuiUpscaler(name=name, model_name=None, model_path=None, model_url=None, scale=None)
+            for name in await upscalers(service)
+        ]
         return json_response([one.model_dump() for one in found])
 
     @router.get("/samplers", response_model=list[WebuiSampler])

@@ -33,6 +33,23 @@ class WebuiImages(Answer):
     info: str
 
 
+class WebuiImage(Answer):
+    """An enlarged image as a PNG file in base64."""
+
+    html_info: str
+    image: str
+
+
+class WebuiUpscaler(Answer):
+    """A way to enlarge images: a filter, or the name of a model."""
+
+    name: str
+    model_name: str | None
+    model_path: None
+    model_url: None
+    scale: None
+
+
 class WebuiModel(Answer):
     """A diffusion model. Its title is its name here."""
 

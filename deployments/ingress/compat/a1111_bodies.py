@@ -13,9 +13,10 @@ from pydantic import ConfigDict, Field
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
+from deployments.ingress.compat.a1111_upscaling import LANCZOS, SecondPass
 from deployments.ingress.openai.image_bodies import GenerationBody
 from deployments.ingress.openai.image_files import SAMPLER_NAMES
-from deployments.records import Count, ImageRequest, Name, RequestModel, as_record
+from deployments.records import NO_PROMPT, Count, ImageRequest, Name, RequestModel, as_record
 
 SAMPLERS: Final = {name: class_name for class_name, name in SAMPLER_NAMES.items()}
 SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
@@ -27,6 +28,8 @@ SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
 AUTOMATIC: Final = "Automatic"  # the model's own
 _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
 _LORA: Final = re.compile(r"<lora:([^<>]{1,400})>")  # <lora:name:0.8>
+_OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt")
+_HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
 _KEPT: Final = 128  # a mask is white where it says more than that
 
 
@@ -57,6 +60,17 @@ class TextToImageBody(RequestModel):
     batch_size: Count | None = None
     n_iter: Count | None = None
     enable_hr: bool | None = None
+    denoising_strength: float | None = Field(None, ge=0, le=1, description="of the second pass")
+    hr_scale: float = Field(2.0, gt=0, le=8, allow_inf_nan=False)
+    hr_upscaler: str | None = None
+    hr_second_pass_steps: int = Field(0, ge=0, description="0: as many as the first pass")
+    hr_resize_x: int = Field(0, ge=0, le=2**16)
+    hr_resize_y: int = Field(0, ge=0, le=2**16)
+    hr_checkpoint_name: str | None = None
+    hr_sampler_name: str | None = None
+    hr_scheduler: str | None = None
+    hr_prompt: str | None = None
+    hr_negative_prompt: str | None = None
     script_name: str | None = None
     alwayson_scripts: dict[str, Any] | None = None
     override_settings: OverrideSettings | None = None
@@ -78,6 +92,20 @@ class TextToImageBody(RequestModel):
         last = self.override_settings.CLIP_stop_at_last_layers if self.override_settings else None
         return None if last is None else last - 1
 
+    @property
+    def second_pass(self) -> SecondPass | None:
+        """The second pass that is asked for. Raises InvalidRequest for one of another model, sampler or prompt."""
+        if not self.enable_hr:
+            return None
+        for name in _OF_FIRST_PASS:
+            if getattr(self, name):
+                raise InvalidRequest(f"{name}: the second pass has that of the first here", name)
+        strength = _HR_STRENGTH if self.denoising_strength is None else self.denoising_strength
+        size = self.hr_resize_x, self.hr_resize_y
+        return SecondPass(
+            self.hr_upscaler or LANCZOS, self.hr_scale, *size, self.hr_second_pass_steps or None, strength
+        )
+
     def to_record(self, model: str, limits: LimitsConfig) -> ImageRequest:
         """Return the request of the first image as the service takes it; the record's `n` counts them all.
 
@@ -86,8 +114,6 @@ class TextToImageBody(RequestModel):
         return as_record(GenerationBody, self._fields(model)).to_record(limits)
 
     def _fields(self, model: str) -> dict[str, Any]:
-        if self.enable_hr:
-            raise InvalidRequest("enable_hr: there is no second pass here; ask for the size that you want", "enable_hr")
         if self.script_name or self.alwayson_scripts:
             name = "script_name" if self.script_name else "alwayson_scripts"
             raise InvalidRequest(f"{name}: there are no scripts here", name)
@@ -95,7 +121,7 @@ class TextToImageBody(RequestModel):
         loras = [_lora_of(found) for found in _LORA.finditer(prompt)]
         given: dict[str, Any] = {
             "model": model,
-            "prompt": _LORA.sub("", prompt).strip() or " ",  # to the tokenizers, a space is as empty as nothing
+            "prompt": _LORA.sub("", prompt).strip() or NO_PROMPT,
             "negative_prompt": self.negative_prompt or None,
             "prompt_syntax": "weighted",
             "clip_skip": self._clip_skip,
@@ -146,6 +172,13 @@ class ImageToImageBody(TextToImageBody):
             return record
         inverted = np.where(record.mask_image < _KEPT, np.uint8(255), np.uint8(0))
         return record.model_copy(update={"mask_image": inverted})
+
+    @property
+    def second_pass(self) -> SecondPass | None:
+        """None: an image to begin with has its size already. Raises InvalidRequest where one is asked for."""
+        if self.enable_hr:
+            raise InvalidRequest("enable_hr: img2img has no second pass", "enable_hr")
+        return None
 
     def _fields(self, model: str) -> dict[str, Any]:
         images = {"init_image": self.init_images[0], "mask_image": self.mask, "strength": self.denoising_strength}

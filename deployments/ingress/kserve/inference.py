@@ -42,6 +42,7 @@ from deployments.ingress.kserve.requests import (
     schedule_of,
     scoring_request,
     text_requests,
+    upscale_requests,
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
 from deployments.ingress.kserve.statistics import Statistics
@@ -227,6 +228,7 @@ class Inference:
             return min(limits.max_head_rows, card.program.ranges[BATCH][1])
         return {
             "diffusion": limits.max_images,
+            "upscaler": limits.max_images,
             "llm": limits.max_prompts,
             "head": limits.max_head_rows,
             **dict.fromkeys(_IN_ENCODER, limits.max_embedding_inputs),
@@ -243,6 +245,8 @@ class Inference:
         name, specs, parameters = card.id, signature.inputs, request.parameters
         if card.kind == "diffusion":
             return await _infer_images(self._service, image_requests(name, given, specs, parameters, schedule))
+        if card.kind == "upscaler":
+            return await _infer_images(self._service, upscale_requests(name, given["image"], schedule))
         if card.kind == "llm" and _asks_for_embedding(request):
             wishes = [wish.name for wish in request.outputs]
             return await _infer_embeddings(self._service, embedding_request(name, given, parameters, wishes, schedule))
@@ -333,10 +337,11 @@ async def _infer_images(service: Service, requests: Sequence[ImageRequest]) -> _
     """Return one image for each request. The requests run side by side and share the forwards of a step loop."""
     results = await run_together([service.generate(request) for request in requests])
     arrays = [result.images[0] for result in results]
+    seeds = [result.seed for result in results if result.seed is not None]  # an upscaler has none
     return _Outputs(
         outputs=(
             TensorValue("images", "UINT8", np.stack(arrays)),
-            TensorValue("seed", "INT64", np.array([result.seed for result in results], np.int64)),
+            *((TensorValue("seed", "INT64", np.array(seeds, np.int64)),) if seeds else ()),
         ),
         timings_ms=_slowest([result.timings_ms for result in results]),
         batch_size=len(results),

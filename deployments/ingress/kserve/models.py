@@ -90,6 +90,10 @@ _CLASSIFIER: Final = Signature(
     inputs=(TensorSpec("text", "BYTES", (-1,)),),
     outputs=(TensorSpec("scores", "FP32", (-1, -1)),),
 )
+_UPSCALER: Final = Signature(
+    inputs=(TensorSpec("image", "UINT8", (-1, -1, -1, 3)),),
+    outputs=(TensorSpec("images", "UINT8", (-1, -1, -1, 3)),),
+)
 _SIGNATURES: Final[Mapping[str, Signature]] = {
     "diffusion": _DIFFUSION,
     "llm": LLM,
@@ -97,6 +101,7 @@ _SIGNATURES: Final[Mapping[str, Signature]] = {
     "reranker": _RERANKER,
     "classifier": _CLASSIFIER,
     "head": _HEAD,
+    "upscaler": _UPSCALER,
 }
 
 

@@ -17,6 +17,7 @@ from deployments.ingress.kserve.records import Parameters
 from deployments.ingress.kserve.tensors import shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
 from deployments.records import (
+    NO_PROMPT,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
@@ -58,6 +59,12 @@ def image_requests(
         as_record(ImageRequest, {**fields, "prompt": prompt, **option})
         for prompt, option in zip(prompts, options, strict=True)
     ]
+
+
+def upscale_requests(model: str, images: TensorValue, schedule: Schedule) -> list[ImageRequest]:
+    """Return one request for each image to enlarge. Raises InvalidRequest."""
+    fields = {"model": model, "prompt": NO_PROMPT, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    return [as_record(ImageRequest, fields | {"init_image": image}) for image in images.data]
 
 
 def text_requests(

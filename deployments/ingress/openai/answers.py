@@ -22,6 +22,7 @@ from deployments.records import CacheUse, EmbeddingResult, ImageResult, SwitchRe
 TimesMs = dict[str, float]  # by phase
 _PATHS: Final[dict[Endpoint, tuple[str, ...]]] = {
     "images": ("/v1/images/generations",),
+    "larger images": ("/v1/images/variations", "/v1/images/edits"),
     "video": ("/v1/videos",),
     "audio": ("/v1/audio/generations",),
     "text": ("/v1/chat/completions", "/v1/completions", "/v1/responses"),

@@ -17,8 +17,10 @@ from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64
 from deployments.records import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
+    NO_PROMPT,
     ControlNetUse,
     ImageOptions,
+    ImagePromptUse,
     ImageRequest,
     Name,
     UserName,
@@ -70,6 +72,12 @@ class ControlBody(ControlNetUse):
     image: str = Field(description=IMAGE)  # type: ignore[assignment]  # a file here, pixels in the record
 
 
+class ImagePromptBody(ImagePromptUse):
+    """An IP-Adapter of a request, and its image."""
+
+    image: str = Field(description=IMAGE)  # type: ignore[assignment]  # a file here, pixels in the record
+
+
 class ImagesBody(ImageOptions, ClientPart):
     """The options of all three endpoints.
 
@@ -81,6 +89,7 @@ class ImagesBody(ImageOptions, ClientPart):
     size: Size = "auto"
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False, description="how much is painted anew")
     control: tuple[ControlBody, ...] = ()
+    ip_adapter: tuple[ImagePromptBody, ...] = Field((), description="IP-Adapters, and images that are prompts to them")
     response_format: Literal["b64_json", "url"] = "b64_json"
     output_format: ImageFormat = "png"
     output_compression: int | None = Field(None, ge=0, le=100, description="quality of jpeg and webp, not of png")
@@ -113,6 +122,15 @@ class ImagesBody(ImageOptions, ClientPart):
         controls = [
             decode_base64_image(use.image, f"control.{place}.image", limits.max_pixels, limits.max_upload_pixels)
             for place, use in enumerate(self.control)
+        ]
+        fields["ip_adapter"] = [
+            use.model_dump()
+            | {
+                "image": decode_base64_image(
+                    use.image, f"ip_adapter.{place}.image", limits.max_pixels, limits.max_upload_pixels
+                ).pixels
+            }
+            for place, use in enumerate(self.ip_adapter)
         ]
         first = image or next(iter(controls), None)
         if first is None:
@@ -155,7 +173,7 @@ class GenerationBody(ImagesBody):
     @property
     def has_images(self) -> bool:
         """Return whether there are images in it, which take long to read."""
-        return bool(self.init_image or self.mask_image or self.control or self.images)
+        return bool(self.init_image or self.mask_image or self.control or self.ip_adapter or self.images)
 
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
@@ -171,14 +189,15 @@ class GenerationBody(ImagesBody):
 
 
 class VariationBody(ImagesBody):
-    """The fields of a form with an image: `lora`, `control`, `scheduler_options` and `extra` are JSON.
+    """The fields of a form with an image: `lora`, `control`, `ip_adapter`, `scheduler_options` and `extra` are
+    JSON.
 
     A variation may do without a prompt.
     """
 
-    prompt: str = Field(" ", min_length=1)  # to the tokenizers of text encoders, a space is as empty as nothing
+    prompt: str = Field(NO_PROMPT, min_length=1)
 
-    @field_validator("lora", "control", "scheduler_options", "extra", mode="before")
+    @field_validator("lora", "control", "ip_adapter", "scheduler_options", "extra", mode="before")
     @classmethod
     def _from_json(cls, value: object) -> object:
         return from_form(value)

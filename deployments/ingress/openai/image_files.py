@@ -81,6 +81,8 @@ def _facts_of(request: ImageRequest, result: ImageResult, index: int) -> dict[st
         description["scheduler_options"] = dict(request.scheduler_options)
     if request.lora:
         description["lora"] = [{"name": use.name, "scale": use.scale} for use in request.lora]
+    if request.ip_adapter:
+        description["ip_adapter"] = [use.model_dump(exclude={"image"}) for use in request.ip_adapter]
     if request.control:
         description["control"] = [use.model_dump(exclude={"image"}) for use in request.control]
     if request.init_image is not None:

@@ -119,7 +119,7 @@ def _form_of(class_: type[VariationBody]) -> dict[str, Any]:
     """Return what the OpenAPI page says of a form's body."""
     schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     schema.pop("$defs", None)
-    for name in ("lora", "control", "scheduler_options", "extra"):
+    for name in ("lora", "control", "ip_adapter", "scheduler_options", "extra"):
         schema["properties"][name] = {
             "type": "string",
             "description": f"JSON, as in `{name}` of /v1/images/generations",

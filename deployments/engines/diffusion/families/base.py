@@ -18,6 +18,7 @@ from deployments.engines.protocol import DiffusionRequest, EngineError, check_ch
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
+    from deployments.engines.diffusion.image_prompts import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16
@@ -103,7 +104,7 @@ class Rows:
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
     False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
     are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has each row's,
-    which have one `Family.batch_shape`.
+    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any.
     """
 
     latents: torch.Tensor
@@ -116,6 +117,7 @@ class Rows:
     adapters: tuple[AdaptedSpan, ...] = ()
     modulation: tuple[torch.Tensor, ...] = ()
     sizes: tuple[ImageSize, ...] = ()
+    image_prompts: tuple[PromptedSpan, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -127,6 +129,7 @@ class Rows:
         controls = tuple(control.part(start, stop) for control in self.controls)
         mask = None if self.mask is None else self.mask[here]
         adapters = tuple(own for span in self.adapters if (own := span.part(start, stop)) is not None)
+        prompted = tuple(one for images in self.image_prompts if (one := images.part(start, stop)) is not None)
         return Rows(
             self.latents[here],
             self.timesteps[here],
@@ -138,6 +141,7 @@ class Rows:
             adapters,
             tuple(output[here] for output in self.modulation),
             self.sizes[here],
+            prompted,
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -182,6 +186,7 @@ class Family(ABC):
     embedding_parts: ClassVar[Sequence[str]] = ()  # the parts that `embed_times` runs, of a denoiser that they modulate
     modulated_layers: ClassVar[str] = ""  # a pattern of the layers that see the SiLU of their sum, and nothing else
     text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
+    takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it

@@ -21,6 +21,7 @@ class UNetFamily(Family):
     modulated_layers: ClassVar[str] = "*.time_emb_proj"
     text_layers: ClassVar[str] = "*.attn2.to_[kv]"
     keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
+    takes_image_prompts: ClassVar[bool] = True
     control_class: ClassVar[str | None] = "ControlNetModel"
     control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
 

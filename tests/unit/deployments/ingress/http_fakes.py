@@ -107,6 +107,7 @@ class Replicas:
         self.states = dict(STATUSES)
         self.remembered: AdmissionConfig | None = None
         self.tokenized: list[tuple[Any, bool]] = []
+        self.enlarges_by = 1
 
     def options(self, *, stream: bool) -> Replicas:
         assert stream
@@ -148,7 +149,9 @@ class Replicas:
 
     async def on_generate(self, request: ImageRequest) -> ImageResult:
         self._arrived(request)
-        images = [np.full((request.height or 8, request.width or 8, 3), 10 * i, np.uint8) for i in range(request.n)]
+        scale = self.enlarges_by
+        size = (request.height or 8) * scale, (request.width or 8) * scale, 3
+        images = [np.full(size, 10 * i, np.uint8) for i in range(request.n)]
         times: Any = {"denoise": 2.0, "total": 3.0}
         return ImageResult(request.model, images, request.seed or 0, 3, times, SWITCH, CacheUse(1, 2), ("a note",))
 

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 from unit.deployments.ingress.compat.conftest import OpenApp
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 
+from cluster.registry.directory import ModelRecord
 from deployments.engines.diffusion import solvers
 from deployments.ingress.compat.a1111_bodies import SAMPLERS
 from deployments.records import ImageProgress, ImageRequest, ImageResult
@@ -108,6 +109,48 @@ async def test_images_from_an_image_and_a_mask(webui: Any, replicas: Replicas) -
     np.testing.assert_array_equal(inverted_.mask_image >= 128, mask == 0)
 
 
+async def test_an_image_in_another_size(webui: Any, replicas: Replicas) -> None:
+    """A network that doubles, as the fakes' worker: it answers with an image of twice the size."""
+    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), dtype=np.uint8))
+    unchanged = await asyncio.to_thread(webui.extra_single_image, small)
+    assert np.array_equal(np.asarray(unchanged.image), np.asarray(small))
+    larger = await asyncio.to_thread(webui.extra_single_image, small, upscaler_1="Lanczos", upscaling_resize=2.5)
+    expected = small.resize((30, 20), Image.Resampling.LANCZOS)
+    assert np.array_equal(np.asarray(larger.image), np.asarray(expected))
+    cut = await asyncio.to_thread(
+        webui.extra_single_image, small, 1, upscaler_1="Lanczos", upscaling_resize_w=16, upscaling_resize_h=16
+    )
+    expected = small.resize((24, 16), Image.Resampling.LANCZOS).crop((4, 0, 20, 16))
+    assert np.array_equal(np.asarray(cut.image), np.asarray(expected))
+
+
+async def test_a_network_runs_until_the_image_is_large_enough(webui: Any, replicas: Replicas) -> None:
+    replicas.states["x2"] = ModelRecord("x2", "ready", "upscaler", 1, "v", variant={"scale": 2})
+    replicas.enlarges_by = 2
+    small = Image.fromarray(np.full((8, 12, 3), 50, np.uint8))
+    found = await asyncio.to_thread(webui.extra_single_image, small, upscaler_1="x2", upscaling_resize=3)
+    assert found.image.size == (36, 24)
+    assert [(one.model, one.init_image.shape) for one in replicas.requests] == [("x2", (8, 12, 3)), ("x2", (16, 24, 3))]
+
+
+@pytest.mark.parametrize(
+    ("fields", "size"),
+    [({}, (32, 16)), ({"hr_scale": 1.5}, (24, 8)), ({"hr_resize_x": 40}, (40, 16)), ({"hr_resize_y": 24}, (48, 24))],
+)
+async def test_the_second_pass_begins_at_the_enlarged_image(
+    webui: Any, replicas: Replicas, fields: dict[str, Any], size: tuple[int, int]
+) -> None:
+    found = await asyncio.to_thread(
+        webui.txt2img, prompt="x", seed=5, steps=4, width=16, height=8, enable_hr=True, denoising_strength=0.4,
+        hr_second_pass_steps=6, **fields,
+    )  # fmt: skip
+    assert [image.size for image in found.images] == [size]
+    first, second = replicas.requests
+    assert (first.width, first.height, first.init_image, first.num_inference_steps) == (16, 8, None, 4)
+    assert (second.width, second.height, second.init_image.shape) == (*size, (size[1], size[0], 3))
+    assert (second.strength, second.num_inference_steps, second.seed, second.prompt) == (0.4, 6, 5, "x")
+
+
 async def test_lists(webui: Any) -> None:
     found = await asyncio.to_thread(
         lambda: (
@@ -122,7 +165,7 @@ async def test_lists(webui: Any) -> None:
     assert {"Automatic", "Euler a", "DPM++ 2M"} <= {*samplers}
     assert {lora["name"] for lora in loras} == {"bold", "thin"}
     assert [one["name"] for one in schedulers] == ["automatic", "karras", "exponential", "beta"]
-    assert await asyncio.to_thread(webui.get_upscalers) == []
+    assert [one["name"] for one in await asyncio.to_thread(webui.get_upscalers)] == ["None", "Lanczos"]
 
 
 def test_samplers_are_classes_of_diffusers() -> None:
@@ -205,7 +248,19 @@ async def test_karras_is_an_option_of_the_scheduler(
         ("txt2img", {"sampler_name": "Euler X"}, "Euler a"),
         ("txt2img", {"scheduler": "Turbo"}, "automatic, karras"),
         ("txt2img", {"sampler_name": "Euler Turbo"}, "no sampler 'Euler Turbo'"),
-        ("txt2img", {"enable_hr": True}, "enable_hr"),
+        ("txt2img", {"enable_hr": True, "hr_prompt": "y"}, "hr_prompt: the second pass has that of the first"),
+        ("txt2img", {"enable_hr": True, "hr_upscaler": "R-ESRGAN 4x+"}, "(known: None, Lanczos)"),
+        ("txt2img", {"enable_hr": True, "hr_scale": 8}, "size: "),
+        ("txt2img", {"enable_hr": True, "denoising_strength": 0}, "strength"),
+        ("img2img", {"init_images": [png(np.zeros((8, 8, 3), np.uint8))], "enable_hr": True}, "enable_hr"),
+        ("extra-single-image", {"image": "eA=="}, "no PNG, JPEG or WebP"),
+        ("extra-single-image", {"image": png(np.zeros((8, 8, 3), np.uint8)), "gfpgan_visibility": 1}, "gfpgan"),
+        ("extra-single-image", {"image": png(np.zeros((8, 8, 3), np.uint8)), "upscaler_1": "flux"}, "no upscaler"),
+        (
+            "extra-single-image",
+            {"image": png(np.zeros((1, 4000, 3), np.uint8)), "upscaler_1": "Lanczos", "resize_mode": 1},
+            "at most 36000000 are allowed",
+        ),
         ("txt2img", {"script_name": "x/y plot"}, "script_name"),
         ("txt2img", {"alwayson_scripts": {"ADetailer": {"args": [True]}}}, "alwayson_scripts"),
         ("txt2img", {"prompt": "<lora:bold:much>"}, "<lora:name:scale>"),

@@ -1,0 +1,250 @@
+"""IP-Adapters: images as prompts, which every cross-attention of a UNet reads beside its text.
+
+What such a layer adds is an attention of its own queries over the image's tokens, before its last product. Keys and
+values do not change from step to step, so they are made when a request begins; a layer's queries are taken where it
+makes them, by hooks. Rows of a batch without an image are not touched. Sources: "IP-Adapter" (arXiv 2308.06721), and
+diffusers 0.42, `models/attention_processor.py:IPAdapterAttnProcessor2_0` and `models/embeddings.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deployments.engines.build import build_module
+from deployments.engines.config_files import read_config
+from deployments.engines.diffusion.families.base import Family
+from deployments.engines.protocol import DiffusionRequest, EngineError
+from weights.errors import AdapterError
+from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS, HEAD_WIDTH, IpAdapterForm, read_ip_adapter
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class ImagePrompter:
+    """An IP-Adapter: the encoder of its images, and its own tensors by name. `processor` is that of transformers."""
+
+    form: IpAdapterForm
+    encoder: Any
+    processor: Any
+    tensors: Mapping[str, torch.Tensor]
+
+    def tokens_of(self, image: npt.NDArray[np.uint8], *, with_negative: bool) -> list[torch.Tensor]:
+        """Return the tokens of an image, (1, T, D), with those of no image in front where they are wanted.
+
+        For a plain adapter that is a vector of zeros, for a plus one what the encoder makes of a black image in its
+        own terms: pixels of 0 behind its normalization.
+        """
+        from PIL import Image  # only who prompts with images needs it
+
+        like = next(self.encoder.parameters())
+        pixels = self.processor(images=Image.fromarray(image), return_tensors="pt").pixel_values
+        pixels_13HW: torch.Tensor = pixels.to(like.device, like.dtype)
+        with torch.no_grad():
+            if not self.form.num_resampled:
+                vector = self.encoder(pixels_13HW).image_embeds
+                return [self._project(one) for one in ([torch.zeros_like(vector)] if with_negative else []) + [vector]]
+            inputs = [torch.zeros_like(pixels_13HW)] if with_negative else []
+            return [
+                self._resample(self.encoder(one, output_hidden_states=True).hidden_states[-2])
+                for one in (*inputs, pixels_13HW)
+            ]
+
+    def _project(self, vector_1E: torch.Tensor) -> torch.Tensor:
+        tokens = self._linear("proj", vector_1E).reshape(1, self.form.num_tokens, self.form.text_width)
+        return self._norm("norm", tokens)
+
+    def _resample(self, hidden_1LE: torch.Tensor) -> torch.Tensor:
+        """Return what learned latents have read of the image's tokens in a few layers of attention."""
+        read = self._linear("proj_in", hidden_1LE)
+        latents = self.tensors["image_proj.latents"]
+        for number in range(self.form.num_resampled):
+            own = self._norm(f"layers.{number}.0.norm2", latents)
+            both = torch.cat([self._norm(f"layers.{number}.0.norm1", read), own], dim=-2)
+            query = _heads(self._linear(f"layers.{number}.0.to_q", own), HEAD_WIDTH)
+            key, value = self._linear(f"layers.{number}.0.to_kv", both).chunk(2, dim=-1)
+            found = F.scaled_dot_product_attention(query, _heads(key, HEAD_WIDTH), _heads(value, HEAD_WIDTH))
+            latents = latents + self._linear(f"layers.{number}.0.to_out", found.transpose(1, 2).flatten(2))
+            wide = F.gelu(self._linear(f"layers.{number}.1.1", self._norm(f"layers.{number}.1.0", latents)))
+            latents = latents + self._linear(f"layers.{number}.1.3", wide)
+        return self._norm("norm_out", self._linear("proj_out", latents))
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.tensors[f"image_proj.{name}.weight"], self.tensors.get(f"image_proj.{name}.bias"))
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        weight, bias = (self.tensors[f"image_proj.{name}.{half}"] for half in ("weight", "bias"))
+        return F.layer_norm(x, weight.shape, weight, bias)
+
+
+class PromptedLayer(NamedTuple):
+    """A cross-attention, and the keys and values (1, heads, T, D) that it reads beside those of its text."""
+
+    attention: Any
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImagePrompt:
+    """An IP-Adapter at work in a request: the layers of each branch, in the order of `DenoiseState.branches`."""
+
+    branches: tuple[tuple[PromptedLayer, ...], ...]
+    scale: float
+
+
+class PromptedSpan(NamedTuple):
+    """What images add to the rows `start` to `stop` of a batch: layers, each list with its strength."""
+
+    uses: Sequence[tuple[Sequence[PromptedLayer], float]]
+    start: int = 0
+    stop: int = sys.maxsize
+
+    def part(self, start: int, stop: int) -> PromptedSpan | None:
+        """Return the span as the rows `start` to `stop` have it, counted from there; None for one outside of them."""
+        first, last = max(self.start, start), min(self.stop, stop)
+        return PromptedSpan(self.uses, first - start, last - start) if first < last else None
+
+
+def build_image_prompter(folder: Path, tensors: Mapping[str, torch.Tensor]) -> ImagePrompter:
+    """Build an IP-Adapter around its tensors; `folder` has the config.json of its encoder. Raises EngineError."""
+    from transformers import CLIPImageProcessor
+
+    prefix = f"{ENCODER}."
+    own = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    encoded = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    try:
+        form = read_ip_adapter(folder, {name: tuple(tensor.shape) for name, tensor in own.items()})
+    except AdapterError as error:
+        raise EngineError(str(error)) from None
+    encoder = build_module("transformers", ENCODER_CLASS, folder, encoded)
+    side = read_config(folder / "config.json").get("image_size", 224)
+    return ImagePrompter(form, encoder, CLIPImageProcessor(size=side, crop_size=side), own)
+
+
+def make_image_prompts(
+    request: DiffusionRequest, known: Mapping[str, object], family: Family, denoiser: Any, num_branches: int
+) -> tuple[ImagePrompt, ...]:
+    """Return the IP-Adapters of a request, in its order. `known` has them by name.
+
+    Raises EngineError for one that is not there or does not fit the denoiser.
+    """
+    prompts = []
+    for use in request.image_prompts:
+        prompter = known.get(use.name)
+        if not isinstance(prompter, ImagePrompter):
+            names = ", ".join(sorted(name for name, thing in known.items() if isinstance(thing, ImagePrompter)))
+            raise EngineError(f"ip_adapter: {use.name!r} is no known IP-Adapter (known: {names or 'none'})")
+        if not family.takes_image_prompts:
+            raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
+        attentions = _cross_attentions(denoiser)
+        _check_fit(use.name, prompter, attentions)
+        try:
+            tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
+        except RuntimeError as error:
+            if "shapes cannot be multiplied" not in str(error):
+                raise
+            raise EngineError(f"ip_adapter: {use.name!r} and its image_encoder do not go together") from None
+        branches = tuple(tuple(_layers(prompter, attentions, one, denoiser.dtype)) for one in tokens)
+        prompts.append(ImagePrompt(branches, use.scale))
+    return tuple(prompts)
+
+
+@contextmanager
+def prompted_by_images(spans: Sequence[PromptedSpan]) -> Iterator[None]:
+    """Add to what cross-attentions compute within the block, for each span of the batch its own images.
+
+    HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left behind in any case.
+    """
+    by_layer: dict[nn.Module, list[_Added]] = {}
+    for span in spans:
+        for layers, scale in span.uses:
+            for layer in layers if scale else ():
+                added = _Added(span.start, span.stop, layer.key, layer.value, scale)
+                by_layer.setdefault(layer.attention, []).append(added)
+    handles: list[Any] = []
+    try:
+        for attention, added_here in by_layer.items():
+            handles += _hooked(attention, added_here)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Added(NamedTuple):
+    """Keys and values that some rows read, and the strength of what comes of it."""
+
+    start: int
+    stop: int
+    key: torch.Tensor
+    value: torch.Tensor
+    scale: float
+
+
+def _hooked(attention: Any, added: Sequence[_Added]) -> list[Any]:
+    """Let an attention keep its queries, and add to what goes into its last product."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: Any, query: torch.Tensor) -> None:
+        kept[:] = [query]
+
+    def add(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        (query,), x = kept, args[0]
+        for one in added:
+            rows = _heads(query[one.start : one.stop], one.key.shape[-1])
+            key, value = (half.expand(len(rows), -1, -1, -1) for half in (one.key, one.value))
+            found = F.scaled_dot_product_attention(rows, key, value)
+            x[one.start : one.stop] += one.scale * found.transpose(1, 2).flatten(2)
+        kept.clear()
+
+    return [attention.to_q.register_forward_hook(keep), attention.to_out[0].register_forward_pre_hook(add)]
+
+
+def _heads(x_BLD: torch.Tensor, width: int) -> torch.Tensor:
+    """Return (B, L, D) as (B, heads, L, width)."""
+    return x_BLD.view(*x_BLD.shape[:-1], -1, width).transpose(1, 2)
+
+
+def _cross_attentions(denoiser: Any) -> list[Any]:
+    """Return a UNet's attentions to text in the order in which adapters number them: that of its processors."""
+    names = [name.removesuffix(".processor") for name in denoiser.attn_processors]
+    return [denoiser.get_submodule(name) for name in names if not name.endswith("attn1")]
+
+
+def _check_fit(name: str, prompter: ImagePrompter, attentions: Sequence[Any]) -> None:
+    form = prompter.form
+    if len(form.layers) != len(attentions):
+        raise EngineError(
+            f"ip_adapter: {name!r} has {len(form.layers)} layers, the model {len(attentions)}: it is for another one"
+        )
+    for number, attention in zip(form.layers, attentions, strict=True):
+        own = tuple(prompter.tensors[f"ip_adapter.{number}.to_k_ip.weight"].shape)
+        expected = attention.inner_dim, attention.cross_attention_dim
+        if own != expected:
+            raise EngineError(
+                f"ip_adapter: layer {number} of {name!r} has shape {list(own)}, the model's {list(expected)}: it is "
+                "for another one"
+            )
+
+
+def _layers(
+    prompter: ImagePrompter, attentions: Sequence[Any], tokens_1TD: torch.Tensor, dtype: torch.dtype
+) -> Iterator[PromptedLayer]:
+    for number, attention in zip(prompter.form.layers, attentions, strict=True):
+        width = attention.inner_dim // attention.heads
+
+        def project(half: str, number: int = number, width: int = width) -> torch.Tensor:
+            weight = prompter.tensors[f"ip_adapter.{number}.to_{half}_ip.weight"]
+            return _heads(F.linear(tokens_1TD, weight), width).to(dtype)
+
+        yield PromptedLayer(attention, project("k"), project("v"))

@@ -1,0 +1,1 @@
+"""Networks that enlarge images, and the tiles that they go through."""

@@ -1,0 +1,64 @@
+"""Small IP-Adapters with random weights, as h94/IP-Adapter's folders have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+WIDTH, VECTOR, LATENTS = 32, 24, 64  # of the encoder, of what it says of an image, of a resampler
+
+
+def write_ip_adapter(folder: Path, denoiser: Any, *, is_plus: bool = False) -> Path:
+    """Write an adapter for a UNet, whose tokens matter: matrices of a size that changes images."""
+    folder.mkdir()
+    config = CLIPVisionConfig(
+        hidden_size=WIDTH, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, image_size=32,
+        patch_size=8, projection_dim=VECTOR,
+    )  # fmt: skip
+    CLIPVisionModelWithProjection(config).save_pretrained(folder / "image_encoder")
+    width = denoiser.config.cross_attention_dim
+    tensors = _resampler(width) if is_plus else _projection(width)
+    attentions = [name for name in denoiser.attn_processors if not name.endswith("attn1.processor")]
+    for place, name in enumerate(attentions):
+        attention = denoiser.get_submodule(name.removesuffix(".processor"))
+        for half in "kv":
+            weight = torch.randn(attention.inner_dim, width) * (2 / width**0.5)
+            tensors[f"ip_adapter.{2 * place + 1}.to_{half}_ip.weight"] = weight
+    save_file(tensors, folder / "ip-adapter.safetensors")
+    return folder
+
+
+def _projection(width: int) -> dict[str, torch.Tensor]:
+    return {
+        "image_proj.proj.weight": torch.randn(4 * width, VECTOR) * 0.3,
+        "image_proj.proj.bias": torch.randn(4 * width) * 0.1,
+        **_norm("image_proj.norm", width),
+    }
+
+
+def _resampler(width: int) -> dict[str, torch.Tensor]:
+    tensors = {
+        "latents": torch.randn(1, 5, LATENTS),
+        "proj_in.weight": torch.randn(LATENTS, WIDTH) * 0.2,
+        "proj_in.bias": torch.randn(LATENTS) * 0.1,
+        "proj_out.weight": torch.randn(width, LATENTS) * 0.2,
+        "proj_out.bias": torch.randn(width) * 0.1,
+        **_norm("norm_out", width),
+    }
+    for layer in range(4):  # as many as diffusers makes
+        for name in ("0.norm1", "0.norm2", "1.0"):
+            tensors |= _norm(f"layers.{layer}.{name}", LATENTS)
+        for name, rows, columns in (
+            ("0.to_q", 128, LATENTS), ("0.to_kv", 256, LATENTS), ("0.to_out", LATENTS, 128),
+            ("1.1", 4 * LATENTS, LATENTS), ("1.3", LATENTS, 4 * LATENTS),
+        ):  # fmt: skip
+            tensors[f"layers.{layer}.{name}.weight"] = torch.randn(rows, columns) / columns**0.5
+    return {f"image_proj.{name}": tensor for name, tensor in tensors.items()}
+
+
+def _norm(name: str, width: int) -> dict[str, torch.Tensor]:
+    return {f"{name}.weight": 1 + torch.randn(width) * 0.1, f"{name}.bias": torch.randn(width) * 0.1}

@@ -1,0 +1,202 @@
+"""IP-Adapters give the images of diffusers' `load_ip_adapter`, plain and plus, and leave other rows alone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kit.seeding import seeded_rng
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+
+from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
+from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
+from deployments.engines.protocol import EngineError, ImagePromptUse
+from deployments.engines.servable import why_unservable
+from weights.errors import AdapterError, FormatError
+from weights.externalize import externalize
+from weights.formats.checkpoint import read_checkpoint
+from weights.layouts import write_inline
+from weights.store import WeightStore
+
+
+def image_of(height: int, width: int) -> np.ndarray:
+    return seeded_rng().integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+@pytest.fixture(params=["sdxl", "stable_diffusion"])
+def prompted(request: pytest.FixtureRequest) -> Any:
+    return request.getfixturevalue(request.param)
+
+
+def opened(folder: Path) -> ImagePrompter:
+    """As a replica has it: by the names that the store has."""
+    (component,) = read_checkpoint(folder).components
+    tensors = load_file(folder / "ip-adapter.safetensors")
+    encoder = load_file(folder / "image_encoder" / "model.safetensors")
+    tensors |= {f"image_encoder.{name}": tensor for name, tensor in encoder.items()}
+    assert tensors.keys() == component.tensors.keys()
+    return build_image_prompter(folder / "image_encoder", tensors)
+
+
+def stock_outputs(pair: Any, folders: list[Path], request: Any, conditioning: Any) -> tuple[torch.Tensor, np.ndarray]:
+    """Return the latents and the images of the stock pipeline, whose denoiser is a copy: adapters change it."""
+    parts = {name: part for name, part in pair.stock.components.items() if "image" not in name and name != "unet"}
+    options: dict[str, Any] = {"requires_safety_checker": False} if "safety_checker" in parts else {}
+    options |= {"add_watermarker": False} if "text_encoder_2" in parts else {}
+    pipeline = type(pair.stock)(**parts, unet=copy.deepcopy(pair.stock.unet), **options)
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline.load_ip_adapter(
+        [str(folder) for folder in folders], subfolder="", weight_name=["ip-adapter.safetensors"] * len(folders)
+    )
+    pipeline.set_ip_adapter_scale([use.scale for use in request.image_prompts])
+    latents: list[torch.Tensor] = []
+    result = pipeline(
+        **pair.stock_texts(request, conditioning),
+        ip_adapter_image=[Image.fromarray(use.image) for use in request.image_prompts],
+        callback_on_step_end=lambda _, step, time, tensors: latents.append(tensors["latents"]) or {},
+        width=request.width,
+        height=request.height,
+        num_inference_steps=request.num_inference_steps,
+        guidance_scale=request.guidance_scale,
+        generator=torch.Generator("cpu").manual_seed(request.seed),
+        output_type="pil",
+    ).images
+    return latents[-1], np.stack([np.asarray(image) for image in result])
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("is_plus", [False, True])
+def test_an_image_as_a_prompt_equals_stock(
+    prompted: Any, make_request: Any, equals_stock: Any, tmp_path: Path, is_plus: bool, guidance: float
+) -> None:
+    folder = write_ip_adapter(tmp_path / "a", prompted.ours.denoiser, is_plus=is_plus)
+    uses = (ImagePromptUse("a", image_of(40, 50), 0.7),)
+    request = make_request(image_prompts=uses, guidance_scale=guidance, num_images=1)
+    conditioning = prompted.conditioning(negative=True)
+    stock = stock_outputs(prompted, [folder], request, conditioning)
+    ours = equals_stock(prompted.ours, request, conditioning, stock, {"a": opened(folder)})
+    plain = prompted.ours.generate(make_request(guidance_scale=guidance, num_images=1), conditioning)
+    assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
+
+
+def test_several_images_of_two_adapters_share_a_forward_and_other_rows_stay_the_same(
+    prompted: Any, make_request: Any, tmp_path: Path
+) -> None:
+    pipeline, conditioning = prompted.ours, prompted.conditioning(negative=True)
+    known = {}
+    for name, is_plus in (("a", False), ("b", True)):
+        known[name] = opened(write_ip_adapter(tmp_path / name, pipeline.denoiser, is_plus=is_plus))
+    asked = [
+        make_request(guidance_scale=3.0, num_images=1, seed=1),
+        make_request(
+            image_prompts=(ImagePromptUse("a", image_of(32, 32), 0.6),), guidance_scale=3.0, num_images=2, seed=2
+        ),
+        make_request(
+            image_prompts=(ImagePromptUse("b", image_of(64, 30)), ImagePromptUse("a", image_of(9, 9), -0.5)),
+            guidance_scale=2.0, num_images=1, seed=3,
+        ),
+        make_request(
+            image_prompts=(ImagePromptUse("a", image_of(9, 9), 0.0),), guidance_scale=3.0, num_images=1, seed=1
+        ),
+    ]  # fmt: skip
+    alone = [pipeline.generate(request, conditioning, adapters=known) for request in asked]
+    states = [pipeline.start_request(request, conditioning, known) for request in asked]
+    while not states[0].done:
+        pipeline.step(states)
+    for together, own in zip(pipeline.decode(states), alone, strict=True):
+        assert np.array_equal(together, own)
+    assert np.array_equal(alone[0], alone[3])  # a strength of 0
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in pipeline.denoiser.modules())
+
+
+def test_another_process_goes_on_after_a_step(stable_diffusion: Any, make_request: Any, tmp_path: Path) -> None:
+    pipeline, conditioning = stable_diffusion.ours, stable_diffusion.conditioning(negative=True)
+    known = {"a": opened(write_ip_adapter(tmp_path / "a", pipeline.denoiser))}
+    uses = (ImagePromptUse("a", image_of(8, 8)),)
+    request = make_request(image_prompts=uses, guidance_scale=3.0, num_images=1)
+    begun = pipeline.start_request(request, conditioning, known)
+    pipeline.step([begun])
+    checkpoint = save_checkpoint(begun, conditioning)
+    assert checkpoint is not None
+    restored = pipeline.start_request(request, conditioning_of(checkpoint), known)
+    restore_checkpoint(restored, checkpoint)
+    while not restored.done:
+        pipeline.step([restored])
+    assert np.array_equal(pipeline.decode([restored])[0], pipeline.generate(request, conditioning, adapters=known))
+
+
+def test_what_does_not_fit_is_refused(stable_diffusion: Any, flux: Any, make_request: Any, tmp_path: Path) -> None:
+    pipeline, conditioning = stable_diffusion.ours, stable_diffusion.conditioning(negative=True)
+    folder = write_ip_adapter(tmp_path / "a", pipeline.denoiser)
+    request = make_request(image_prompts=(ImagePromptUse("a", image_of(8, 8)),), num_images=1)
+    prompter = opened(folder)
+    with pytest.raises(EngineError, match=r"ip_adapter: 'a' is no known IP-Adapter \(known: b\)"):
+        pipeline.start_request(request, conditioning, {"b": prompter})
+    with pytest.raises(EngineError, match="no IP-Adapters are served with FluxPipeline"):
+        flux.ours.start_request(request, flux.conditioning(), {"a": prompter})
+    tensors = load_file(folder / "ip-adapter.safetensors")
+    shorter = {name: one for name, one in tensors.items() if not name.startswith("ip_adapter.1.")}
+    save_file(shorter, folder / "ip-adapter.safetensors")
+    with pytest.raises(EngineError, match=r"has \d+ layers, the model \d+: it is for another one"):
+        pipeline.start_request(request, conditioning, {"a": opened(folder)})
+    wide = tensors | {"ip_adapter.1.to_k_ip.weight": torch.zeros(3, tensors["image_proj.norm.weight"].shape[0])}
+    save_file(wide, folder / "ip-adapter.safetensors")
+    with pytest.raises(EngineError, match=r"layer 1 of 'a' has shape \[3, \d+\], the model's \[\d+, \d+\]"):
+        pipeline.start_request(request, conditioning, {"a": opened(folder)})
+    other = tensors | {"image_proj.proj.weight": torch.zeros(tensors["image_proj.proj.weight"].shape[0], 7)}
+    save_file(other, folder / "ip-adapter.safetensors")
+    with pytest.raises(EngineError, match="'a' and its image_encoder do not go together"):
+        pipeline.start_request(request, conditioning, {"a": opened(folder)})
+
+
+def test_a_folder_becomes_one_component_and_is_written_back(
+    stable_diffusion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser, is_plus=True)
+    checkpoint = read_checkpoint(folder)
+    assert (checkpoint.kind, checkpoint.class_name, why_unservable(checkpoint)) == ("ip_adapter", "IPAdapter", None)
+    store = WeightStore(tmp_path / "store")
+    stored = externalize(store, "a", folder)
+    write_inline(store, "a", tmp_path / "written")
+    again = externalize(store, "again", tmp_path / "written")
+    assert [one.module_key for one in again.components.values()] == [o.module_key for o in stored.components.values()]
+    assert stored.components["ip_adapter"].config_hash
+
+
+def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: Path) -> None:
+    folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser)
+    file = folder / "ip-adapter.safetensors"
+    tensors = load_file(file)
+
+    def words_of(changed: dict[str, torch.Tensor]) -> str:
+        save_file(changed, file)
+        with pytest.raises((AdapterError, FormatError)) as caught:
+            read_checkpoint(folder)
+        return str(caught.value)
+
+    assert "no IP-Adapter: expected tensors image_proj" in words_of({"w": torch.zeros(1)})
+    faces = {name: one for name, one in tensors.items() if not name.startswith("image_proj.")}
+    assert "reads faces" in words_of(faces | {"image_proj.proj.0.weight": torch.zeros(2, 2)})
+    lacking = {name: one for name, one in tensors.items() if name != "ip_adapter.1.to_v_ip.weight"}
+    assert "tensor 'ip_adapter.1.to_v_ip.weight' is missing" in words_of(lacking)
+    assert "tensor 'ip_adapter.1.to_k_lora.down.weight' is not of" in words_of(
+        tensors | {"ip_adapter.1.to_k_lora.down.weight": torch.zeros(1)}
+    )
+    assert "tensor 'image_proj.proj.bias' has shape [3], expected" in words_of(
+        tensors | {"image_proj.proj.bias": torch.zeros(3)}
+    )
+    save_file(tensors, file)
+    save_file(tensors, folder / "other.safetensors")
+    with pytest.raises(FormatError, match="2 IP-Adapters beside one image_encoder"):
+        read_checkpoint(folder)
+    (folder / "other.safetensors").unlink()
+    (folder / "image_encoder" / "model.safetensors").unlink()
+    with pytest.raises(FormatError, match=r"image_encoder: no safetensors weights beside config\.json"):
+        read_checkpoint(folder)
