@@ -171,6 +171,9 @@ class LimitsConfig(StrictModel):
         ge=64,
         description="maximum pixels of an uploaded image, which is scaled down to max_pixels, and of an enlarged one",
     )
+    max_video_pixels: int = Field(
+        2**27, ge=64, description="maximum pixels of all frames and images that go to parameters of a pipeline by name"
+    )
     max_inference_steps: int = Field(200, ge=1, description="maximum denoising steps")
     max_frames: int = Field(257, ge=1, description="maximum frames of a video")
     max_audio_s: float = Field(300.0, gt=0, description="maximum seconds of generated audio")

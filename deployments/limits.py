@@ -59,6 +59,7 @@ def check_image(request: ImageRequest, limits: LimitsConfig, asked: ImageRequest
         _check_most("num_inference_steps", request.num_inference_steps, limits.max_inference_steps, unit)
     unit = " pixels" + _default_of(asked.width, asked.height)
     _check_most("size", (request.width or 1) * (request.height or 1), limits.max_pixels, unit)
+    _check_pictures(request.images, limits)
     _check_extra(request.extra, limits)
 
 
@@ -84,6 +85,7 @@ def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video
         _check_most(name, num_frames, limits.max_frames, unit=" frames")
     elif request.seconds is not None and request.seconds > limits.max_audio_s:
         raise InvalidRequest(f"seconds: {request.seconds:g}, at most {limits.max_audio_s:g} are allowed", "seconds")
+    _check_pictures(request.images, limits)
     _check_extra(request.extra, limits)
 
 
@@ -160,6 +162,19 @@ def check_program(request: ProgramRequest, signature: ProgramSignature, limits: 
     if signature.has_batch:
         name, array = next(iter(request.inputs.items()))
         _check_most(name, len(array), limits.max_head_rows, unit=" rows")
+
+
+def _check_pictures(images: Mapping[str, Any], limits: LimitsConfig) -> None:
+    """Check the images and videos that go to parameters of a class by name."""
+    num_pixels = 0
+    for name, pictures in images.items():
+        found = pictures if isinstance(pictures, tuple) else (pictures,)
+        field = f"images.{name}"
+        _check_most(field, len(found), limits.max_frames, unit=" frames")
+        for image in found:
+            _check_most(field, image.shape[0] * image.shape[1], limits.max_pixels, unit=" pixels of an image")
+            num_pixels += image.shape[0] * image.shape[1]
+    _check_most("images", num_pixels, limits.max_video_pixels, unit=" pixels in all")
 
 
 def _check_extra(extra: Mapping[str, Any], limits: LimitsConfig) -> None:

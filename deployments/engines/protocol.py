@@ -253,9 +253,10 @@ class StockRequest:
     """A request to a stock pipeline of diffusers.
 
     `fields` are those that the request has, by the names of `__call__`'s parameters; what is not there is left to the
-    class. `images` (uint8, (height, width, 3), or (height, width) of a mask) go to the parameters of their names, and
-    so do the values of `extra`. `scheduler` and `scheduler_options` are those of a DiffusionRequest. `texts` are what
-    its calls of `encode_prompt` return (`stock/texts.py`), None where the pipeline encodes its text itself. So many
+    class. `images` (uint8, (height, width, 3), or (height, width) of a mask; several of one name, or the frames of a
+    video, are a tuple) go to the parameters of their names, and so do the values of `extra`. `scheduler` and
+    `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
+    (`stock/texts.py`), None where the pipeline encodes its text itself. So many
     `num_previews` are spread over the steps, if the class can show any.
     """
 
@@ -264,7 +265,7 @@ class StockRequest:
     prompt: str = ""
     num_images: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
-    images: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    images: Mapping[str, npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
     scheduler: str | None = None
     scheduler_options: Mapping[str, bool | float | str] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.records.images import MAX_NAMED_IMAGES, Pixels
+from deployments.records.images import MAX_NAMED_IMAGES, Pictures
 from deployments.records.reports import SwitchReport, TimingsMs
 from deployments.records.requests import MAX_SEED, SEED_RULE, Count, Finite, Name, RequestModel, ServedRequest
 
@@ -47,12 +47,13 @@ class VideoOptions(ClipOptions):
 
 
 class ClipRequest(ServedRequest, VideoOptions):
-    """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names.
+    """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names,
+    and so do videos, as their frames.
 
     `reports_steps` asks for a piece after every step. The ingress sets `model_version`.
     """
 
-    images: dict[Name, Pixels] = Field({}, max_length=MAX_NAMED_IMAGES)
+    images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     reports_steps: bool = False
 
 

@@ -44,8 +44,19 @@ def _as_mask(value: Any) -> npt.NDArray[np.uint8]:
     return _as_pixels(value, 2)
 
 
+def _as_pictures(value: Any) -> npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]:
+    if isinstance(value, list | tuple) or np.ndim(value) == 4:
+        pictures = tuple(map(_as_image, value))
+        if not pictures:
+            raise ValueError("expected an image at least, got none")
+        return pictures
+    return _as_image(value)
+
+
 Pixels = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_image)]  # (height, width, 3); a PIL image in RGB will do
 Mask = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_mask)]  # (height, width)
+# One image, several, or a video: its frames, which may be an array (frames, height, width, 3).
+Pictures = Annotated[npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...], PlainValidator(_as_pictures)]
 
 
 class ControlNetUse(RequestModel):
@@ -121,7 +132,8 @@ class ImageRequest(ServedRequest, ImageOptions):
 
     `ip_adapter` names IP-Adapters, with the images that are prompts to them.
 
-    `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`).
+    `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`);
+    several of one name where the class takes a list.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
@@ -133,7 +145,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     strength: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
     control: tuple[ControlNetUse, ...] = ()
     ip_adapter: tuple[ImagePromptUse, ...] = ()
-    images: dict[Name, Pixels] = Field({}, max_length=MAX_NAMED_IMAGES)
+    images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
     partial_images: int = Field(0, ge=0, le=MAX_PARTIAL_IMAGES)
     reports_steps: bool = False
     checkpoint_steps: int = Field(0, ge=0, le=MAX_INT32)

@@ -148,7 +148,6 @@ REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("RecurrentGemmaForCausalLM", "ZambaForCausalLM", "Qwen4ExpForCausalLM"), _UNEQUAL),
     **dict.fromkeys(("xLSTMForCausalLM", "ReformerModelWithLMHead"), _UNEQUAL),
     "BltForCausalLM": "it reads bytes in patches that a second model finds",
-    "BertGenerationDecoder": "its name does not say that it is a language model",
 }
 
 

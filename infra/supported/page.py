@@ -57,13 +57,15 @@ Qwen-Image-Edit reads the image as well, which the text encoder service cannot: 
 
 What was not compared, and why, as far as it is known:
 
-- Classes that take a video, or a list of images: a request brings single images, so what needs one is refused when it
-  is called (`AnimateDiffVideoToVideoPipeline`, `WanVideoToVideoPipeline`, `LucyEditPipeline`, ...).
 - `ChromaInpaintPipeline` and `I2VGenXLPipeline` fail on tiny parts; whether they do in diffusers alone was not tried.
-- Classes that diffusers keeps in its folder `deprecated` with models of their own (`AltDiffusionPipeline`,
-  `UnCLIPPipeline`, `PaintByExamplePipeline`, `WuerstchenCombinedPipeline`, ...): it does not find these in a folder.
+- Classes that diffusers keeps in its folder `deprecated` with parts of their own (`AltDiffusionPipeline`,
+  `UnCLIPPipeline`, `PaintByExamplePipeline`, `KarrasVePipeline`, ...): it does not find these in a folder.
 - `AllegroPipeline` decodes in tiles only, which nothing here turns on.
-- Classes whose processor needs torchvision (the Qwen-VL ones) have no tiny model yet.
+- `MusicLDMPipeline` does not run with the installed transformers, whose `ClapModel` returns another kind of object.
+- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes, which want
+  videos as tensors: a request brings plain values, images and frames.
+- `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline` draw a million pixels at least: too slow for a test.
+- Classes whose parts nobody has made tiny yet (`HunyuanVideoFramepackPipeline`, `StableAudio3Pipeline`, ...).
 
 IP-Adapters are for the fast path ([how](models.md#ip-adapter)). On the stock path a module is built of its class, its
 config and the tensors of its component, and the processors that `load_ip_adapter` puts into a denoiser are in none.

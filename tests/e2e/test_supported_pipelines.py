@@ -15,9 +15,14 @@ import PIL.Image
 import pytest
 import torch
 from unit.deployments.engines.stock.test_stock_pipelines import load, run
-from unit.deployments.engines.stock.tiny_classes import CASES, assembled
+from unit.deployments.engines.stock.tiny_classes import CASES as IMAGE_CASES
+from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
+from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
+from unit.deployments.engines.stock.tiny_ltx2 import LTX2_CASES
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
+from unit.deployments.engines.stock.tiny_seeing import SEEING_CASES
+from unit.deployments.engines.stock.tiny_videos_in import VIDEO_CASES
 
 from deployments.cli.supported import read_table
 from deployments.engines.diffusion.families import FAMILIES
@@ -36,6 +41,7 @@ from weights.store import WeightStore
 
 pytestmark = pytest.mark.long
 DEMO = Path(__file__).parents[2] / "infra" / "demo" / "models"
+CASES = {**IMAGE_CASES, **VIDEO_CASES, **SEEING_CASES, **FURTHER_CASES, **LTX2_CASES}
 BUILDERS = {**PIPELINES, **VIDEOS, **AUDIOS}
 SIZE = {"height": 32, "width": 32}
 IMAGE = ("image",)
@@ -108,6 +114,20 @@ def case_of(class_name: str) -> tuple[Callable[[], Any], Mapping[str, Any], tupl
     return build, options, IMAGE if class_name == "StableDiffusionInstructPix2PixPipeline" else ()
 
 
+def pictures(rng: np.random.Generator, said: str, height: int, width: int) -> tuple[str, Any]:
+    """The parameter and its image, or so many as are said behind its name. A mask keeps what is below."""
+    name, _, count = said.partition(":")
+    mask = np.where(np.arange(height) < 16, 255, 0).astype(np.uint8)[:, None].repeat(width, 1)
+    drawn = [
+        mask if "mask" in name else rng.integers(0, 256, (height, width, 3), np.uint8) for _ in range(int(count or 1))
+    ]
+    return name, tuple(drawn) if count else drawn[0]
+
+
+def as_pil(pixels: Any) -> Any:
+    return [as_pil(one) for one in pixels] if isinstance(pixels, tuple) else PIL.Image.fromarray(pixels)
+
+
 @functools.cache
 def rows_by_name() -> dict[str, Row]:
     return {row.class_name: row for row in rows()}
@@ -138,9 +158,7 @@ def test_a_class_makes_what_diffusers_makes(class_name: str, tmp_path: Path) -> 
     pipeline = saved(build, tmp_path)
     rng = np.random.default_rng(0)
     side = options.get("height", 32)
-    images = {name: rng.integers(0, 256, (side, side, 3), np.uint8) for name in image_names}
-    mask = np.where(np.arange(side) < 16, 255, 0).astype(np.uint8)[:, None].repeat(side, 1)
-    images |= {name: mask for name in image_names if "mask" in name}
+    images = dict(pictures(rng, name, side, options.get("width", side)) for name in image_names)
     fields = {"num_inference_steps": 3 if "strength" in options else 2}
     fields |= {name: value for name, value in options.items() if name in FIELDS}
     request = StockRequest(
@@ -152,7 +170,7 @@ def test_a_class_makes_what_diffusers_makes(class_name: str, tmp_path: Path) -> 
         extra={name: value for name, value in options.items() if name not in FIELDS},
     )
     output, turns = run(StockEngine(load(tmp_path)), request)
-    given = {name: PIL.Image.fromarray(pixels) for name, pixels in images.items()}
+    given = {name: as_pil(pixels) for name, pixels in images.items()}
     takes = inspect.signature(pipeline.__call__).parameters
     usual = {"prompt": "a cat", "output_type": "np", "generator": torch.Generator("cpu").manual_seed(5)}
     usual = {name: value for name, value in {**usual, **fields}.items() if name in takes}

@@ -65,7 +65,7 @@ _WEIGHTLESS = (
     *("Tokenizer", "TokenizerFast", "TokenizersBackend", "SentencePieceBackend", "Scheduler", "Processor"),
     *("ProcessorFast", "FeatureExtractor", "Guidance", "SafetyChecker"),
 )
-_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # ends of their class names
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "BertGenerationDecoder")  # ends of their class names, or a name
 _SEEING_MODELS = "ForConditionalGeneration"  # of those that see too, where the config has a vision tower
 _MAX_SKELETON_FILE_BYTES = 64 * 2**20
 

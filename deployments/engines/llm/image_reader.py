@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from deployments.engines.llm.tokenizer import checked_characters, render_chat
+from deployments.engines.processors import load_image_processor
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
 
@@ -42,17 +43,12 @@ class ImageReader:
 
         Templates of chats that are the processor's become the tokenizer's.
         """
-        # Only then: most models have none.
-        from transformers.models.auto.image_processing_auto import AutoImageProcessor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING  # only then: most models have none
 
         try:
             found = PROCESSOR_MAPPING[type(config)]
-            class_ = _images_only(getattr(transformers, _STAND_INS.get(found.__name__, found.__name__)))
-            given, _ = class_.get_processor_dict(folder, local_files_only=True)
-            images = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-            parts = {"image_processor": images, "tokenizer": tokenizer}
-            processor = class_.from_args_and_dict([parts.get(name) for name in class_.get_attributes()], given)
+            class_ = getattr(transformers, _STAND_INS.get(found.__name__, found.__name__))
+            processor = load_image_processor(class_, folder, tokenizer)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a processor
             raise EngineError(f"no image processor could be read from {folder}: {error}") from error
         if processor.chat_template:
@@ -145,8 +141,3 @@ def _shows_texts(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 def _in_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _images_only(class_: Any) -> Any:
-    """Return a class of processors that does without those of videos and sound, which need libraries of their own."""
-    return type(class_.__name__, (class_,), {"check_argument_for_proper_class": lambda *_: None})

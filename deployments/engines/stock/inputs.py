@@ -31,6 +31,7 @@ _OWN: Final = frozenset({"self", "generator", "output_type", "return_dict", "cal
 _OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can be seen
 # What is an image by its name, where the annotation knows but tensors: pipelines hand it to an image processor.
 _IMAGES: Final = ("image", "mask_image", "control_image", "control_mask")
+_VIDEO: Final = "video"  # the same for frames
 _MAX_SHOWN: Final = 60
 _MAX_TOKENS: Final = 4096
 
@@ -48,7 +49,8 @@ class CallInputs:
         }
         self._types = _type_hints(call) | {"self": Any}
         self._num_images = next((name for name in _NUM_IMAGES if name in self._parameters), None)
-        self._images = [name for name in self._parameters if name in _IMAGES or _takes_image(self._types.get(name))]
+        kinds = {name: _picture_kinds(name, self._types.get(name)) for name in self._parameters}
+        self._images = {name: kind for name, kind in kinds.items() if kind}
 
     def arguments_of(self, request: StockRequest) -> dict[str, Any]:
         """Return the keyword arguments of a request.
@@ -97,11 +99,20 @@ class CallInputs:
         return found
 
     def _of_images(self, request: StockRequest) -> dict[str, Any]:
-        for name in request.images:
-            if name not in self._images:
+        found: dict[str, Any] = {}
+        for name, pictures in request.images.items():
+            kinds = self._images.get(name)
+            if kinds is None:
                 known = ", ".join(self._images) or "none"
                 raise EngineError(f"{name}: {self._name} takes no such image (images that it takes: {known})")
-        return {name: PIL.Image.fromarray(pixels) for name, pixels in request.images.items()}
+            if not isinstance(pictures, tuple):
+                image = PIL.Image.fromarray(pictures)
+                found[name] = image if "one" in kinds else [image]
+            elif "several" in kinds:
+                found[name] = [PIL.Image.fromarray(pixels) for pixels in pictures]
+            else:
+                raise EngineError(f"{name}: {len(pictures)} images; {self._name} takes one")
+        return found
 
     def _of_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         accepted, found = self._extras(), {}
@@ -167,8 +178,25 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return typing.get_args(annotation) if is_union else (annotation,)
 
 
-def _takes_image(annotation: Any) -> bool:
-    return PIL.Image.Image in _members(annotation)
+def _picture_kinds(name: str, annotation: Any) -> frozenset[str]:
+    """Return whether a parameter takes "one" image, "several", either, or none.
+
+    A list of what may itself be a list takes the frames of one video as well as those of several.
+    """
+    members = _members(annotation)
+    found = {"one"} if PIL.Image.Image in members else set[str]()
+    if any(typing.get_origin(one) is list and PIL.Image.Image in _leaves(one) for one in members):
+        found.add("several")
+    if found:
+        return frozenset(found)
+    return frozenset({"one"} if name in _IMAGES else {"several"} if name == _VIDEO else ())
+
+
+def _leaves(annotation: Any) -> set[Any]:
+    """Return the types in lists and unions, at any depth."""
+    if typing.get_origin(annotation) is list or len(_members(annotation)) > 1:
+        return set[Any]().union(*map(_leaves, typing.get_args(annotation)))
+    return {annotation}
 
 
 def _plain_part(annotation: Any) -> Any:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import AutoTokenizer, ProcessorMixin
 
 from deployments.engines.build import IMPORT_LOCK
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.solvers import SolverFactory
 from deployments.engines.library_classes import LIBRARIES, is_pipeline_folder
 from deployments.engines.library_seam import pipeline_arguments
+from deployments.engines.processors import load_image_processor
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
 
@@ -80,6 +82,11 @@ class StockModel:
         untrusting = {"trust_remote_code": False} if cls.__name__.startswith("Auto") else {}
         try:
             with IMPORT_LOCK:
+                if _reads_videos(cls) and importlib.util.find_spec("torchvision") is None:
+                    tokenizer = AutoTokenizer.from_pretrained(
+                        self._folder / name, local_files_only=True, trust_remote_code=False
+                    )
+                    return load_image_processor(cls, self._folder / name, tokenizer)
                 return cls.from_pretrained(self._folder / name, local_files_only=True, **untrusting)
         except Exception as error:  # of many libraries
             raise EngineError(f"{self._folder / name}: no {cls.__name__} can be loaded: {error}") from error
@@ -101,6 +108,11 @@ def component_class(library: str, class_name: str, folder: Path) -> type[Any]:
     if not (isinstance(found, type) and hasattr(found, "from_pretrained")):
         raise EngineError(f"{folder}: {library} has no component {class_name!r}")
     return found
+
+
+def _reads_videos(cls: type[Any]) -> bool:
+    """Return whether it is a processor of several parts, with one for videos among them."""
+    return issubclass(cls, ProcessorMixin) and "video_processor" in cls.get_attributes()
 
 
 def _is_scheduler(part: Any) -> bool:

@@ -13,7 +13,7 @@ from deployments.errors import InvalidRequest
 from deployments.fitted_images import resize_pixels
 from deployments.ingress.openai.client_parts import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
-from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image
+from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image, decode_named
 from deployments.records import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
@@ -28,6 +28,9 @@ from deployments.records import (
 )
 
 IMAGE: Final = "a PNG, JPEG or WebP file in base64, or a data URL of one"
+NAMED: Final = f"images by the names of the class's parameters, a list where it takes several: {IMAGE}"
+_Files = str | Annotated[list[str], Field(min_length=1)]
+NamedFiles = Annotated[dict[Name, _Files], Field(max_length=MAX_NAMED_IMAGES)]
 _MAX_FORM_VALUES: Final = 4096  # lists, objects and their items in a field of a form
 _Word = Annotated[str, Field(max_length=64)]
 _WITHOUT_EFFECT: Final = {  # with the values that ask for nothing
@@ -166,9 +169,7 @@ class GenerationBody(ImagesBody):
     mask_image: str | None = Field(
         None, description=f"{IMAGE}; what is transparent, else what is white, is painted anew"
     )
-    images: dict[Name, str] = Field(
-        {}, max_length=MAX_NAMED_IMAGES, description=f"further images by the names of the class's parameters: {IMAGE}"
-    )
+    images: NamedFiles = Field({}, description=f"further {NAMED}")
 
     @property
     def has_images(self) -> bool:
@@ -181,11 +182,9 @@ class GenerationBody(ImagesBody):
             None if text is None else decode_base64_image(text, name, limits.max_pixels, limits.max_upload_pixels)
             for name, text in (("init_image", self.init_image), ("mask_image", self.mask_image))
         )
-        named = {
-            name: decode_base64_image(text, f"images.{name}", limits.max_pixels, limits.max_upload_pixels).pixels
-            for name, text in self.images.items()
-        }
-        return self.record_with(image, mask, limits).model_copy(update={"images": named})
+        named = decode_named({f"images.{name}": files for name, files in self.images.items()}, limits)
+        images = {field.removeprefix("images."): pictures for field, pictures in named.items()}
+        return self.record_with(image, mask, limits).model_copy(update={"images": images})
 
 
 class VariationBody(ImagesBody):

@@ -26,6 +26,8 @@ from typing import Final, NamedTuple
 
 from PIL import Image, ImageOps
 
+from deployments.ingress.openai.video_decoder import container_of, decode_video
+
 MODULE: Final = "deployments.ingress.openai.image_decoder"
 IDLE_S: Final = 60.0  # a process without work ends after this
 FORMATS: Final = ("PNG", "JPEG", "WEBP")  # OpenAI's; readers of all others stay unused
@@ -37,6 +39,7 @@ _MAX_CHUNKS: Final = 2**16  # of a PNG or WebP, with those that have the pixels
 _MAX_EXTRAS: Final = 64  # chunks beside these, which may be compressed
 _PIXELS: Final = frozenset({b"IDAT", b"fcTL", b"fdAT", b"ANMF"})  # of animations, all but the first are passed over
 _BASE_BYTES: Final = 2**26  # that a job may take beside what its pixels and its file need
+_VIDEO_BYTES: Final = 2**28  # that codecs of videos have beside their frames
 _BYTES_PER_PIXEL: Final = 32  # coefficients, planes and copies of the costliest decoder, libwebp's with alpha
 PIXELS_OF_CPU_S: Final = 5e6
 _NEXT_MARKER: Final = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in entropy-coded data
@@ -47,6 +50,9 @@ _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
 class DecodeJob(NamedTuple):
     """A file of `num_bytes`, which may be in base64, with at most `max_pixels`; scaled down if it has more than
     `max_result_pixels`. It may take `cpu_s` of processor time, and as much again for every `PIXELS_OF_CPU_S`.
+
+    It may be a video where `max_frames` is not 0, of frames of at most `max_result_pixels` and `max_video_pixels` in
+    all.
     """
 
     num_bytes: int
@@ -54,12 +60,14 @@ class DecodeJob(NamedTuple):
     max_pixels: int
     max_result_pixels: int
     cpu_s: float
+    max_frames: int = 0
+    max_video_pixels: int = 0
 
 
 class DecodeReply(NamedTuple):
     """The form of the pixels that come next, uint8 (height, width, channels), or why there are none.
 
-    `file_size` is the width and height that the upright image has in its file.
+    `file_size` is the width and height that the upright image has in its file. Of a video there are as many `frames`.
     """
 
     problem: str = ""
@@ -67,6 +75,7 @@ class DecodeReply(NamedTuple):
     width: int = 0
     channels: int = 0
     file_size: tuple[int, int] = (0, 0)
+    frames: int = 0
 
 
 def _check_container(data: bytes) -> None:
@@ -122,6 +131,8 @@ def _decode(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
             return DecodeReply("expected an image file in base64, or a data URL with one"), b""
     Image.MAX_IMAGE_PIXELS = job.max_pixels  # before WebP's decoder allocates a canvas
     try:
+        if container_of(data) and job.max_frames:
+            return _decode_video(data, job)
         _check_container(data)
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
             width, height = file.size
@@ -139,6 +150,17 @@ def _decode(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
         return DecodeReply("the image cannot be read: it takes more memory than its pixels need"), b""
     except Exception as error:  # the process has read a hostile file: whatever its reader raises is its problem
         return DecodeReply(f"the image cannot be read: {str(error)[:200] or type(error).__name__}"), b""
+
+
+def _decode_video(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
+    try:
+        import av as av  # an extra
+    except ImportError:
+        return DecodeReply("a video, which needs the package av on the server (pip install 'atelier[video]')"), b""
+    _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # what grows is copied, and sent as one piece
+    bounds = job.max_frames, job.max_result_pixels, job.max_video_pixels
+    frames, height, width, pixels = decode_video(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))
+    return DecodeReply("", height, width, 3, (width, height), frames), pixels
 
 
 def _plain(file: Image.Image) -> Image.Image:
@@ -166,9 +188,9 @@ def _bound_time(job: DecodeJob, num_pixels: int = 0) -> None:
     signal.setitimer(signal.ITIMER_PROF, job.cpu_s * (1 + num_pixels / PIXELS_OF_CPU_S))
 
 
-def _bound_memory(job: DecodeJob) -> None:
+def _bound_memory(job: DecodeJob, more: int = 0) -> None:
     """Let this process take as much private memory as a sound file needs: what asks for more gets a MemoryError."""
-    most = _BASE_BYTES + 4 * job.num_bytes + _BYTES_PER_PIXEL * job.max_pixels
+    most = _BASE_BYTES + 4 * job.num_bytes + _BYTES_PER_PIXEL * job.max_pixels + more
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 

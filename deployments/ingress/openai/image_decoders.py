@@ -41,15 +41,25 @@ class DecoderProcesses:
         self._idle: list[_DecoderProcess] = []
 
     def decode(
-        self, data: bytes, field: str, max_pixels: int, max_result_pixels: int, *, is_base64: bool = False
+        self,
+        data: bytes,
+        field: str,
+        max_pixels: int,
+        max_result_pixels: int,
+        *,
+        is_base64: bool = False,
+        max_frames: int = 0,
+        max_video_pixels: int = 0,
     ) -> tuple[DecodeReply, bytes]:
         """Return form and pixels of a file, or of one in base64, with at most `max_pixels`.
 
-        An image of more than `max_result_pixels` is scaled down to these. Raises InvalidRequest naming `field` for what
+        An image of more than `max_result_pixels` is scaled down to these. With `max_frames` it may be a video, of so
+        many and of `max_video_pixels` in all. Raises InvalidRequest naming `field` for what
         is no image that can be read with the processor time and the memory that its pixels need; Overloaded where no
         process starts, or none answers.
         """
-        job = DecodeJob(len(data), is_base64, max_pixels, max_result_pixels, self._cpu_s)
+        video = max_frames, max_video_pixels
+        job = DecodeJob(len(data), is_base64, max_pixels, max_result_pixels, self._cpu_s, *video)
         with self._free:
             for _ in range(_STARTS):
                 process = self._take_idle() or _DecoderProcess()
@@ -104,13 +114,15 @@ class _DecoderProcess:
         connection = self._connection
         connection.send_bytes(json.dumps(job).encode())
         connection.send_bytes(data)
-        if not connection.poll(_START_S + _PATIENCE * job.cpu_s * (1 + job.max_pixels / PIXELS_OF_CPU_S)):
+        num_pixels = max(job.max_pixels, job.max_video_pixels)
+        if not connection.poll(_START_S + _PATIENCE * job.cpu_s * (1 + num_pixels / PIXELS_OF_CPU_S)):
             raise TimeoutError
         # The process has read a hostile file: what it says is believed only where it fits.
         reply = DecodeReply(*json.loads(connection.recv_bytes(_MAX_REPLY_BYTES)))
-        pixels = connection.recv_bytes(4 * job.max_result_pixels)
+        pixels = connection.recv_bytes(max(4 * job.max_result_pixels, 3 * job.max_video_pixels))
         width, height = reply.file_size
-        if len(pixels) != reply.height * reply.width * reply.channels or reply.channels not in (0, 3, 4):
+        count = (reply.frames or 1) * reply.height * reply.width * reply.channels
+        if len(pixels) != count or reply.channels not in (0, 3, 4) or not 0 <= reply.frames <= job.max_frames:
             raise ValueError(reply)
         return reply._replace(file_size=(width, height)), pixels
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,13 +13,16 @@ from PIL import Image
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
+from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_decoder import DecodeReply
 from deployments.ingress.openai.image_decoders import DECODERS
 
-_MAX_FILES: Final = 4
+_MAX_FILES: Final = 8
 _MAX_FIELDS: Final = 64
 _OPAQUE: Final = 255
+Pictures = npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]
+NamedFiles = str | bytes | Sequence[str | bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +74,48 @@ def decode_base64_image(text: str, field: str, max_pixels: int, max_file_pixels:
         text = text.partition(",")[2]
     data = text.encode("utf-8", "surrogatepass")
     return _decoded(*DECODERS.decode(data, field, max_file_pixels or max_pixels, max_pixels, is_base64=True))
+
+
+def decode_named(given: Mapping[str, NamedFiles], limits: LimitsConfig) -> dict[str, Pictures]:
+    """Decode what goes to parameters of a pipeline's class, by field: an image, several, or the frames of a video.
+
+    Texts are base64, or data URLs of it. Blocks. Raises as `decode_image` does, and InvalidRequest for too many files,
+    or too many pixels in all.
+    """
+    count = sum(1 if isinstance(files, str | bytes) else len(files) for files in given.values())
+    if count > limits.max_images:
+        raise InvalidRequest(f"images: {count} files, at most {limits.max_images} are allowed", "images")
+    left = limits.max_video_pixels
+    found: dict[str, Pictures] = {}
+    for field, files in given.items():
+        decoded = []
+        for file in (files,) if isinstance(files, str | bytes) else files:
+            pictures = _decode_pictures(file, field, limits, left)
+            left -= pictures.size // 3
+            decoded.append(pictures)
+        if any(one.ndim == 4 for one in decoded):
+            if len(decoded) > 1:
+                raise InvalidRequest(f"{field}: a video among {len(decoded)} files, expected it alone", field)
+            found[field] = tuple(decoded[0])
+        else:
+            found[field] = decoded[0] if isinstance(files, str | bytes) else tuple(decoded)
+    return found
+
+
+def _decode_pictures(file: bytes | str, field: str, limits: LimitsConfig, left: int) -> npt.NDArray[np.uint8]:
+    """Decode an image, (height, width, 3), or a video, (frames, height, width, 3), of at most `left` pixels."""
+    if isinstance(file, str):
+        if file.startswith(("http:", "https:")):
+            raise InvalidRequest(f"{field}: an address, which is not fetched; send the file", field)
+        data = (file.partition(",")[2] if file.startswith("data:") else file).encode("utf-8", "surrogatepass")
+    else:
+        data = file
+    bounds = limits.max_upload_pixels, limits.max_pixels
+    video = {"max_frames": limits.max_frames, "max_video_pixels": max(left, 0)}
+    reply, pixels = DECODERS.decode(data, field, *bounds, is_base64=isinstance(file, str), **video)
+    if not reply.frames:
+        return _decoded(reply, pixels).pixels
+    return np.frombuffer(pixels, np.uint8).reshape(reply.frames, reply.height, reply.width, 3)
 
 
 async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, str], dict[str, list[bytes]]]:

@@ -9,32 +9,32 @@ from pydantic import Field, field_validator
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.client_parts import ClientPart, Seed
-from deployments.ingress.openai.image_bodies import IMAGE, Size, from_form
-from deployments.ingress.openai.image_uploads import decode_base64_image, decode_image
-from deployments.records import MAX_NAMED_IMAGES, ClipOptions, ClipRequest, Name, UserName, VideoOptions, as_record
+from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form
+from deployments.ingress.openai.image_uploads import decode_named
+from deployments.records import ClipOptions, ClipRequest, UserName, VideoOptions, as_record
 
 _REFERENCE: Final = "input_reference"
-_FIRST_IMAGE: Final = "image"  # the parameter of diffusers' classes for it
+_FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it
+_FILE: Final = "a PNG, JPEG or WebP file, or an MP4 or WebM of a video, in base64, or a data URL of it"
 
 
 class ReferenceBody(ClientPart):
-    """An image by OpenAI's form. It is in the request: nothing is fetched."""
+    """An image or a video by OpenAI's form. It is in the request: nothing is fetched."""
 
-    image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file")
+    image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file, or of a video")
 
 
 class VideoBody(VideoOptions, ClientPart):
     """OpenAI's request for a video and more. In a form, `extra` and `scheduler_options` are JSON.
 
-    `input_reference` is the image that the video begins with or follows, a file in a form.
+    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
+    form. It goes to the parameter `image` or `video` of the class.
     """
 
     seed: Seed = None
     size: Size = "auto"
-    input_reference: str | ReferenceBody | None = Field(None, description=IMAGE)
-    images: dict[Name, str] = Field(
-        {}, max_length=MAX_NAMED_IMAGES, description=f"further images by the names of the class's parameters: {IMAGE}"
-    )
+    input_reference: str | ReferenceBody | None = Field(None, description=_FILE)
+    images: NamedFiles = Field({}, description=f"further {NAMED}; a video (MP4 or WebM) goes as an image does")
     user: UserName | None = None
 
     @field_validator("extra", "scheduler_options", mode="before")
@@ -50,21 +50,18 @@ class VideoBody(VideoOptions, ClientPart):
                 raise InvalidRequest("size: give either size, or width and height", "size")
             width, _, height = self.size.partition("x")
             fields |= {"width": int(width), "height": int(height)}
-        given = dict(self.images)
+        given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
+        given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
         reference = self.input_reference
-        if isinstance(reference, ReferenceBody):
-            reference = reference.image_url
+        reference = reference.image_url if isinstance(reference, ReferenceBody) else reference
         if reference is not None:
-            given = {_FIRST_IMAGE: reference} | given
-        bounds = limits.max_pixels, limits.max_upload_pixels
-        for text in given.values():
-            if text.startswith(("http:", "https:")):
-                raise InvalidRequest(f"{_REFERENCE}: an address, which is not fetched; send the image", _REFERENCE)
-        images = {name: decode_base64_image(text, f"images.{name}", *bounds).pixels for name, text in given.items()}
-        for name, contents in files.items():
-            if len(contents) > 1:
-                raise InvalidRequest(f"{name}: {len(contents)} files given, expected one", name)
-            images[_FIRST_IMAGE if name == _REFERENCE else name] = decode_image(contents[0], name, *bounds).pixels
+            given[_REFERENCE] = reference
+        if isinstance(several := given.get(_REFERENCE), list):
+            raise InvalidRequest(f"{_REFERENCE}: {len(several)} files given, expected one", _REFERENCE)
+        decoded = decode_named(given, limits)
+        images = {field.removeprefix("images."): found for field, found in decoded.items() if field != _REFERENCE}
+        if (first := decoded.get(_REFERENCE)) is not None:
+            images = {_VIDEO if isinstance(first, tuple) else _FIRST_IMAGE: first} | images
         return as_record(ClipRequest, fields | {"images": images, "reports_steps": True})
 
 

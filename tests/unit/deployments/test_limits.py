@@ -11,8 +11,8 @@ from configs.cluster import LimitsConfig
 from configs.model import GenerationDefaults
 from deployments.defaults import with_image_defaults
 from deployments.errors import InvalidRequest
-from deployments.limits import check_head, check_image, check_text
-from deployments.records import CompletionRequest, HeadRequest, ImageRequest
+from deployments.limits import check_clip, check_head, check_image, check_text
+from deployments.records import ClipRequest, CompletionRequest, HeadRequest, ImageRequest
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 LIMITS = LimitsConfig(max_pixels=512 * 512, max_inference_steps=20)
@@ -88,3 +88,29 @@ def test_what_only_a_class_knows_is_bounded(extra: dict[str, Any], text: str) ->
     check_image(sound, LimitsConfig())
     with pytest.raises(InvalidRequest, match=text):
         check_image(ImageRequest(model="m", prompt="p", extra=extra), LimitsConfig())
+
+
+@pytest.mark.parametrize(
+    ("images", "words"),
+    [
+        ({"video": np.zeros((4, 8, 8, 3), np.uint8)}, r"images.video: 4 frames, at most 3 are allowed"),
+        ({"faces": [np.zeros((9, 8, 3), np.uint8)]}, r"images.faces: 72 pixels of an image, at most 64 are allowed"),
+        (
+            {"video": np.zeros((2, 8, 8, 3), np.uint8), "image": np.zeros((8, 5, 3), np.uint8)},
+            r"images: 168 pixels in all, at most 160 are allowed",
+        ),
+    ],
+)
+def test_images_and_videos_by_name_are_bounded_for_handles_as_for_http(images: Any, words: str) -> None:
+    limits = LimitsConfig(max_frames=3, max_pixels=64, max_video_pixels=160)
+    check_clip(ClipRequest(model="m", prompt="p", images={"video": np.zeros((2, 8, 8, 3), np.uint8)}), limits, "video")
+    with pytest.raises(InvalidRequest, match=words):
+        check_clip(ClipRequest(model="m", prompt="p", images=images), limits, "video")
+    with pytest.raises(InvalidRequest, match=words):
+        check_image(ImageRequest(model="m", prompt="p", images=images), limits)
+
+
+@pytest.mark.parametrize("images", [{"video": []}, {"video": np.zeros((2, 8, 8, 4), np.uint8)}, {"video": "cat.mp4"}])
+def test_what_are_no_images_by_name_is_refused(images: Any) -> None:
+    with pytest.raises(InvalidRequest, match="images.video: expected"):
+        ClipRequest(model="m", prompt="p", images=images)

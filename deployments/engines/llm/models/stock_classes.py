@@ -16,23 +16,23 @@ def _names(text: str) -> frozenset[str]:
 PAGED: Final = _names(
     """
     AXK1ForCausalLM AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM BeamForCausalLM
-    BertLMHeadModel BitNetForCausalLM CTRLLMHeadModel CamembertForCausalLM Cohere2ForCausalLM Cohere2MoeForCausalLM
-    CohereForCausalLM CwmForCausalLM Data2VecTextForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
-    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM
-    Ernie4_5ForCausalLM Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM
-    FlexOlmoForCausalLM FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM
-    Gemma3ForCausalLM Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM
-    GraniteMoeForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM
-    HeliumForCausalLM HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
-    Jais2ForCausalLM JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM
-    LongcatFlashForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM
-    MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM
-    MoshiForCausalLM NanoChatForCausalLM NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM
-    OlmoForCausalLM OlmoeForCausalLM PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM
-    Qwen2MoeForCausalLM RoCBertForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM SeedOssForCausalLM
-    SmolLM3ForCausalLM SolarOpenForCausalLM Starcoder2ForCausalLM VaultGemmaForCausalLM XLMRobertaForCausalLM
-    XLMRobertaXLForCausalLM XmodForCausalLM YoutuForCausalLM
+    BertGenerationDecoder BertLMHeadModel BitNetForCausalLM CTRLLMHeadModel CamembertForCausalLM Cohere2ForCausalLM
+    Cohere2MoeForCausalLM CohereForCausalLM CwmForCausalLM Data2VecTextForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
+    DeepseekV3ForCausalLM DiffLlamaForCausalLM Dots1ForCausalLM ElectraForCausalLM Emu3ForCausalLM Ernie4_5ForCausalLM
+    Ernie4_5_MoeForCausalLM ErnieForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FlexOlmoForCausalLM
+    FlintForCausalLM GPT2LMHeadModel GPTBigCodeForCausalLM GPTNeoXForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+    Gemma3nForCausalLM Gemma4ForCausalLM Gemma4UnifiedForCausalLM GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+    Glm4MoeLiteForCausalLM GlmForCausalLM GptOssForCausalLM GraniteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM GraniteSWAForCausalLM HYV3ForCausalLM HeliumForCausalLM
+    HrmTextForCausalLM HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM Jais2ForCausalLM
+    JetMoeForCausalLM Kolibri1ForCausalLM LagunaForCausalLM Llama4ForCausalLM LongcatFlashForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniCPM3ForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM
+    MinistralForCausalLM MllamaForCausalLM ModernBertDecoderForCausalLM MoshiForCausalLM NanoChatForCausalLM
+    NemotronForCausalLM OPTForCausalLM Olmo2ForCausalLM Olmo3ForCausalLM OlmoForCausalLM OlmoeForCausalLM
+    PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM Qwen2MoeForCausalLM RoCBertForCausalLM
+    RobertaForCausalLM RobertaPreLayerNormForCausalLM SeedOssForCausalLM SmolLM3ForCausalLM SolarOpenForCausalLM
+    Starcoder2ForCausalLM VaultGemmaForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM XmodForCausalLM
+    YoutuForCausalLM
     """
 )
 # They see images, and their decoder's attention runs over the paged cache.
@@ -72,9 +72,10 @@ WHOLE_PROMPTS: Final = _names(
 # Encoders, unless their config says `is_decoder`.
 MASKED: Final = _names(
     """
-    BertLMHeadModel BigBirdForCausalLM CamembertForCausalLM Data2VecTextForCausalLM ElectraForCausalLM
-    ErnieForCausalLM MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM RoFormerForCausalLM
-    RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM XmodForCausalLM
+    BertGenerationDecoder BertLMHeadModel BigBirdForCausalLM CamembertForCausalLM Data2VecTextForCausalLM
+    ElectraForCausalLM ErnieForCausalLM MegatronBertForCausalLM RemBertForCausalLM RoCBertForCausalLM
+    RoFormerForCausalLM RobertaForCausalLM RobertaPreLayerNormForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+    XmodForCausalLM
     """
 )
 # Layers that keep nothing but keys and values.

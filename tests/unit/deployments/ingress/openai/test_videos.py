@@ -25,6 +25,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.cluster import VideosConfig
+from deployments.clip_files import encode_video
 from deployments.errors import GenerationFailed, QueueFull
 from deployments.ingress.access.keys import KeyEntry, hash_of
 from deployments.ingress.access.keys_file import add_key
@@ -172,6 +173,19 @@ async def test_json_bodies_may_have_the_image(http: httpx.AsyncClient, makers: M
     assert makers.requests[-1].num_frames == 9
 
 
+async def test_videos_and_lists_of_images_go_to_parameters_by_name(client: openai.AsyncOpenAI, makers: Makers) -> None:
+    film = encode_video(np.zeros((3, 16, 24, 3), np.uint8), 8, "mp4")
+    urls = [f"data:image/png;base64,{base64.b64encode(png()).decode()}"] * 2
+    await client.videos.create_and_poll(**WAN, input_reference=("a.mp4", film, "video/mp4"), poll_interval_ms=1)
+    video = base64.b64encode(film).decode()
+    body = {**WAN, "images": {"pose_video": video, "reference_images": urls}}
+    assert (await client.post("/videos", body=body, cast_to=httpx.Response)).status_code == 200
+    await until(lambda: makers.num_ended == 2)
+    first, second = (request.images for request in makers.requests)
+    assert [frame.shape for frame in first["video"]] == [(16, 24, 3)] * 3
+    assert [len(second["pose_video"]), len(second["reference_images"])] == [3, 2]
+
+
 async def test_videos_are_listed_page_by_page_and_deleted(client: openai.AsyncOpenAI) -> None:
     ids = [(await client.videos.create_and_poll(**WAN, poll_interval_ms=1)).id for _ in range(5)]
     found = [video.id async for video in client.videos.list(limit=2)]
@@ -252,7 +266,9 @@ async def test_a_video_that_cannot_be_made_says_why(
         ({"extra": {"shift": [1e9]}}, "extra: shift: a number above 65536"),
         ({"output_format": "avi"}, "output_format"),
         ({"input_reference": "https://elsewhere/cat.png"}, "an address, which is not fetched"),
-        ({"input_reference": "nonsense"}, "images.image"),
+        ({"input_reference": "nonsense"}, "^input_reference: "),
+        ({"images": {"pose_video": "http://elsewhere/a.mp4"}}, "^images.pose_video: an address, which is not fetched"),
+        ({"images": {"video": []}}, "images.video"),
     ],
 )
 async def test_what_makes_no_sense_is_refused(http: httpx.AsyncClient, makers: Makers, more: Any, words: str) -> None:

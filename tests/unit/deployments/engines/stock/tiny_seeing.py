@@ -1,0 +1,111 @@
+"""Tiny random pipelines of classes whose text encoders are models that see: Qwen-VL, with its processor."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import diffusers
+import transformers
+from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, small
+from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, qwen_image, vae
+
+_TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+PATCH: Final = 14
+
+
+def seeing_tokenizer(**settings: Any) -> Any:
+    tokenizer = byte_tokenizer(transformers.Qwen2TokenizerFast, **{"chat_template": CHAT} | settings)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(_TOKENS)})
+    return tokenizer
+
+
+def processor(name: str = "Qwen2VLProcessor", patch: int = PATCH) -> Any:
+    """A processor of images and texts. The one for videos needs torchvision."""
+    cls: Any = getattr(transformers, name)
+    sizes = {"min_pixels": (2 * patch) ** 2, "max_pixels": (4 * patch) ** 2}
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=patch, **sizes)
+    own = {"check_argument_for_proper_class": lambda *_: None, "save_pretrained": _save, "__module__": cls.__module__}
+    return type(name, (cls,), own)(image_processor=images, tokenizer=seeing_tokenizer(), chat_template=CHAT)
+
+
+def _save(processor: Any, folder: Any, **_: Any) -> None:
+    """Save the parts that are there, as published folders have them."""
+    processor.image_processor.save_pretrained(folder)
+    processor.tokenizer.save_pretrained(folder)
+
+
+def seeing(cls: Any = transformers.Qwen2_5_VLForConditionalGeneration) -> Any:
+    """Qwen 2.5 VL, with the tokens of images of the tokenizer above."""
+    config = qwen_image().components["text_encoder"].config
+    tokenizer = seeing_tokenizer()
+    for name, token in (("image_token_id", "<|image_pad|>"), ("video_token_id", "<|video_pad|>")):
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    for name, token in (("vision_start_token_id", "<|vision_start|>"), ("vision_end_token_id", "<|vision_end|>")):
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
+    return cls(config)
+
+
+def kandinsky5() -> dict[str, Any]:
+    net = small(
+        diffusers.Kandinsky5Transformer3DModel,
+        in_text_dim=16,
+        in_text_dim2=16,
+        time_dim=16,
+        model_dim=24,
+        ff_dim=32,
+        num_text_blocks=1,
+        num_visual_blocks=1,
+        axes_dims=(4, 4, 4),
+    )
+    return {
+        "transformer": net,
+        "vae": small(diffusers.AutoencoderKLHunyuanVideo, latent_channels=4, block_out_channels=(8, 8, 8, 8)),
+        "text_encoder": seeing(),
+        "tokenizer": processor(),
+        "text_encoder_2": clip(positions=77),
+    }
+
+
+def qwen_edit(**own: Any) -> dict[str, Any]:
+    """Its VAE makes images small: these pipelines let a million pixels be seen, whatever they are given."""
+    decoder = diffusers.AutoencoderKLQwenImage(
+        base_dim=4,
+        z_dim=4,
+        dim_mult=[1] * 6,
+        num_res_blocks=1,
+        temperal_downsample=[False] * 5,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    return {
+        **qwen_image().components,
+        "vae": decoder,
+        "text_encoder": seeing(),
+        "tokenizer": seeing_tokenizer(),
+        "processor": processor(),
+        **own,
+    }
+
+
+def longcat() -> dict[str, Any]:
+    net = small(diffusers.LongCatImageTransformer2DModel, in_channels=64, pooled_projection_dim=16)
+    return {
+        "transformer": net,
+        "vae": vae(16, levels=6, shift_factor=0.1),
+        "text_encoder": seeing(),
+        "tokenizer": seeing_tokenizer(),
+        "text_processor": processor(),
+    }
+
+
+EDIT: Final = {"height": 64, "width": 64}
+K5_VIDEO: Final = {**SIZE, "num_frames": 5, "max_sequence_length": 16}
+SEEING_CASES: dict[str, Case] = {
+    "Kandinsky5T2VPipeline": Case(kandinsky5, K5_VIDEO),
+    "LongCatImageEditPipeline": Case(longcat, {}, IMAGE),
+    "LongCatImagePipeline": Case(longcat, {**EDIT, "enable_prompt_rewrite": False, "guidance_scale": 2.0}),
+    "QwenImageEditInpaintPipeline": Case(qwen_edit, {**EDIT, **AGAIN}, PAINT),
+    "QwenImageEditPipeline": Case(qwen_edit, EDIT, IMAGE),
+    "QwenImageEditPlusPipeline": Case(qwen_edit, EDIT, ("image:2",)),
+    "QwenImageLayeredPipeline": Case(qwen_edit, {"layers": 2, "resolution": 640}, IMAGE),
+}
