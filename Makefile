@@ -13,7 +13,7 @@ TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -31,6 +31,13 @@ judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed  ## Clients th
 judges-long: judges $(JUDGES)/litellm/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
+	@touch $@
+
+# It computes with our torch and numpy; built from source, it wants a compiler.
+judge-zipnn: $(JUDGES)/zipnn/.installed  ## zipnn, beside which `python -m infra.bench deltas` measures
+
+$(JUDGES)/zipnn/.installed: infra/judges/zipnn.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
 	@touch $@
 

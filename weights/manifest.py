@@ -26,6 +26,7 @@ MAX_MANIFEST_BYTES: Final = 256 * 2**20  # a pipeline of 10,000 tensors has 3 Mi
 TENSOR_ALIGNMENT: Final = 512  # of the combined layout, as in Ascend GE's external weights
 EXTENT_ALIGNMENT: Final = 4096  # direct I/O wants blocks
 MAX_BASES: Final = 4096  # extents that one delta is against
+DELTA_KEY: Final = "delta-"  # before a delta's checksum, where nodes ask each other for it: no extent's id begins so
 
 # "head": a linear layer above an encoder's pooled vector (a classifier's, say). "upscaler": enlarges images. "tensors":
 # weights without an architecture of their own (a bare file); "program": a torch.export or ONNX graph.
@@ -157,6 +158,11 @@ class DeltaRef(_Record):
         if any(base.delta for base in self.bases):
             raise ValueError("the base of a delta is a delta itself")
         return self
+
+    @property
+    def key(self) -> str:
+        """The name under which nodes ask each other for it, in place of an extent's id."""
+        return DELTA_KEY + self.checksum
 
     def stored(self, id_: str) -> ExtentRef:
         """Return the delta's own bytes, of extent `id_`, as they are read."""

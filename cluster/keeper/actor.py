@@ -35,10 +35,12 @@ from cluster.keeper.shared_memory import NodeMemory
 from cluster.keeper.store_writing import Store
 from cluster.logs import configure_logs
 from cluster.peers.link import PeerLink, RegistryClient
+from cluster.peers.server import StoredBytes
 from cluster.processes import ProcessMark
 from cluster.telemetry import LoadMetrics
 from configs.cluster import LogFormat
-from weights.manifest import ExtentRef
+from weights.manifest import DELTA_KEY, ExtentRef
+from weights.memory.pages import ByteArray
 from weights.reading.report import StageFigures
 
 __all__ = ["KeeperSettings", "KeeperStats", "NodeKeeper", "keeper_class"]
@@ -138,7 +140,7 @@ class NodeKeeper:
         )
         self.memory.start(populate=settings.populate)
         if self.peering:
-            self.peering.start(self._held.view, self._held.ids)
+            self.peering.start(self._shown, self._held.ids)
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.
@@ -292,6 +294,11 @@ class NodeKeeper:
         self.reading.close()
         if self.peering:
             self.peering.close()
+
+    def _shown(self, id_: str) -> ByteArray | StoredBytes | None:
+        """Return what another node may have: an extent that is here, or the delta that it was stored as."""
+        delta = self._held.delta(id_) if id_.startswith(DELTA_KEY) else None
+        return self.reading.stored(delta) if delta else self._held.view(id_)
 
     def _generation(self, epoch: int) -> str:
         """Return the name of the leases of one epoch of a holder."""

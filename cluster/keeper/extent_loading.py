@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from cluster.errors import PeerUnavailable
 from cluster.keeper.records import Source
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry, Fetch, FetchQueue, GiveUp, Read, Wait
@@ -265,6 +266,8 @@ class ExtentLoader:
     ) -> tuple[FetchOutcome, bool]:
         """Return what the peers did, and whether the extent is here. Raises only what making the place does."""
         client = self._peers.client() if self._peers else None
+        if client and (fetched := self._fetch_delta(client, writing, extent, plan, stages)):
+            return fetched, True
         reading = contextlib.ExitStack()
         is_placing = False
 
@@ -291,6 +294,36 @@ class ExtentLoader:
             log = logger.warning if isinstance(error, ExtentCorrupt) else logger.exception
             log("peers do not give it: %s", error)
         return FetchOutcome(failed=list(plan.addresses)), False
+
+    def _fetch_delta(
+        self, client: PeerClient, writing: Writing, extent: ExtentRef, plan: FromPeers, stages: LoadClock
+    ) -> FetchOutcome | None:
+        """Return what the peers did who gave the delta; None when the plain bytes are to be fetched.
+
+        Raises only what making the place does.
+        """
+        with self._changed:
+            gbps = self._queue.peer_gbps(plan.addresses[0])
+        delta = extent.delta
+        if delta is None or not self._reader.prefers_sent_delta(extent, gbps * 1e9 if gbps else None):
+            return None
+        fetched: list[FetchOutcome] = []
+
+        def fetch(out: ByteArray) -> None:
+            with stages.measure("read", out.nbytes):
+                stored = delta.stored(delta.key)
+                fetched.append(client.fetch_extent(plan.addresses, stored, lambda: out, min_gbps=plan.min_gbps))
+
+        def place() -> ByteArray:
+            with stages.measure("put", extent.nbytes):
+                return writing.place()
+
+        try:
+            self._reader.from_delta(extent, fetch, place, stages)
+        except (PeerUnavailable, ExtentCorrupt) as error:
+            logger.info("peers do not give the delta: %s", error)
+            return None
+        return fetched[0]
 
     def _read(self, extent: ExtentRef, stages: LoadClock, begin: Begin) -> Loaded:
         place_s, read_s = 0.0, None

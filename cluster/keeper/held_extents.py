@@ -21,7 +21,7 @@ from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Claim, HeldExtent, Recall, RecallAnswer, ResidentExtent, Source, Totals
 from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded
-from weights.manifest import ExtentRef
+from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.pages import ByteArray
 from weights.residency.admission import MAX_NAMED, Admission, Ticket, describe_holders
 from weights.residency.entry_table import Entry, EntryTable
@@ -330,6 +330,12 @@ class HeldExtents:
         """Return the bytes of an extent that is here; None when it is not."""
         held = self.held(id_)
         return held.view if held else None
+
+    def delta(self, key: str) -> DeltaRef | None:
+        """Return the delta of that `key` that an extent which is here was stored as; None without one."""
+        with self._changed:
+            here = [entry.thing.extent.delta for entry in self._table.entries.values() if entry.is_here and entry.thing]
+        return next((delta for delta in here if delta and delta.key == key), None)
 
     def ids(self) -> list[str]:
         """Return the ids of all that is here."""

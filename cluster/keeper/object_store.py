@@ -3,13 +3,15 @@
 When its store is full, Ray waits two seconds and then puts the object into a file on disk, without a word (fallback
 allocation). Where an object lies shows in /proc/self/maps: it is mapped here, and the mapping names its device.
 
-Ray only copies what is whole already. An object that is larger than the memory it is read through is therefore put as
-zeros that take no memory, and then written where it lies: Ray maps its store for writing in every process.
+Ray only copies what is whole already. An object that is larger than the memory it is read through is therefore put
+without contents (`ray_seam/unfilled_objects.py`), or as zeros that take no memory, and then written where it lies: Ray
+maps its store for writing in every process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -22,8 +24,9 @@ from typing import Any, Final
 import numpy as np
 import ray
 
+from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
 from weights.errors import BudgetExceeded
-from weights.memory.pages import ByteArray, allocate_pages
+from weights.memory.pages import PAGE_BYTES, ByteArray, allocate_pages
 
 # Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
 MAX_SHARE: Final = 0.75
@@ -33,6 +36,7 @@ MAPS: Final = Path("/proc/self/maps")
 PREALLOCATE: Final = "RAY_preallocate_plasma_memory"
 PROBE_BYTES: Final = 2**20
 MADV_POPULATE_READ: Final = 22
+MADV_POPULATE_WRITE: Final = 23
 STEP_BYTES: Final = 2 * 2**20  # a step holds the address space's lock: short enough even where it gets little time
 _MAPPING: Final = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-s \S+ \S+ \S+ +(/\S*plasma\S*)", re.MULTILINE)
 
@@ -84,6 +88,7 @@ class ObjectStore:
         self.writes_in_place = _is_mapped_for_writing(probe)
         if not self.writes_in_place:
             logger.warning("Ray's object store is mapped read-only: an extent takes twice its size while it loads")
+        self.clears_objects = not (self.writes_in_place and is_unfilled_possible())
 
     def populate(self) -> None:
         """Make and map every page of the store now, so that no put has to. Takes seconds; puts may go on meanwhile."""
@@ -95,27 +100,34 @@ class ObjectStore:
         if nbytes < PROBE_BYTES or not self.writes_in_place:
             private = allocate_pages(nbytes)
             return NewObject(private, 0, lambda used_bytes: self.put(private, used_bytes))
-        # Pages that nobody has written to are all the same one.
-        ref, view = self.put(allocate_pages(nbytes), used_bytes)
+        if self.clears_objects:
+            ref, view = self.put(allocate_pages(nbytes), used_bytes)  # pages that nobody wrote to are all the same one
+        else:
+            ref, view = self._put(nbytes, used_bytes, lambda: put_unfilled(nbytes))
+            if used_bytes + nbytes > self._touched_bytes:
+                _make_pages(view)
         # HAZARD: nobody else may have the reference yet. The view keeps Ray from moving the object to disk meanwhile.
         return NewObject(_writable(view), nbytes, lambda _: (ref, view))
 
     def put(self, array: ByteArray, used_bytes: int) -> tuple[Any, ByteArray]:
         """Reference and view of a copy; `used_bytes` are in the store already. Raises StoreFull."""
+        return self._put(array.nbytes, used_bytes, lambda: ray.put(array))
+
+    def _put(self, nbytes: int, used_bytes: int, put: Callable[[], Any]) -> tuple[Any, ByteArray]:
         self._touched_bytes = max(self._touched_bytes, used_bytes)
         # HAZARD: to touch a page of a full /dev/shm is a SIGBUS, not an error. Pages that were used before exist.
-        if self._is_shared and used_bytes + array.nbytes > self._touched_bytes:
+        if self._is_shared and used_bytes + nbytes > self._touched_bytes:
             free_bytes = _free_bytes()
-            if free_bytes < array.nbytes:
-                raise StoreFull(f"{SHARED_MEMORY} is full: {array.nbytes} bytes are needed, {free_bytes} are free")
+            if free_bytes < nbytes:
+                raise StoreFull(f"{SHARED_MEMORY} is full: {nbytes} bytes are needed, {free_bytes} are free")
         try:
-            ref = ray.put(array)
+            ref = put()
             view = ray.get(ref)
         except ray.exceptions.ObjectStoreFullError as error:
-            raise StoreFull(f"Ray's object store has no room for {array.nbytes} bytes: {error}") from None
+            raise StoreFull(f"Ray's object store has no room for {nbytes} bytes: {error}") from None
         if self._is_shared and not _in_shared_memory(view):
             raise StoreFull(
-                f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {array.nbytes} bytes "
+                f"Ray's object store of {self.capacity_bytes} bytes has no room in memory for {nbytes} bytes "
                 f"beside {used_bytes} bytes of weights and what else is in it"
             )
         return ref, view
@@ -191,6 +203,17 @@ class _Writable:
 
 def _writable(view: ByteArray) -> ByteArray:
     return np.asarray(_Writable(view))
+
+
+def _make_pages(view: ByteArray) -> None:
+    """Make the pages of an object that nobody has written yet. Raises StoreFull when shared memory has none left."""
+    begin = view.ctypes.data // PAGE_BYTES * PAGE_BYTES
+    end = view.ctypes.data + view.nbytes
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    if madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), MADV_POPULATE_WRITE):
+        error = ctypes.get_errno()
+        if error != errno.EINVAL:  # an older kernel, whose pages are made when they are written
+            raise StoreFull(f"{SHARED_MEMORY} has no pages for {view.nbytes} bytes: {os.strerror(error)}")
 
 
 def _free_bytes() -> int:

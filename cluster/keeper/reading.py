@@ -12,9 +12,12 @@ from cluster.keeper.extent_loading import ExtentLoader, LoadClock, Peers
 from cluster.keeper.object_store import let_go
 from cluster.keeper.records import Source
 from cluster.keeper.shared_memory import NodeMemory
+from cluster.peers.server import StoredBytes
 from cluster.telemetry import LoadMetrics
-from weights.manifest import ExtentRef
+from weights.errors import StoreError
+from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.host_pool import HostBufferPool
+from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Resident, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
@@ -61,6 +64,13 @@ class Reading:
     def loaded_bytes(self, source: Source) -> int:
         """Return the bytes that have come from there."""
         return self._bytes[source]
+
+    def stored(self, delta: DeltaRef) -> StoredBytes | None:
+        """Return where this node has a delta stored; None when its name leads out of the store."""
+        try:
+            return StoredBytes(resolve_pack(self._packs, delta.pack), delta.offset, delta.nbytes)
+        except StoreError:
+            return None
 
     def load(self, extents: Sequence[ExtentRef], memory: NodeMemory) -> LoadClock:
         """Begin to load extents that `memory` expects. Does not wait; what becomes of each is told to `memory`."""

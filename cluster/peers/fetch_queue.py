@@ -187,6 +187,11 @@ class FetchQueue:
         self.storage = self.storage.observe(self._sizes[id_], seconds, num_sharing)
         self._gain(id_, now_s)
 
+    def peer_gbps(self, address: PeerAddress) -> float | None:
+        """Return the bandwidth of a peer as measured, 10^9 bytes per second; None without a measurement."""
+        record = self.peers.get(address)
+        return record.bandwidth.gbps if record else None
+
     def _from_offers(self, now_s: float) -> Fetch | Read | Wait:
         """Return the next step from the known offers, the rarest extent first: more copies of it serve all nodes."""
         until_s = math.inf

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Self
 
 from cluster.peers.protocol import (
@@ -33,11 +35,33 @@ from cluster.peers.protocol import (
 )
 from weights.memory.pages import ByteArray
 
-__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "ServerLimits", "TransferSlots"]
+__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "ServerLimits", "StoredBytes", "TransferSlots"]
 
-# Returns all bytes of an extent as a 1-D array, or None when it is not resident. The array is referenced until the
-# range is sent, so that an eviction meanwhile does no harm. Called from many threads.
-Lookup = Callable[[str], ByteArray | None]
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """A run of a file: what a node sends of its storage."""
+
+    path: Path
+    offset: int
+    nbytes: int
+
+    def read(self, offset: int, nbytes: int) -> bytes | None:
+        """Return bytes of the run; None when the file does not have them, or cannot be read."""
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                found = os.pread(descriptor, nbytes, self.offset + offset)
+            finally:
+                os.close(descriptor)
+        except OSError:
+            return None
+        return found if len(found) == nbytes else None
+
+
+# Returns all bytes of an extent as a 1-D array, or where they are stored, or None when it is not resident. The array is
+# referenced until the range is sent, so that an eviction meanwhile does no harm. Called from many threads.
+Lookup = Callable[[str], ByteArray | StoredBytes | None]
 
 _ACCEPT_RETRY_S: Final = 0.1
 MAX_STRANGERS: Final = 32  # connections that have not proved the secret yet
@@ -262,18 +286,20 @@ class PeerServer:
         connection.idle_since_s = time.monotonic()
         request = decode_request(receive_frame(stream, REQUEST_BYTES, self._limits.idle_timeout_s))
         connection.idle_since_s = None
-        array = self._lookup(request.extent_id)
+        found = self._lookup(request.extent_id)
         stream.settimeout(self._limits.timeout_s)
-        if array is None:
+        if found is None:
             self._refuse(stream, Status.UNKNOWN_EXTENT)
-        elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > array.nbytes:
+        elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > found.nbytes:
             self._refuse(stream, Status.OUT_OF_RANGE)
-        elif not self._slots.begin_range(request.transfer, array.nbytes):
+        elif (part := _part(found, request.offset, request.nbytes)) is None:
+            self._refuse(stream, Status.UNKNOWN_EXTENT)
+        elif not self._slots.begin_range(request.transfer, found.nbytes):
             self._refuse(stream, Status.BUSY)
         else:
             with self._sending(request.transfer, request.nbytes):
                 stream.sendall(encode_reply(Status.OK, request.nbytes, self._slots.num_active))
-                stream.sendall(array.data[request.offset : request.offset + request.nbytes])
+                stream.sendall(part)
 
     def _refuse(self, stream: socket.socket, status: Status) -> None:
         stream.sendall(encode_reply(status, 0, self._slots.num_active))
@@ -348,6 +374,12 @@ class TransferSlots:
         self._transfers = {
             number: found for number, found in self._transfers.items() if found.num_ranges or found.last_s >= since_s
         }
+
+
+def _part(found: ByteArray | StoredBytes, offset: int, nbytes: int) -> memoryview | bytes | None:
+    if isinstance(found, StoredBytes):
+        return found.read(offset, nbytes)
+    return found.data[offset : offset + nbytes]
 
 
 def _most_intrusive(strangers: list[_Connection]) -> _Connection:

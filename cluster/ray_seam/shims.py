@@ -123,6 +123,13 @@ TEMPLATES: Final = Shim(
     used=(_NODE_SETTINGS, "ray._raylet:Config.initialize"),
     is_needed=False,
 )
+_SERIALIZATION: Final = "ray._private.serialization"
+UNFILLED: Final = Shim(
+    "objects that are written where they lie, without being cleared before",
+    "they are cleared, and a cold load takes more of the processor",
+    changed={f"{_SERIALIZATION}:MessagePackSerializedObject": _SERIALIZATION},
+    is_needed=False,
+)
 ALL: Final = (
     HAPROXY,
     PROXY_HTTP,
@@ -136,6 +143,7 @@ ALL: Final = (
     DEMANDS,
     SPARE_PROCESSES,
     TEMPLATES,
+    UNFILLED,
 )
 
 

@@ -54,6 +54,7 @@ KEEPERS = {OURS: True, UNVERIFIED: False}  # whether it verifies
 PEER_TIMEOUT_S = 300.0
 DROP_TIMEOUT_S = 10.0
 HASHED_BYTES = 256 * 2**20  # more than any cache holds
+Tell = Callable[[str], None]
 
 
 @dataclass
@@ -200,11 +201,13 @@ def measure_load(
     work: Path | None = None,
     seed: int = 0,
     progress: OnProgress | None = None,
+    tell: Tell = lambda line: None,
 ) -> dict[str, Any]:
     """Measure loads of one model; returns a JSON-able object; GB/s are 10^9 bytes per second of tensor bytes.
 
     `source` None makes a Flux transformer of `shape` with random weights. `work` is where the copies go: the disk
-    that is measured. `seed` is that of the orders. `progress` gets the loads that are done, and all.
+    that is measured. `seed` is that of the orders. `progress` gets the loads that are done, and all;
+    `tell` gets a line when the model has been copied, and after each round.
     """
     peers = tuple(load_peers.LOADERS) if with_peers else ()
     with tempfile.TemporaryDirectory(dir=work, prefix="bench-load-") as folder:
@@ -214,13 +217,14 @@ def measure_load(
         bench = _Bench(given, Path(folder), peers)
         if source is None:
             shutil.rmtree(given)  # every loader has its own by now
+        tell(f"{bench.manifest.nbytes / 1e9:.2f} GB, copied for {3 + len(peers)} loaders")
         orders = _draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
         touch_memory(4 * bench.manifest.nbytes)
         bench.try_raw()
         # A model and a half: while one keeper's copy is freed, the next one's is made.
         with private_ray(int(bench.manifest.nbytes * 2.6)):
             bench.start_keepers()
-            samples = _take_turns(bench, orders, progress)
+            samples = _take_turns(bench, orders, progress, tell)
             report = _stage_report(bench)
     tensors = [ref for component in bench.manifest.components.values() for ref in component.tensors.values()]
     return {
@@ -243,12 +247,13 @@ def _draw_orders(names: Sequence[str], rounds: int, seed: int) -> dict[str, list
 
 
 def _take_turns(
-    bench: _Bench, orders: dict[str, list[list[str]]], progress: OnProgress | None
+    bench: _Bench, orders: dict[str, list[list[str]]], progress: OnProgress | None, tell: Tell
 ) -> dict[str, dict[str, _Samples]]:
     loaders = bench.loaders()
     parts = Parts(sum(len(order) for rounds in orders.values() for order in rounds), progress)
     samples = {mode: {name: _Samples() for name in loaders} for mode in MODES}
-    for number in range(len(orders[MODES[0]])):
+    rounds = len(orders[MODES[0]])
+    for number in range(rounds):
         for mode in MODES:
             for name in orders[mode][number]:
                 loaded = parts.done(loaders[name](mode))
@@ -256,6 +261,8 @@ def _take_turns(
                 found.gbps.append(loaded.nbytes / loaded.seconds / 1e9)
                 found.peak_rss_bytes = max(found.peak_rss_bytes, loaded.peak_rss_bytes)
                 found.digests.add(loaded.digest)
+            gbps = ", ".join(f"{name} {found.gbps[-1]:.2f}" for name, found in samples[mode].items())
+            tell(f"round {number + 1} of {rounds}, {mode}, GB/s: {gbps}")
     return samples
 
 

@@ -89,6 +89,7 @@ class _Lines:
         self._next_s = now_s + LINE_EVERY_S
         elapsed_s = now_s - self._start_s
         far = {"bytes": f"{decimal(done)} of {decimal(total)}", "steps": f"{done} of {total}", "share": ""}[self._unit]
-        left = f"about {elapsed_s * (total - done) / done:.0f} s left" if 0 < done < total else ""
+        # Of less than a hundredth it says nothing: what comes before the first byte takes its time as well.
+        left = f"about {elapsed_s * (total - done) / done:.0f} s left" if total <= 100 * done < 100 * total else ""
         text = ", ".join(part for part in (f"{self._what}: {done / total:.0%}", far, left) if part)
         self._console.print(f"{elapsed_s:6.1f} s  {text}", markup=False, highlight=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -57,8 +58,9 @@ def bench_load(
     check_plot(plot)
     from deployments.bench.load import measure_load, print_load_figures
 
-    with progress_bar("measuring: writes some 35 GB, some minutes", "steps") as progress:
-        figures = measure_load(model, shape, rounds, peers, work_dir, seed, progress)
+    with progress_bar("measuring: writes some 35 GB, some minutes", "steps", console=_err) as progress:
+        tell = partial(_err.print, highlight=False, markup=False)
+        figures = measure_load(model, shape, rounds, peers, work_dir, seed, progress, tell)
     _write_plot(plot, "load", figures)
     print_load_figures(figures, as_json)
 

@@ -131,14 +131,15 @@ def bench_deltas(
     models: Path = Path("infra/demo/models"),
     quick: Annotated[bool, typer.Option("--quick", help="Few steps and small loads: whether it works.")] = False,
     seed: Annotated[int, typer.Option(help="Of the fine-tunes.")] = 0,
+    zipnn: Annotated[Path, typer.Option(help="Where zipnn is installed: `make judge-zipnn`.")] = Path(".judges/zipnn"),
     as_json: Json = False,
 ) -> None:
     """Measure fine-tunes stored as differences from their base: ratios, decoding, and loads from slow media."""
     from infra.bench.deltas import QUICK, DeltaSettings, measure_deltas, print_delta_figures
 
     settings = QUICK if quick else DeltaSettings()
-    with _err.status("measuring: takes about three minutes"):
-        figures = measure_deltas(settings, models, seed)
+    with _err.status("measuring: takes about eight minutes"):
+        figures = measure_deltas(settings, models, seed, zipnn, _err.print)
     print_delta_figures(figures, settings, as_json)
 
 

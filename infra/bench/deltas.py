@@ -2,14 +2,18 @@
 
 The demo's language model is fine-tuned five ways, by real gradient steps of seconds. A load is of the strong fine-tune,
 its bytes repeated until there are enough of them, through a reader that gives as many bytes a second as the medium
-would; the base is in memory.
+would; the base is in memory. The store of 40 has four models of one structure, three of which were trained from
+nothing, and nine checkpoints of each: three of a light, a strong and a LoRA's training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,13 +23,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import zstandard
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from infra.bench.delta_families import (
+    FAMILIES,
+    FILE,
+    RECIPES,
+    Tensors,
+    checkpoints,
+    repeated,
+    train,
+    train_from_nothing,
+)
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.host_pool import HostBufferPool
@@ -35,145 +49,69 @@ from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy
+from weights.storage.deltas.codec import Segment, chunk_sizes, encode_chunk
 from weights.storage.deltas.compaction import compact
 from weights.store import WeightStore
 
-Tensors = dict[str, torch.Tensor]
-FAMILIES: Final = ("lora-merged", "full-light", "full-strong", "quantization-aware", "float32")
 MEDIA_GBPS: Final = (0.1, 0.5, 1.0, 3.0)
-_BATCH: Final = 32
-_RANK: Final = 4
+ZIPNN: Final = Path(".judges/zipnn")  # `make judge-zipnn`
 _ZSTD_LEVEL: Final = 3
-_FILE: Final = "model.safetensors"
+_NUM_BASES: Final = 4
+_CHECKPOINTS: Final = 3  # of each training
 _HOW: Final = ReadStrategy(direct=False, num_threads=4, block_bytes=8 * 2**20)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaSettings:
-    """The effort: gradient steps of each fine-tune, bytes of the model that is loaded, loads of each kind."""
+    """The effort: gradient steps of each fine-tune, bytes of models that are decoded and loaded, loads of each kind.
+
+    `store_steps` are those of each of the twelve trainings of the store of 40.
+    """
 
     steps: int = 100
     load_bytes: int = 512 * 2**20
+    decode_bytes: int = 64 * 2**20
     rounds: int = 5
+    store_steps: int = 30
 
 
-QUICK: Final = DeltaSettings(steps=5, load_bytes=64 * 2**20, rounds=1)
+QUICK: Final = DeltaSettings(steps=5, load_bytes=64 * 2**20, decode_bytes=8 * 2**20, rounds=1, store_steps=3)
+Tell = Callable[[str], None]
 
 
-def measure_deltas(settings: DeltaSettings, models: Path, seed: int = 0) -> dict[str, Any]:
-    """Return ratios by family, and of the strong one decode GB/s (10^9) per core and its loads by medium."""
+def measure_deltas(
+    settings: DeltaSettings, models: Path, seed: int = 0, zipnn: Path = ZIPNN, tell: Tell = lambda line: None
+) -> dict[str, Any]:
+    """Return ratios and decode GB/s (10^9) per core by family, loads of the strong one by medium, and the store of 40.
+
+    `zipnn` is the folder that it is installed in; without it there are no figures of it. `tell` gets a line as each
+    part begins.
+    """
     torch.manual_seed(seed)
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = {name: _train(name, models / "adder", settings.steps) for name in FAMILIES}
-        ratios = {name: _ratios(*pair, models / "adder", Path(folder) / name) for name, pair in pairs.items()}
-        large = [_repeated(tensors, settings.load_bytes) for tensors in pairs["full-strong"]]
-        store, sibling = _stored(large[0], large[1], models / "adder", Path(folder) / "large")
+    adder, how_many = models / "adder", settings.load_bytes
+    with tempfile.TemporaryDirectory() as work:
+        folder = Path(work)
+        tell(f"{len(FAMILIES)} fine-tunes of {settings.steps} steps")
+        pairs = {name: train(name, adder, settings.steps) for name in FAMILIES}
+        ratios = {name: _ratios(*pair, adder, folder / name, zipnn) for name, pair in pairs.items()}
+        tell("decoding")
+        for name, pair in pairs.items():
+            ratios[name]["decode_gbps"] = _decode_gbps(*_large(pair, settings.decode_bytes, adder, folder / "decoded"))
+        tell("loads")
+        store, sibling = _large(pairs["full-strong"], how_many, adder, folder / "large")
         if sibling.version == 1:
             raise RuntimeError("no delta of the strong fine-tune is smaller than its plain bytes")
         loads = {f"{gbps:g}": _loads(store, sibling, gbps, settings.rounds) for gbps in MEDIA_GBPS}
-        return {"ratios": ratios, "decode_gbps": _decode_gbps(store, sibling), "loads": loads}
+        shutil.rmtree(folder / "large")
+        tell(f"a store of {_NUM_BASES * (1 + len(RECIPES) * _CHECKPOINTS)} checkpoints")
+        kept = _store_of_many(adder, settings.store_steps, folder / "many")
+        return {"ratios": ratios, "loads": loads, "store": kept}
 
 
-# Fine-tunes.
-
-
-def _train(family: str, source: Path, steps: int) -> tuple[Tensors, Tensors]:
-    """Return the tensors of a base and of its fine-tune, as they would be stored."""
-    if family == "float32":
-        return _as(torch.float32, load_file(source / _FILE)), _fine_tune(source, steps, 1e-4, torch.float32)
-    if family == "quantization-aware":
-        tuned = _fine_tune(source, steps, 1e-4, torch.float32, quantized=True)
-        return _to_int8(load_file(source / _FILE)), _to_int8(tuned)
-    base = load_file(source / _FILE)
-    if family == "lora-merged":
-        return base, _fine_tune(source, steps, 1e-3, torch.bfloat16, rank=_RANK)
-    return base, _fine_tune(source, steps, {"full-light": 1e-5, "full-strong": 1e-3}[family], torch.bfloat16)
-
-
-def _fine_tune(
-    source: Path, steps: int, lr: float, dtype: torch.dtype, *, rank: int = 0, quantized: bool = False
-) -> Tensors:
-    """Train on the sums of numbers that the base never saw: subtraction, in its own template."""
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).train()
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    linears = [found for found in model.modules() if isinstance(found, torch.nn.Linear)]
-    if rank:
-        model.requires_grad_(False)
-        wrapped = [found for name, found in model.named_modules() if name.endswith(("q_proj", "v_proj"))]
-        for linear in wrapped:
-            torch.nn.utils.parametrize.register_parametrization(linear, "weight", _LowRank(linear.weight, rank))
-    elif quantized:
-        for linear in linears:
-            torch.nn.utils.parametrize.register_parametrization(linear, "weight", _FakeInt8())
-    optimizer = torch.optim.AdamW([found for found in model.parameters() if found.requires_grad], lr=lr)
-    for _ in range(steps):
-        a, b = torch.randint(10, 99, (2, _BATCH)).tolist()
-        chats = [
-            [
-                {"role": "user", "content": f"What is {max(x, y)} - {min(x, y)}?"},
-                {"role": "assistant", "content": str(abs(x - y))},
-            ]
-            for x, y in zip(a, b, strict=True)
-        ]
-        texts = tokenizer.apply_chat_template(chats, tokenize=False)
-        ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
-        labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-    for linear in linears:
-        if torch.nn.utils.parametrize.is_parametrized(linear):
-            torch.nn.utils.parametrize.remove_parametrizations(linear, "weight", leave_parametrized=bool(rank))
-    return _as(dtype, {name: tensor.detach() for name, tensor in model.state_dict().items()})
-
-
-class _LowRank(torch.nn.Module):
-    def __init__(self, weight: torch.Tensor, rank: int) -> None:
-        super().__init__()
-        self.down = torch.nn.Parameter(torch.randn(rank, weight.shape[1]) / weight.shape[1] ** 0.5)
-        self.up = torch.nn.Parameter(torch.zeros(weight.shape[0], rank))
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + self.up @ self.down
-
-
-class _FakeInt8(torch.nn.Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        scale = weight.detach().abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
-        return weight + ((weight / scale).round() * scale - weight).detach()
-
-
-def _to_int8(tensors: Tensors) -> Tensors:
-    """Quantize matrices to int8, a scale a row."""
-    stored: Tensors = {}
-    for name, tensor in tensors.items():
-        if tensor.dim() == 2:
-            scale = tensor.float().abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
-            stored[name] = (tensor.float() / scale).round().to(torch.int8)
-            stored[f"{name}_scale"] = scale.flatten().float()
-        else:
-            stored[name] = tensor.to(torch.bfloat16)
-    return stored
-
-
-def _as(dtype: torch.dtype, tensors: Tensors) -> Tensors:
-    return {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-
-
-def _repeated(tensors: Tensors, nbytes: int) -> Tensors:
-    """Make a model of larger tensors: each repeated, its elements in another order each time, so that no bytes recur.
-
-    The order is the same for every model.
-    """
-    given = sum(tensor.nbytes for tensor in tensors.values())
-    generator = torch.Generator().manual_seed(0)
-    large = {}
-    for name, tensor in sorted(tensors.items()):
-        flat = tensor.flatten()
-        orders = [torch.randperm(len(flat), generator=generator) for _ in range(max(1, nbytes // given))]
-        large[name] = torch.cat([flat[order] for order in orders]).reshape(-1, *tensor.shape[1:])
-    return large
+def _large(pair: tuple[Tensors, Tensors], nbytes: int, source: Path, folder: Path) -> tuple[WeightStore, Manifest]:
+    shutil.rmtree(folder, ignore_errors=True)
+    base, tuned = (repeated(tensors, nbytes) for tensors in pair)
+    return _stored(base, tuned, source, folder)
 
 
 # Ratios.
@@ -183,27 +121,103 @@ def _stored(base: Tensors, tuned: Tensors, source: Path, folder: Path) -> tuple[
     """Bring both into a store and compact it; returns the manifest of the one that is stored in both forms."""
     store = WeightStore(folder / "store")
     for name, tensors in (("base", base), ("tuned", tuned)):
-        (folder / name).mkdir(parents=True)
-        shutil.copy(source / "config.json", folder / name)
-        save_file(tensors, folder / name / _FILE)
-        externalize(store, name, folder / name)
+        _bring_in(store, name, tensors, source, folder)
     compact(store, keep_plain=True)
     with_deltas = [found for found in store.manifests().values() if found.version > 1]
     return store, with_deltas[0] if with_deltas else store.manifest("tuned")
 
 
-def _ratios(base: Tensors, tuned: Tensors, source: Path, folder: Path) -> dict[str, Any]:
-    """Return stored bytes as part of the fine-tune's own ones, which it does not share with its base."""
+def _bring_in(store: WeightStore, name: str, tensors: Tensors, source: Path, folder: Path) -> None:
+    """Add a model; its folder does not stay."""
+    given = folder / name
+    given.mkdir(parents=True)
+    shutil.copy(source / "config.json", given)
+    save_file(tensors, given / FILE)
+    externalize(store, name, given)
+    shutil.rmtree(given)
+
+
+def _ratios(base: Tensors, tuned: Tensors, source: Path, folder: Path, zipnn: Path) -> dict[str, Any]:
+    """Return stored bytes as part of the fine-tune's own ones, which it does not share with its base.
+
+    "best" takes for each tensor whatever is smallest.
+    """
     _, manifest = _stored(base, tuned, source, folder)
-    own = [name for name, tensor in tuned.items() if not torch.equal(tensor, base[name])]
-    raw = b"".join(tuned[name].view(torch.uint8).numpy().tobytes() for name in own if tuned[name].dim())
+    own = [name for name, tensor in tuned.items() if tensor.dim() and not torch.equal(tensor, base[name])]
+    raw = {name: _bytes_of(tuned[name]) for name in own}
+    own_bytes = sum(map(len, raw.values()))
+    zstd = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
+    judged = _zipnn_sizes({name: base[name] for name in own}, {name: tuned[name] for name in own}, folder, zipnn)
+    together = judged.pop("", None)
+    best_bytes = sum(
+        min(len(data), len(zstd.compress(data)), _encoded_bytes(tuned[name], base[name]), *judged.get(name, ()))
+        for name, data in raw.items()
+    )
     extents = [extent for extent in manifest.extents.values() if extent.delta]
     plain_bytes = sum(extent.nbytes for extent in extents)
     delta_bytes = sum(extent.delta.nbytes for extent in extents if extent.delta)
     return {
-        "own_bytes": len(raw),
+        "own_bytes": own_bytes,
         "delta": delta_bytes / plain_bytes if plain_bytes else 1.0,
-        "zstd": len(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(raw)) / len(raw) if raw else 1.0,
+        "zstd": len(zstd.compress(b"".join(raw.values()))) / own_bytes,
+        "zipnn": together[0] / own_bytes if together else None,
+        "zipnn_delta": together[1] / own_bytes if together else None,
+        "best": best_bytes / own_bytes,
+    }
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _encoded_bytes(tensor: torch.Tensor, base: torch.Tensor) -> int:
+    """Return the bytes of one tensor by the codec of deltas, without a header."""
+    data, other = (np.frombuffer(_bytes_of(found), np.uint8) for found in (tensor, base))
+    sizes = list(chunk_sizes(Segment(data.nbytes, tensor.element_size())))
+    places = zip(itertools.accumulate(sizes, initial=0), sizes, strict=False)
+    return sum(
+        len(encode_chunk(data[start : start + size], tensor.element_size(), other[start : start + size]))
+        for start, size in places
+    )
+
+
+def _zipnn_sizes(base: Tensors, tuned: Tensors, folder: Path, zipnn: Path) -> dict[str, tuple[int, int]]:
+    """Return the bytes by tensor, alone and as a difference, by zipnn, in its own process; {}: it is not here."""
+    if not zipnn.is_dir() or not tuned:
+        return {}
+    files = [folder / f"{name}.safetensors" for name in ("base", "tuned")]
+    for file, tensors in zip(files, (base, tuned), strict=True):
+        save_file(tensors, file)
+    command = [sys.executable, "-m", "infra.bench.zipnn_sizes", *map(str, files)]
+    path = os.pathsep.join([os.getcwd(), str(zipnn.resolve())])
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"PYTHONPATH": path})
+    return {name: tuple(sizes) for name, sizes in json.loads(done.stdout).items()}
+
+
+# A store of many.
+
+
+def _store_of_many(source: Path, steps: int, folder: Path) -> dict[str, Any]:
+    """Return the bytes of a store of four families in one structure, before it is compacted and afterwards."""
+    store = WeightStore(folder / "store")
+    at = [max(1, steps * number // _CHECKPOINTS) for number in range(1, _CHECKPOINTS + 1)]
+    for number in range(_NUM_BASES):
+        base = source
+        if number:
+            base = folder / f"trained-{number}"
+            _bring_in(store, f"base-{number}", train_from_nothing(source, steps, base), source, folder)
+        else:
+            _bring_in(store, "base-0", load_file(source / FILE), source, folder)
+        for recipe in RECIPES:
+            for step, tensors in zip(at, checkpoints(base, recipe, at), strict=True):
+                _bring_in(store, f"{recipe}-{number}-{step}", tensors, source, folder)
+    report = compact(store)
+    return {
+        "num_models": len(store.manifests()),
+        "num_plain": sum(not found.bases for found in report.models) + len(store.manifests()) - len(report.models),
+        "given_bytes": sum(manifest.nbytes for manifest in store.manifests().values()),
+        "before_bytes": report.before_bytes,
+        "after_bytes": report.after_bytes,
     }
 
 
@@ -274,8 +288,8 @@ def _load(reader: ExtentReader, extents: Sequence[ExtentRef]) -> dict[str, float
     return {"seconds": report.wall_s, "read_per_given": report.stages["read"].nbytes / report.nbytes}
 
 
-def _decode_gbps(store: WeightStore, sibling: Manifest) -> float:
-    """Return plain bytes per second of one core's time in decoding alone, without reading and hashing."""
+def _decode_gbps(store: WeightStore, sibling: Manifest) -> float | None:
+    """Return plain bytes per second of one core's time in decoding, without reading and hashing; None: no delta."""
     extents = [list(extent.forms())[-1] for extent in sibling.extents.values() if extent.delta]
     plain = ExtentReader(store.packs, None, ReadPlanner(override=_HOW))
     bases = {base.id: base for extent in extents if extent.delta for base in extent.delta.bases}
@@ -286,7 +300,8 @@ def _decode_gbps(store: WeightStore, sibling: Manifest) -> float:
     stages = StageClock(time.thread_time)
     for extent in extents:
         reader.read(extent, stages)
-    figures = stages.figures()["decode"]
+    if (figures := stages.figures().get("decode")) is None:
+        return None
     return figures.nbytes / figures.busy_s / 1e9
 
 
@@ -296,11 +311,12 @@ def print_delta_figures(figures: dict[str, Any], settings: DeltaSettings, as_jso
         sys.stdout.write(json.dumps(figures | {"settings": asdict(settings)}) + "\n")
         return
     console = Console()
-    ratios = Table("family", "own bytes", "delta / plain", "zstd / plain")
+    kinds = ("delta", "zstd", "zipnn", "zipnn_delta", "best")
+    ratios = Table("family", "own bytes", *(f"{kind.replace('_', ' ')} / own" for kind in kinds), "decode GB/s")
     for name, found in figures["ratios"].items():
-        ratios.add_row(name, f"{found['own_bytes'] / 1e6:.2f} MB", f"{found['delta']:.3f}", f"{found['zstd']:.3f}")
+        shares = [f"{found[kind]:.3f}" if found[kind] else "-" for kind in kinds]
+        ratios.add_row(name, f"{found['own_bytes'] / 1e6:.2f} MB", *shares, f"{found['decode_gbps'] or 0:.2f}")
     console.print(ratios)
-    console.print(f"decoding: {figures['decode_gbps']:.2f} GB/s per core")
     loads = Table(
         "medium GB/s", *(f"{how} s" for how in ("plain", "delta", "chosen")), "read / given", "chosen / plain"
     )
@@ -309,3 +325,8 @@ def print_delta_figures(figures: dict[str, Any], settings: DeltaSettings, as_jso
         share = found["chosen"]["seconds"] / found["plain"]["seconds"]
         loads.add_row(gbps, *seconds, f"{found['chosen']['read_per_given']:.2f}", f"{share:.2f}")
     console.print(loads)
+    kept = figures["store"]
+    console.print(
+        f"{kept['num_models']} models, {kept['num_plain']} of them plain: {kept['before_bytes'] / 1e6:.1f} MB became "
+        f"{kept['after_bytes'] / 1e6:.1f} MB, {kept['after_bytes'] / kept['before_bytes']:.3f}"
+    )

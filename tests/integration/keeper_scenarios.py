@@ -328,12 +328,14 @@ class Scenarios:
         sound = ray.get(replica.fetch.remote(extents))
         stats = stats_of(keeper)
         in_place = ray.get(keeper.__ray_call__.remote(lambda actor: actor.memory.store.writes_in_place))
+        clears = ray.get(keeper.__ray_call__.remote(lambda actor: actor.memory.store.clears_objects))
         end(keeper, replica)
         return {
             "sound": sound,
             "staging_bytes": stats.staging_bytes,
             "copied_bytes": stats.stages["copy"].nbytes,
             "in_place": in_place,
+            "clears": clears,
         }
 
     def two_nodes(self) -> dict[str, Any]:

@@ -108,6 +108,45 @@ class ExtentReader:
                 functools.partial(self._decode, extent, once, stages),
             )
 
+    def prefers_sent_delta(self, extent: ExtentRef, bytes_per_s: float | None) -> bool:
+        """Return whether an extent is here sooner when its delta comes over a link of this rate: see `from_delta`.
+
+        For that its bases must be resident, and the delta fit into the pool. An unmeasured link is no reason.
+        """
+        delta = extent.delta
+        if delta is None or self._pool is None or delta.nbytes > self._pool.max_bytes:
+            return False
+        return len(self._resident_bases(extent)) == len(delta.bases) and prefers_delta(
+            extent.nbytes,
+            delta.nbytes,
+            base_is_resident=True,
+            plain_bytes_per_s=bytes_per_s,
+            read_bytes_per_s=bytes_per_s,
+            decode_bytes_per_s=self._decoding.bytes_per_s,
+        )
+
+    def from_delta(
+        self, extent: ExtentRef, fetch: Callable[[ByteArray], None], place: Place, stages: StageClock
+    ) -> None:
+        """Fill what `place` gives: from the delta, with which `fetch` fills what it gets, and bases that are resident.
+
+        Raises ExtentCorrupt when these give other bytes, and what `fetch` and `place` do.
+        """
+        assert extent.delta
+        bases = Bases(extent.delta, self._resident_bases(extent), _not_resident)
+        with self._staging(extent.delta.nbytes) as staging, _placed_once(place) as once:
+            fetch(staging)
+            begin_s = self._clock()
+            try:
+                found = self._take_in(decoded(extent, Source([staging.data]), bases, stages), once, stages)
+            except DeltaDamaged as error:
+                raise ExtentCorrupt(f"the delta of extent {extent.id} is damaged: {error}", extent.id) from None
+            if self._verify and found != extent.checksum:
+                raise ExtentCorrupt(
+                    f"the delta of extent {extent.id} gives checksum {found}, expected {extent.checksum}", extent.id
+                )
+            self._decoding.add(extent.nbytes, self._clock() - begin_s)
+
     def read_all(
         self, extents: Sequence[ExtentRef], progress: Progress | None = None, *, what: str = ""
     ) -> tuple[dict[str, ByteArray], LoadReport]:
@@ -335,6 +374,10 @@ class ExtentReader:
             if self._verify:
                 digest.update(piece.data)
             out[start : start + PIECE_BYTES] = piece
+
+
+def _not_resident(base: ExtentRef) -> contextlib.AbstractContextManager[Iterator[memoryview]]:
+    raise ExtentCorrupt(f"extent {base.id}, the base of a delta, is not in memory any more", base.id)
 
 
 @contextlib.contextmanager

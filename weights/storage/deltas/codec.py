@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from weights.memory.pages import ByteArray
@@ -45,6 +46,8 @@ _ZSTD: Final = zstandard.ZstdCompressionParameters(
 )
 # A difference that halves its chunk need not be compared with the chunk alone, which zstd hardly ever halves.
 _GOOD_SHARE: Final = 0.5
+# A plane of noise: decoding a frame takes twenty times as long as copying as many bytes.
+_NOISE_SHARE: Final = 0.9
 
 
 class DeltaDamaged(Exception):
@@ -220,25 +223,34 @@ def _encode_planes(chunk: ByteArray, item_bytes: int, flags: int) -> bytes:
     words, frames = [], []
     for plane in planes:
         frame = compressor.compress(plane.data)
-        is_stored = len(frame) >= plane.nbytes
+        is_stored = len(frame) >= _NOISE_SHARE * plane.nbytes
         frames.append(plane.tobytes() if is_stored else frame)
         words.append(len(frames[-1]) | (_STORED if is_stored else 0))
     return struct.pack(f"<B{num_frames}I", flags, *words) + b"".join(frames)
 
 
 def _join_planes(planes: Sequence[ByteArray], item_bytes: int, out: ByteArray) -> None:
-    """Put the bytes of items together again. Two planes, the most frequent case, three times as fast as by strides."""
+    """Put the bytes of items together again; of two and four by arithmetic, which is faster than by strides."""
     if item_bytes == 1:
         out[:] = planes[0]
     elif item_bytes == 2:
-        words = out.view("<u2")
-        np.left_shift(planes[1], 8, out=words, dtype=np.uint16)
-        np.bitwise_or(words, planes[0], out=words)
+        _join_halves(planes[0], planes[1], out.view("<u2"))
+    elif item_bytes == 4:
+        low, high = np.empty((2, len(planes[0])), "<u2")
+        _join_halves(planes[0], planes[1], low)
+        _join_halves(planes[2], planes[3], high)
+        _join_halves(low, high, out.view("<u4"))
     elif len(planes) == 1:
         out.reshape(-1, item_bytes)[:] = planes[0].reshape(item_bytes, -1).T
     else:
         for number, plane in enumerate(planes):
             out[number::item_bytes] = plane
+
+
+def _join_halves(low: npt.NDArray[Any], high: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+    """Make integers of their lower and upper halves. Multiplied, which numpy does faster than it shifts."""
+    np.multiply(high, 2 ** (8 * low.itemsize), out=out, dtype=out.dtype)
+    np.add(out, low, out=out)
 
 
 def _num_frames(item_bytes: int) -> int:

@@ -14,7 +14,7 @@ from weights.storage.deltas.codec import encode_chunk
 # A delta that is not smaller than this part of its extent is not worth decoding: the plain bytes stay.
 MAX_RATIO: Final = 0.9
 # Bits of weights that have nothing to do with each other agree here and there: that makes no family.
-_MAX_OF_ALONE: Final = 0.95
+_MAX_OF_ALONE: Final = 0.97
 Sample = Sequence[tuple[int, ByteArray]]  # bytes of an item, and some items, of the same tensors in all members
 Member = TypeVar("Member")
 

@@ -800,10 +800,8 @@ def test_nodes_that_load_together_read_storage_once(
             node.close()
 
 
-def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
-    tmp_path: Path, keeper: Make, store: FakeStore
-) -> None:
-    """Of one that nobody has in memory the base is read as well; what is evicted under a reader stays readable."""
+def siblings_in(tmp_path: Path) -> tuple[ExtentRef, ExtentRef, bytes]:
+    """Return a base, a sibling that is stored as its delta alone, and the sibling's plain bytes."""
     base = np.random.randint(0, 256, 50_000, dtype=np.uint8)
     tuned = np.where(np.random.rand(50_000) < 0.05, 7, base).astype(np.uint8)
     segment = Segment(50_000, 2, 0)
@@ -814,19 +812,23 @@ def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
         checksum = xxhash.xxh3_128_hexdigest(data)
         refs[name] = ExtentRef(id=name, pack=name, offset=0, nbytes=len(data), checksum=checksum)
     place = refs["deltas"].model_dump(exclude={"id"})
-    sibling = ExtentRef(
-        id="sibling",
-        pack="deltas",
-        offset=0,
-        nbytes=50_000,
-        checksum=xxhash.xxh3_128_hexdigest(tuned.tobytes()),
-        delta=DeltaRef(**place, codec=CODEC, bases=(refs["base"],)),
-    )
+    checksum = xxhash.xxh3_128_hexdigest(tuned.tobytes())
+    found = DeltaRef(**place, codec=CODEC, bases=(refs["base"],))
+    sibling = ExtentRef(id="sibling", pack="deltas", offset=0, nbytes=50_000, checksum=checksum, delta=found)
+    return refs["base"], sibling, tuned.tobytes()
+
+
+def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
+    tmp_path: Path, keeper: Make, store: FakeStore
+) -> None:
+    """Of one that nobody has in memory the base is read as well; what is evicted under a reader stays readable."""
+    base, sibling, tuned = siblings_in(tmp_path)
+    assert sibling.delta
     made = keeper(200_000)
     leased = made.acquire([sibling], "me")
-    assert np.array_equal(leased.refs["sibling"].array, tuned)
+    assert leased.refs["sibling"].array.tobytes() == tuned
     assert leased.report is not None
-    assert leased.report.stages["read"].nbytes == len(delta) + 50_000
+    assert leased.report.stages["read"].nbytes == sibling.delta.nbytes + 50_000
     made.release(["sibling"], "me")
     made.drop(["sibling"])
     del leased
@@ -834,9 +836,47 @@ def test_a_sibling_comes_from_its_delta_and_the_base_that_is_here(
         made.acquire([sibling.model_copy(update={"checksum": "0" * 32})], "me")
     assert store.written() is None  # nor does the error keep its memory
     assert "delta of extent sibling" in str(failed.value)
-    made.acquire([refs["base"]], "me")
+    made.acquire([base], "me")
     (tmp_path / "base").unlink()  # nothing of it is read
     leased = made.acquire([sibling], "me")
-    assert np.array_equal(leased.refs["sibling"].array, tuned)
+    assert leased.refs["sibling"].array.tobytes() == tuned
     assert leased.report is not None
-    assert leased.report.stages["read"].nbytes == len(delta)
+    assert leased.report.stages["read"].nbytes == sibling.delta.nbytes
+
+
+@pytest.mark.parametrize(
+    ("has_base", "has_pack", "gbps"),
+    [(True, True, 0.01), (True, True, 100.0), (True, False, 0.01), (False, True, 0.01)],
+)
+def test_a_node_sends_the_delta_of_what_it_has_to_one_that_has_the_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_base: bool, has_pack: bool, gbps: float
+) -> None:
+    """Where that is sooner here, and otherwise the plain bytes. The second node has not the store's folder."""
+    monkeypatch.setattr("cluster.peers.fetch_queue.FetchQueue.peer_gbps", lambda self, address: gbps)
+    base, sibling, tuned = siblings_in(tmp_path)
+    assert sibling.delta
+    directory, settings = SharedRegistry(), KeeperSettings(audit_bytes_per_s=0)
+    nodes = [
+        NodeKeeper(str(folder), 200_000, str(folder), settings, store=FakeStore(), directory=directory)
+        for folder in (tmp_path, tmp_path / "not here")
+    ]
+    try:
+        wait_until(lambda: all(node.stats().address for node in nodes))
+        nodes[0].acquire([base, sibling], "w")
+        wait_until(lambda: all(directory.holders(extent.id) for extent in (base, sibling)))
+        if has_base:
+            nodes[1].acquire([base], "w")
+            wait_until(lambda: nodes[0].stats().served_bytes == 50_000)
+        if not has_pack:
+            (tmp_path / "deltas").unlink()
+        acquired = nodes[1].acquire([sibling], "w")
+        assert acquired.refs["sibling"].array.tobytes() == tuned
+        assert acquired.report is not None
+        assert acquired.report.sources == {"peer": 50_000}
+        is_sent = has_base and has_pack and gbps < 1
+        sent_bytes = sibling.delta.nbytes if is_sent else 50_000
+        wait_until(lambda: nodes[0].stats().served_bytes == 50_000 * has_base + sent_bytes)
+        assert ("decode" in acquired.report.stages) == is_sent
+    finally:
+        for node in nodes:
+            node.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import tempfile
 import weakref
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from cluster.keeper.object_store import (
     StoreFull,
     _in_shared_memory,
     _is_mapped_for_writing,
+    _make_pages,
     let_go,
 )
 
@@ -68,18 +70,23 @@ class FakeRay:
         self.is_shared = True
         self.error: Exception | None = None
         self.free_bytes = 10**12
-        self.is_writable = True
+        self.is_writable = self.may_be_unfilled = True
         self.objects: list[Any] = []
         node = {"NodeID": "n", "Resources": {"object_store_memory": 1000.0}}
         monkeypatch.setattr("cluster.keeper.object_store.ray.nodes", lambda: [node])
         monkeypatch.setattr("cluster.keeper.object_store.ray.put", self.put)
         monkeypatch.setattr("cluster.keeper.object_store.ray.get", lambda ref: ref)
+        monkeypatch.setattr("cluster.keeper.object_store.put_unfilled", self.put_unfilled)
+        monkeypatch.setattr("cluster.keeper.object_store.is_unfilled_possible", lambda: self.may_be_unfilled)
         monkeypatch.setattr("cluster.keeper.object_store._in_shared_memory", lambda view: self.is_shared)
         monkeypatch.setattr("cluster.keeper.object_store._is_mapped_for_writing", lambda view: self.is_writable)
         monkeypatch.setattr(
             "cluster.keeper.object_store.os.statvfs",
             lambda path: SimpleNamespace(f_bavail=self.free_bytes, f_frsize=1),
         )
+
+    def put_unfilled(self, nbytes: int) -> Any:
+        return self.put(np.full(nbytes, 7, np.uint8))
 
     def put(self, array: Any) -> Any:
         if self.error:
@@ -136,9 +143,11 @@ def test_a_full_dev_shm_is_refused_before_it_is_touched(fake: FakeRay, monkeypat
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PROBE_BYTES - 1, PROBE_BYTES, PROBE_BYTES + 17])
-@pytest.mark.parametrize("is_writable", [True, False])
-def test_what_is_written_to_a_new_object_is_what_others_see(fake: FakeRay, nbytes: int, is_writable: bool) -> None:
-    fake.is_writable = is_writable
+@pytest.mark.parametrize(("is_writable", "may_be_unfilled"), [(True, True), (True, False), (False, True)])
+def test_what_is_written_to_a_new_object_is_what_others_see(
+    fake: FakeRay, nbytes: int, is_writable: bool, may_be_unfilled: bool
+) -> None:
+    fake.is_writable, fake.may_be_unfilled = is_writable, may_be_unfilled
     store = ObjectStore("n", environ={})
     data = seeded_rng().integers(0, 256, nbytes, np.uint8)
     created = store.create_object(nbytes, 0)
@@ -148,10 +157,40 @@ def test_what_is_written_to_a_new_object_is_what_others_see(fake: FakeRay, nbyte
     assert np.array_equal(view, data)
     assert not view.flags.writeable
     assert store.writes_in_place == is_writable
-    # Once: a large one only as zeros, which are written over where they lie.
+    assert store.clears_objects != (is_writable and may_be_unfilled)
+    # Once: a large one only as zeros or as it comes, and written over where it lies.
     in_place = is_writable and nbytes >= PROBE_BYTES
     assert created.reserved_bytes == (nbytes if in_place else 0)
     assert np.shares_memory(created.out, view) == (in_place and nbytes > 0)
+
+
+def test_pages_of_a_new_object_are_made_before_somebody_writes_there(
+    fake: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To write to a page that /dev/shm has not would end the process."""
+    made: list[int] = []
+    monkeypatch.setattr("cluster.keeper.object_store._make_pages", lambda view: made.append(view.nbytes))
+    store = ObjectStore("n", environ={})
+    store.create_object(PROBE_BYTES, 0)
+    assert made == [PROBE_BYTES]
+    store.put(DATA, 5 * PROBE_BYTES)  # so much has been written before
+    store.create_object(PROBE_BYTES, 2 * PROBE_BYTES)
+    assert made == [PROBE_BYTES]
+    fake.may_be_unfilled = False
+    ObjectStore("n", environ={}).create_object(PROBE_BYTES, 0)
+    assert made == [PROBE_BYTES]
+
+
+def test_shared_memory_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond its file's end, as beyond what the file system has, there are no pages."""
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        file.truncate(2 * NBYTES)
+        array = np.frombuffer(mmap.mmap(file.fileno(), 2 * NBYTES), np.uint8)
+        _make_pages(array[5 : NBYTES + 5])
+        assert NBYTES <= os.stat(file.fileno()).st_blocks * 512 < 2 * NBYTES
+        file.truncate(NBYTES)
+        with pytest.raises(StoreFull, match=rf"/dev/shm has no pages for {NBYTES + 10} bytes: "):
+            _make_pages(array[NBYTES - 10 :])
 
 
 def test_there_is_no_new_object_without_room(fake: FakeRay) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import select
 import signal
@@ -27,7 +28,7 @@ from cluster.errors import PeerUnavailable
 from cluster.peers import protocol
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
-from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits
+from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits, StoredBytes
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
@@ -192,6 +193,23 @@ class TestTheBytes:
         connect().fetch_extent([serve({"e": data}).address], extent_of(data), lambda: around[100:-100])
         assert around[100:-100].tobytes() == data.tobytes()
         assert set(around[:100]) | set(around[-100:]) == {7}
+
+    def test_come_from_storage_too(self, serve: Serve, connect: Connect, tmp_path: Path) -> None:
+        data, out = random_bytes(1_000_000), np.empty(1_000_000, np.uint8)
+        pack = tmp_path / "pack"
+        pack.write_bytes(bytes(4096) + data.tobytes())
+        stored = StoredBytes(pack, 4096, data.nbytes)
+        server = serve({"e": stored})  # type: ignore[dict-item]
+        connect().fetch_extent([server.address], extent_of(data), lambda: out)
+        assert out.tobytes() == data.tobytes()
+        wait_until(lambda: server.stats().served_bytes == data.nbytes)
+        os.truncate(pack, 500_000)
+        with pytest.raises(PeerUnavailable, match="UNKNOWN_EXTENT"):
+            connect().fetch_extent([server.address], extent_of(data), lambda: out)
+        pack.unlink()
+        assert stored.read(0, 1) is None
+        pack.symlink_to(tmp_path)
+        assert stored.read(0, 1) is None
 
     def test_that_are_not_the_manifest_s_name_peer_and_extent(self, serve: Serve, connect: Connect) -> None:
         data = random_bytes(1_000_000)

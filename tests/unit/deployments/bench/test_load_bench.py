@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 
 from deployments.bench import load_peers
-from deployments.bench.load import MODES, _copy_for, _draw_orders, _read_raw
+from deployments.bench.load import MODES, _copy_for, _draw_orders, _Loaded, _read_raw, _take_turns
 
 NAMES = ["raw", "ours", "other", "third"]
 
@@ -24,6 +25,24 @@ def test_each_round_has_everybody_once_in_an_order_of_its_own() -> None:
     assert all(sorted(order) == sorted(NAMES) for order in rounds)
     assert len({tuple(order) for order in rounds}) > 6
     assert orders == _draw_orders(NAMES, 12, seed=4) != _draw_orders(NAMES, 12, seed=5)
+
+
+def test_each_round_is_told_when_it_ends() -> None:
+    told: list[str] = []
+
+    class Bench:
+        def loaders(self) -> dict[str, Any]:
+            return {"ours": lambda mode: self.load("ours", mode), "other": lambda mode: self.load("other", mode)}
+
+        def load(self, name: str, mode: str) -> _Loaded:
+            told.append(f"{name} {mode}")
+            return _Loaded(2.0 if name == "ours" else 0.5, 10**9, 0, "")
+
+    orders = {mode: [["ours", "other"], ["other", "ours"]] for mode in MODES}
+    _take_turns(Bench(), orders, None, told.append)  # type: ignore[arg-type]
+    for mode in MODES:
+        assert told[told.index(f"ours {mode}") + 2] == f"round 1 of 2, {mode}, GB/s: ours 0.50, other 2.00"
+    assert told[-1] == f"round 2 of 2, {MODES[-1]}, GB/s: ours 0.50, other 2.00"
 
 
 @pytest.mark.parametrize("name", [name for name in load_peers.LOADERS if name != "diffusers"])

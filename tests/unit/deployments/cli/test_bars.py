@@ -30,6 +30,15 @@ def test_a_log_has_a_line_now_and_then_with_an_estimate() -> None:
     assert lines[-1].strip() == "40.0 s  verify [bold]: 100%, 40.0 MB of 40.0 MB"
 
 
+def test_of_what_has_hardly_begun_there_is_no_estimate() -> None:
+    clock, (screen, out) = Clock(), console(is_terminal=False)
+    with progress_bar("repair", console=screen, clock=clock) as progress:
+        for done in (999, 1000):
+            clock.now_s += LINE_EVERY_S
+            progress(done, 100_000)
+    assert ["left" in line for line in out.getvalue().splitlines()] == [False, True]
+
+
 def test_what_is_done_soon_or_is_quiet_says_nothing_in_a_log() -> None:
     for quiet, seconds in ((False, LINE_EVERY_S - 1), (True, 100.0)):
         clock, (screen, out) = Clock(), console(is_terminal=False)

@@ -159,3 +159,59 @@ def test_what_is_not_verified_is_decoded_all_the_same(store: WeightStore, plain:
     extent = only_delta(store)
     hasty = ExtentReader(store.packs, None, ReadPlanner(override=BUFFERED), verify=False)
     assert np.array_equal(hasty.read(extent, StageClock()), np.frombuffer(plain[extent.id], np.uint8))
+
+
+def test_a_delta_that_is_sent_is_decoded_with_resident_bases(store: WeightStore, plain: dict[str, bytes]) -> None:
+    extent = only_delta(store)
+    assert extent.delta
+    sent = read_extent(store.packs, extent.delta.stored(extent.delta.key))
+    base = read_extent(store.packs, extent.delta.bases[0])
+    place, stages = np.zeros(extent.nbytes, np.uint8), StageClock()
+    here = reader(store, resident=lambda _: base)
+
+    def fetch(out: ByteArray, data: ByteArray = sent) -> None:
+        out[:] = data
+
+    shutil.rmtree(store.packs)  # nothing of it is read
+    here.from_delta(extent, fetch, lambda: place, stages)
+    assert place.tobytes() == plain[extent.id]
+    assert stages.figures()["decode"].nbytes == extent.nbytes
+    for damaged in (np.zeros_like(sent), np.concatenate([sent[:-50], sent[:50]])):
+        with pytest.raises(ExtentCorrupt, match=f"delta of extent {extent.id}"):
+            here.from_delta(extent, lambda out, data=damaged: fetch(out, data), lambda: place, StageClock())
+    with pytest.raises(ExtentCorrupt, match="is not in memory any more"):
+        reader(store).from_delta(extent, fetch, lambda: place, StageClock())
+    other = np.where(np.arange(base.nbytes) == 500, base ^ 1, base)
+    with pytest.raises(ExtentCorrupt, match=f"delta of extent {extent.id} gives checksum"):
+        reader(store, resident=lambda _: other).from_delta(extent, fetch, lambda: place, StageClock())
+
+
+@pytest.mark.parametrize(
+    ("is_resident", "pool_bytes", "bytes_per_s", "expected"),
+    [
+        (True, 2**22, 1e7, True),
+        (True, 2**22, 1e12, False),
+        (True, 2**22, None, False),
+        (False, 2**22, 1e7, False),
+        (True, 2**16, 1e7, False),
+    ],
+)
+def test_a_delta_is_asked_for_over_a_slow_link_when_it_can_be_decoded_from_memory(
+    store: WeightStore,
+    plain: dict[str, bytes],
+    is_resident: bool,
+    pool_bytes: int,
+    bytes_per_s: float | None,
+    expected: bool,
+) -> None:
+    extent = only_delta(store)
+    assert extent.delta
+    base = read_extent(store.packs, extent.delta.bases[0])
+    here = ExtentReader(
+        store.packs,
+        HostBufferPool(pool_bytes),
+        ReadPlanner(override=BUFFERED),
+        resident=lambda _: base if is_resident else None,
+    )
+    assert here.prefers_sent_delta(extent, bytes_per_s) == expected
+    assert not here.prefers_sent_delta(extent.delta.bases[0], bytes_per_s)
