@@ -65,7 +65,7 @@ class AdmissionQueue:
     """The queue of one ingress. `config` can be changed at any time with `retune`.
 
     Of several ingresses, `num_sharing`, each starts requests only within its own slots (`set_parts`), and none before
-    it was told of some. The bounds are divided between them.
+    it was given some. The bounds are divided between them.
     """
 
     def __init__(self, config: AdmissionConfig, num_sharing: int = 1) -> None:

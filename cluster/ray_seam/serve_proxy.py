@@ -1,7 +1,7 @@
 """Serve's own HTTP proxy, made to treat slow requests, half-open connections and deadlines as HAProxy does.
 
-Serve calls `install` in the proxy's process, where `ENVIRONMENT` of its controller leads it. Replicas that HAProxy asks would
-call it, too, so that only a Serve without HAProxy gets it.
+Serve calls `install` in the proxy's process, where `ENVIRONMENT` of its controller leads it. Replicas that HAProxy asks
+would call it, too, so that only a Serve without HAProxy gets it.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def cluster_up(
 ) -> Iterator[str]:
     """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
-    `show` is told of the progress meanwhile. Raises SessionError when something is in the way, it does not come up
+    `show` is given the progress meanwhile. Raises SessionError when something is in the way, it does not come up
     (within `timeout_s`), or `stop` is set before it does.
     """
     check_devices(config)

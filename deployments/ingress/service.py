@@ -351,7 +351,7 @@ class Service:
 
     @counted("pipeline", "pipeline")
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
-        """Run a multi-model pipeline once it has its place; `on_stage` hears of its stages.
+        """Run a multi-model pipeline once it has its place; `on_stage` is called with its stages.
 
         They have its terms, and no bound refuses them.
         """

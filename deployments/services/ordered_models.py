@@ -1,4 +1,4 @@
-"""The models of one worker under the controller: it reports what is here, and does what it is told.
+"""The models of one worker under the controller: it reports what is here, and carries out orders.
 
 An order is carried out once, however often it comes. A model that cannot be got ready is reported with the reason,
 until it is ready or was not tried for long; when it is tried again is the controller's business.
