@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
-from cluster.placement.state import LONGEST_RETRY_S
 from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
 from deployments.tasks import shared_task
