@@ -41,8 +41,7 @@ from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, ca
 from deployments.ingress.counting import Meter, NoMeter, count_text, counted
 from deployments.ingress.demands import ENCODER, PIPELINES, WORKER, Request, demand_of, demand_of_pipeline
 from deployments.ingress.pipeline_models import PipelineModels
-from deployments.ingress.resumed_images import ResumedImages
-from deployments.ingress.retries import EncoderReply, RetriedCalls
+from deployments.ingress.retries import EncoderReply, ResumedImages, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
 from deployments.limits import check_clip, check_embedding, check_head, check_image, check_scoring, check_text
 from deployments.pipelines.pipelines import Pipelines
