@@ -26,9 +26,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,bench]'
 	@touch $@
 
-judges: $(JUDGES)/protocol/.installed $(JUDGES)/aiperf/.installed  ## Clients that test us and cannot share our pins
+judges: $(JUDGES)/protocol/.installed  ## Clients that test us and cannot share our pins
 
-judges-long: judges $(JUDGES)/litellm/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
+judges-long: judges $(JUDGES)/aiperf/.installed $(JUDGES)/litellm/.installed $(RAYS) judge-node judge-axe  ## And those of test-long
 
 $(JUDGES)/ray-%/.installed: infra/judges/ray-%.txt
 	$(BIN)/python -m pip install --quiet --no-deps --target $(@D) --requirement $<
@@ -73,10 +73,10 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -m "not long" -n 3 --dist worksteal --durations=25 $(TWICE)
-	$(PYTEST) tests/device $(TWICE)
+	$(PYTEST) tests/device -n 2 --dist worksteal $(TWICE)
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" $(TWICE)
 
-test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm
+test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
 	$(PYTEST) tests/unit -m long
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long

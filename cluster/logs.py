@@ -1,4 +1,4 @@
-"""What the processes of a cluster write into their logs: in which form, how much of it, and no prompts.
+"""The log lines of a cluster's processes: in which form, how much of it, and no prompts.
 
 Replicas write into Serve's files, the control plane's actors to their standard error, which Ray keeps. Serve's access
 log is bounded: a line for each request and each call would be gigabytes a day. Messages of exceptions repeat what a
@@ -40,7 +40,7 @@ def configure_logs(form: LogFormat) -> None:
 
 
 def serve_logging(form: LogFormat) -> dict[str, Any]:
-    """Return what Serve is told of its own logs: nothing where they are text."""
+    """Return the options of Serve for its own logs: nothing where they are text."""
     return {"logging_config": {"encoding": "JSON"}} if form == "json" else {}
 
 
@@ -82,11 +82,11 @@ class AccessLogFilter(logging.Filter):
 def without_texts(record: logging.LogRecord) -> bool:
     """Write the exception of a record without what its messages have in quotes; the record is always written."""
     if record.exc_info and isinstance(error := record.exc_info[1], BaseException):
-        record.exc_text = "\n".join(_told(error))  # where there is one, formatters take it
+        record.exc_text = "\n".join(_traceback_lines(error))  # where there is one, formatters take it
     return True
 
 
-def _told(error: BaseException) -> Iterator[str]:
+def _traceback_lines(error: BaseException) -> Iterator[str]:
     """Yield the lines of a traceback, of what led to the exception first."""
     chain = [error]
     while len(chain) < _MAX_CHAIN:

@@ -1,4 +1,4 @@
-"""Processes of this machine, told from those that have had their numbers."""
+"""Processes of this machine, distinguished from those that have had their numbers."""
 
 from __future__ import annotations
 

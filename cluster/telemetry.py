@@ -81,7 +81,7 @@ def node_exporters() -> dict[str, Exporter]:
 
 
 class EdgeMetrics:
-    """What an ingress replica counts of the requests that it has read: by model here, where few replicas count."""
+    """Counters of the requests that an ingress replica has read: by model here, where few replicas count."""
 
     def __init__(self) -> None:
         self._requests = Counter(
@@ -119,7 +119,7 @@ class EdgeMetrics:
 
 
 class RequestMetrics:
-    """What a replica counts of its work: the time in each phase, encodings, bytes attached, steps; not by model.
+    """Counters of a replica's work: the time in each phase, encodings, bytes attached, steps; not by model.
 
     There may be many replicas, and each would have a series of each for every model.
     """

@@ -23,7 +23,7 @@ _PROCESSORS: Final = f"{__name__}.span_processors"
 
 
 class Span(Protocol):
-    """What is used of OpenTelemetry's spans."""
+    """The part of OpenTelemetry's spans that is used here."""
 
     def set_attribute(self, key: str, value: Any) -> None:
         """Say more of it."""
@@ -105,7 +105,7 @@ def link(one: Span, others: Iterable[Span]) -> None:
 
 
 def serve_tracing(settings: TracingConfig | None) -> dict[str, Any]:
-    """Return what Serve is told of traces: nothing where there are none.
+    """Return the options of Serve for traces: nothing where there are none.
 
     Raises ConfigError where what exports them is not installed.
     """

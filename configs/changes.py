@@ -1,4 +1,4 @@
-"""What a changed value of a cluster config concerns: what has to be replaced for it, and what goes on. Pure.
+"""Changes of a cluster config: what has to be replaced for each, and what goes on. Pure.
 
 Every key is classified here once, for the plan of `atelier apply`, for the names of the actors, and for what Serve
 replaces: each of them asks for the keys of its concern.
@@ -18,7 +18,7 @@ from configs.cluster import ClusterConfig
 
 
 class Concern(StrEnum):
-    """Who has to do with a value, from the cheapest on."""
+    """The parties that a value concerns, from the cheapest on."""
 
     MODELS = "models"  # the registry, which takes in and removes models while it serves
     LIMITS = "limits"  # queues and batchers, which take others while they serve

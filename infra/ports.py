@@ -21,9 +21,9 @@ def free_port(in_a_row: int = 1) -> int:
 
     No test or benchmark of this machine is given any of them again while this process lives.
     """
-    begin = random.SystemRandom().randrange(len(_PORTS))
-    ports: list[int] = [*_PORTS[begin:], *_PORTS[:begin]]
-    for port in ports:
+    ports = list(_PORTS)
+    begin = random.SystemRandom().randrange(len(ports))
+    for port in ports[begin:] + ports[:begin]:
         if all(_claim(next_one) for next_one in range(port, port + in_a_row)):
             return port
     raise RuntimeError(f"{in_a_row} in a row of ports {_PORTS[0]} to {_PORTS[-1]} are not free")

@@ -15,6 +15,7 @@ from cluster.admission.lanes import Lanes
 from cluster.admission.records import Reason, Refusal
 from cluster.admission.replica_slots import ReplicaSlots
 from cluster.admission.service_times import ArrivalRate, ServiceTimes
+from cluster.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
 
 _MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
@@ -58,6 +59,7 @@ class Pool:
         self.num_by_model: Counter[str] = Counter()  # waiting
         self.maybe_open: set[str] = set()  # of these, the models that were not found to have no room since
         self.fair_wait = FairWait()
+        self.failures = LoadFailures()
 
     def is_at_hand(self, model: str) -> bool:
         """Return whether a request for the model is here, so that its times will be known soon."""

@@ -35,7 +35,6 @@ from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCoun
 from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
 from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
-from cluster.admission.unable_replicas import UnableReplicas
 from configs.admission import AdmissionConfig
 
 __all__ = ["REVIEW_S", "SWITCHED_S", "AdmissionQueue"]
@@ -65,7 +64,7 @@ class AdmissionQueue:
     """The queue of one ingress. `config` can be changed at any time with `retune`.
 
     Of several ingresses, `num_sharing`, each starts requests only within its own slots (`set_parts`), and none before
-    it was told of some. The bounds are divided between them.
+    it was given some. The bounds are divided between them.
     """
 
     def __init__(self, config: AdmissionConfig, num_sharing: int = 1) -> None:
@@ -88,7 +87,6 @@ class AdmissionQueue:
         self._allowed: dict[tuple[str, str], list[str]] = {}  # by pool and replica: the models that it lets start there
         self._refused: list[Refused] = []
         self.ended = EndedLog()
-        self._unable = UnableReplicas()
         self._num_arrived = 0
         self._reviewed_s = -math.inf
         self._has_failed_to_learn = False
@@ -153,8 +151,8 @@ class AdmissionQueue:
         if not (found := pool.slots.run_of(ticket)) or not found[1]:  # without a name it is whichever Serve chooses
             return False
         demand, replica = found
-        self._unable.note_failure(demand, replica, now_s)
-        return not self._unable.unable(demand, now_s).issuperset(pool.slots.names())
+        pool.failures.note_failure(demand.model, demand.version, replica, now_s)
+        return not pool.failures.unable(demand.model, demand.version, now_s).issuperset(pool.slots.names())
 
     def leave(self, ticket: int, now_s: float, *, is_answered: bool = False, switch_s: float = 0.0) -> None:
         """End a request: one that waits is given up, one that runs has `is_answered` or was given up.
@@ -172,7 +170,7 @@ class AdmissionQueue:
         pool.lanes.settle(ended.waiting, ended.busy_s)
         self._note_room(pool, ended)
         if is_answered:
-            self._unable.note_answer(ended.waiting.demand, ended.replica)
+            pool.failures.note_load(ended.waiting.demand.model, ended.waiting.demand.version, ended.replica)
         try:
             self.ended.note_end(ended, now_s, switch_s, is_answered)
             self._learn(pool, ended, now_s, is_answered, switch_s)
@@ -201,9 +199,10 @@ class AdmissionQueue:
 
     def set_replicas(self, pool: str, names: Collection[str], now_s: float) -> None:
         """Say which replicas there are."""
-        self._pool(pool).slots.set_replicas(names, now_s)
-        self._unable.keep_replicas(pool, self._pool(pool).slots.uses().keys() | set(names))
-        self._set_part(pool, self._pool(pool), now_s)
+        found = self._pool(pool)
+        found.slots.set_replicas(names, now_s)
+        found.failures.keep_replicas(found.slots.uses().keys() | set(names))
+        self._set_part(pool, found, now_s)
 
     def set_parts(self, parts: Mapping[str, PoolPart], bound_part: float, now_s: float) -> None:
         """Own these slots from now on, by pool, and no others, and this part of the bounds."""
@@ -452,9 +451,10 @@ class AdmissionQueue:
 
     def _able(self, demand: Demand, among: Collection[str] | None, now_s: float) -> Collection[str] | None:
         """Return those of the replicas that have not just failed with the model; all where every one has."""
-        if not (unable := self._unable.unable(demand, now_s)):
+        pool = self._pools[demand.pool]
+        if not (unable := pool.failures.unable(demand.model, demand.version, now_s)):
             return among
-        able = [name for name in self._pools[demand.pool].slots.names() if name not in unable]
+        able = [name for name in pool.slots.names() if name not in unable]
         return [name for name in able if among is None or name in among] if able else among
 
     def _let_wait(self, starting: _Starting, model: str, among: Collection[str], until_s: float) -> None:

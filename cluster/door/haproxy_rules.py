@@ -3,7 +3,7 @@
 Serve puts HAProxy's statistics and metrics on every interface, on ports that may be taken, and its admin socket into
 everybody's hands, repeats
 nothing that has reached a replica, answers errors in plain text, and waits for a slow request as long as it takes.
-Its replicas obey headers that are not for clients, and break on one that is no text.
+Its replicas follow headers that are not for clients, and break on one that is no text.
 
 It also passes on whatever comes. A replica is one Python process, which reads some hundred requests a second and must
 not spend them on refusing thousands: so each is given as many requests for inference as it may have in hand, and
@@ -93,8 +93,8 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     http-request set-var(txn.retry_at) var(txn.model),table_gpt0({_RETRY_TABLE}) if crowded \
 {{ var(txn.model),in_table({_RETRY_TABLE}) }}
     http-request set-var(txn.now) date if crowded
-    http-request set-var(txn.told) var(txn.retry_at),sub(txn.now) if crowded
-    http-request set-var(txn.retry_after) var(txn.told) if crowded {{ var(txn.told) -m int gt 1 }}
+    http-request set-var(txn.wait) var(txn.retry_at),sub(txn.now) if crowded
+    http-request set-var(txn.retry_after) var(txn.wait) if crowded {{ var(txn.wait) -m int gt 1 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
 '{{"error":"{_CROWDED}"}}' if crowded {{ path_beg /v2 }}
     http-request return status 429 content-type application/json hdr Retry-After %[var(txn.retry_after)] lf-string \
@@ -102,10 +102,10 @@ _BACKEND_RULES: Final = f"""    http-request wait-for-body time {_REQUEST_TIMEOU
     acl refused status 429
     acl tells_all res.hdr({CROWDED}) -m found
     acl names_model var(txn.model) -m found
-    http-response set-var(txn.told) res.hdr(retry-after) if refused tells_all
-    http-response set-var(proc.retry_at) date,add(txn.told) if refused tells_all
+    http-response set-var(txn.wait) res.hdr(retry-after) if refused tells_all
+    http-response set-var(proc.retry_at) date,add(txn.wait) if refused tells_all
     http-response track-sc0 var(txn.model) table {_RETRY_TABLE} if refused tells_all names_model
-    http-response sc-set-gpt0(0) date,add(txn.told) if refused tells_all names_model
+    http-response sc-set-gpt0(0) date,add(txn.wait) if refused tells_all names_model
     http-response del-header {CROWDED}
 """
 # An answer to a request whose body still comes. HAProxy would pass on the rest as slowly as it comes, and count the

@@ -15,12 +15,12 @@ from typing import Final
 from cluster.admission.records import AdmissionSnapshot, ModelLoad
 from cluster.admission.replica_slots import ReplicaLoad
 from cluster.admission.tenant_counts import joined_loads
+from cluster.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import ON_DEMAND_REQUESTS
 from cluster.placement.overrides import Overrides
 from cluster.placement.reports import LoadFailure, ModelNeed, WorkerReport
 from cluster.placement.state import (
-    LONGEST_RETRY_S,
     LOST_S,
     NOTHING,
     ClusterState,
@@ -28,14 +28,11 @@ from cluster.placement.state import (
     ModelState,
     SloClass,
     WorkerState,
-    retry_after_s,
 )
 
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
 WORKERS: Final = "worker"  # the pool of workers, until one has said it
-NODE_LETTERS: Final = 8  # of a node's id, in a message
-MAX_REASONS: Final = 4  # of workers that cannot load a model, in a message
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that have not reported yet
 
 
@@ -396,9 +393,8 @@ def _failed_everywhere(by_worker: Mapping[str, Mapping[str, Backoff]]) -> dict[s
     for model in first:
         all_ = [first[model], *[failed[model] for failed in others if model in failed]]
         if len(all_) == len(by_worker):
-            errors = [one.error for one in all_[:MAX_REASONS]]
-            more = [f"and {len(all_) - MAX_REASONS} more workers"] if len(all_) > MAX_REASONS else []
-            found[model] = Backoff(min(one.retry_in_s for one in all_), "; ".join([*errors, *more]))
+            error = joined_errors([one.error for one in all_], "workers")
+            found[model] = Backoff(min(one.retry_in_s for one in all_), error)
     return found
 
 

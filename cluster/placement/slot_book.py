@@ -175,7 +175,7 @@ class SlotBook:
         return max(before, min(wanted, 1.0 - sum(others)))
 
     def _may_join(self, member: _Member) -> bool:
-        """Return whether a session still holds: slots from before this controller are told of while it is closed."""
+        """Return whether a session still holds: slots from before this controller are reported while it is closed."""
         return member.is_joined or not member.keeps or self.is_closed
 
     def _begin_session(self, name: str, before: _Member | None) -> _Member:

@@ -78,7 +78,7 @@ class SlotLink(Link):
         await self._queue.retune(config)
 
     async def snapshot(self) -> AdmissionSnapshot:
-        """Return the state of all queues, each as its ingress has last told. Raises QueuesAway."""
+        """Return the state of all queues, each as its ingress has last reported. Raises QueuesAway."""
         return await self._ask(Controller.queues)
 
     async def ended_requests(self, number: int | None) -> EndedRequests:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
-LONGEST_RETRY_S: Final = 60.0
 MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits
 STALE_S: Final = 1.0  # a worker that said nothing for so long gets no orders
 _INF: Final = float("inf")
@@ -125,11 +124,6 @@ class WorkerState:
     def is_stale(self) -> bool:
         """Return whether its figures are too old to give it orders."""
         return self.age_s > STALE_S
-
-
-def retry_after_s(num_failures: int) -> float:
-    """Return the seconds until a model is loaded again that has failed so many times in a row."""
-    return min(2.0 ** (min(max(num_failures, 1), 32) - 1), LONGEST_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,18 +9,23 @@ import uvicorn
 from ray.serve._private import replica
 from starlette.types import ASGIApp
 
+from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
 from cluster.request_ids import RequestIds
 
 
 def put_before_serve(wrap: Callable[[ASGIApp], ASGIApp], prepare: Callable[[uvicorn.Server], None]) -> None:
-    """Let `wrap` of Serve's application answer, in a server that `prepare` is given before it starts."""
+    """Let `wrap` of Serve's application answer, in a server that `prepare` is given before it starts.
+
+    Raises RayIncompatible, also where a server starts before that.
+    """
     shims.require(shims.REPLICA_HTTP)
     start_server: Callable[..., Awaitable[Any]] = replica.start_asgi_http_server
 
     async def start(app: ASGIApp, *arguments: Any, **options: Any) -> Any:
         running, server = await start_server(wrap(app), *arguments, **options)
-        shims.require_unstarted(server)
+        if server.started or server.config.loaded:  # then what is changed in it has no effect
+            raise RayIncompatible("Serve's HTTP server runs before it could be prepared")
         app = server.config.app() if server.config.factory else server.config.app
         server.config.app, server.config.factory = RequestIds(app), False  # around Serve, which would repeat any id
         prepare(server)

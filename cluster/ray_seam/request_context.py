@@ -25,7 +25,8 @@ def current_request_id() -> str:
 def set_request_id(id_: str) -> None:
     """Let this task, and what it starts, work on a request. Raises RayIncompatible."""
     context = _context()
-    context._serve_request_context.set(replace(context._get_serve_request_context(), request_id=id_))
+    known = context._serve_request_context.get() or context._RequestContext()
+    context._serve_request_context.set(replace(known, request_id=id_))
 
 
 @cache

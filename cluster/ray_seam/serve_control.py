@@ -37,11 +37,12 @@ class ServeReplicas:
 
     async def set_target(self, num_replicas: int) -> None:
         """Ask for so many replicas."""
-        from ray.serve._private.common import DeploymentID  # Serve takes a second to import
+        from ray.serve.handle import DeploymentHandle  # Serve takes a second to import
 
+        deployment_id = DeploymentHandle(self._deployment, self._app).deployment_id
         controller = await asyncio.to_thread(_serve_controller)
         async with asyncio.timeout(CALL_S):
-            await controller.update_deployment_replicas.remote(DeploymentID(self._deployment, self._app), num_replicas)
+            await controller.update_deployment_replicas.remote(deployment_id, num_replicas)
 
 
 def replaced_by_version(deployment: Any, version: str) -> Any:

@@ -1,7 +1,7 @@
 """Serve's own HTTP proxy, made to treat slow requests, half-open connections and deadlines as HAProxy does.
 
-Serve calls `install` in the proxy's process, where `ENVIRONMENT` of its controller leads it: it needs Serve's private
-modules. Replicas that HAProxy asks would call it, too, so that only a Serve without HAProxy gets it.
+Serve calls `install` in the proxy's process, where `ENVIRONMENT` of its controller leads it. Replicas that HAProxy asks
+would call it, too, so that only a Serve without HAProxy gets it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
-from ray.serve._private import proxy
+import uvicorn.config
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -41,19 +41,11 @@ _LATE: Final = {
 def install() -> list[Middleware]:
     """Return what stands before Serve, the outermost last: `_BufferedStart`, what leaves deadlines to the ingress, ids.
 
-    The server that the proxy starts next bounds its connections (`BoundedConnection`).
+    Servers that this process makes without a choice of their own bound their connections (`BoundedConnection`).
     """
     shims.require(shims.PROXY_HTTP)
     bound_access_log()
-    start_server: Callable[..., Awaitable[Any]] = proxy.start_asgi_http_server
-
-    async def start(*arguments: Any, **options: Any) -> Any:
-        running, server = await start_server(*arguments, **options)
-        shims.require_unstarted(server)
-        server.config.http = BoundedConnection
-        return running, server
-
-    proxy.start_asgi_http_server = start
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedConnection.__name__}"
     return [Middleware(_BufferedStart), Middleware(HideDeadline), Middleware(RequestIds)]
 
 

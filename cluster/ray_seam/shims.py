@@ -10,16 +10,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from cluster.errors import RayIncompatible
 from weights.private_names import Shim, problems
 
-__all__ = ["ALL", "Shim", "problems", "require", "require_unstarted", "unknown_variables"]
+__all__ = ["ALL", "Shim", "problems", "require", "unknown_variables"]
 
 _CONTROLLER: Final = "ray.serve._private.controller"
 _HAPROXY: Final = "ray.serve._private.haproxy"
-_PROXY: Final = "ray.serve._private.proxy"
 _REPLICA: Final = "ray.serve._private.replica"
 _ROUTER: Final = "ray.serve.request_router:RequestRouter"
 _LOCALITY: Final = "ray.serve.request_router:LocalityMixin"
@@ -43,7 +42,7 @@ HAPROXY: Final = Shim(
 PROXY_HTTP: Final = Shim(
     "Serve's own proxy: its connections are bounded",
     "Serve's proxy does not start",
-    changed={f"{_PROXY}:start_asgi_http_server": _PROXY},
+    public={"uvicorn.config:HTTP_PROTOCOLS": "uvicorn.config"},
 )
 REPLICA_HTTP: Final = Shim(
     "an ingress replica's HTTP server: the gate before it",
@@ -86,7 +85,6 @@ REQUEST_CONTEXT: Final = Shim(
     "the ingress answers no request",
     used=(
         "ray.serve.context:_serve_request_context",
-        "ray.serve.context:_get_serve_request_context",
         "ray.serve.context:_RequestContext.request_id",
     ),
 )
@@ -96,7 +94,6 @@ SERVE_CONTROL: Final = Shim(
     used=(
         f"{_CONTROLLER}:ServeController.get_serve_instance_details",
         f"{_CONTROLLER}:ServeController.update_deployment_replicas",
-        "ray.serve._private.common:DeploymentID",
         "ray.serve._private.constants:SERVE_CONTROLLER_NAME",
         "ray.serve._private.constants:SERVE_NAMESPACE",
     ),
@@ -156,15 +153,6 @@ def require(shim: Shim) -> None:
         import ray
 
         raise RayIncompatible(f"Ray {ray.__version__} does not fit ({shim.purpose}): {'; '.join(found)}")
-
-
-def require_unstarted(server: Any) -> None:
-    """Return when a uvicorn.Server that Serve has made begins later: what is changed in one that runs has no effect.
-
-    Raises RayIncompatible.
-    """
-    if server.started or server.config.loaded:
-        raise RayIncompatible("Serve's HTTP server runs before it could be prepared")
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:

@@ -1,7 +1,7 @@
 """The keepers of all nodes that have replicas: started with the first replica, found by name, called all at once.
 
 Nothing here is lost with the process: keepers are named after their nodes and report what they hold. Pins and a budget
-set at run time end with a keeper's process, so its successor is told of them again.
+set at run time end with a keeper's process, so they are sent to its successor again.
 
 Pins are of models. Their extents are looked up anew in each round, so a pin follows its model to the next version and
 ends with it, and an extent of two models stays while one of them is pinned.
@@ -43,7 +43,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """The process of a keeper as last seen, and the extents that it was told to pin, by model."""
+    """The process of a keeper as last seen, and the extents that it was asked to pin, by model."""
 
     generation: str
     budget_bytes: int
@@ -245,8 +245,8 @@ class NodeKeepers:
         if last is None:
             self._pinned.update(filter(self._is_known, pins))
         here = PeerAddress.parse(address) if address else None
-        # Of a keeper that was not known, this only adds: it has told more itself meanwhile, and while nodes start, what
-        # is forgotten here is read from storage once more.
+        # Of a keeper that was not known, this only adds: it has reported more itself meanwhile, and while nodes start,
+        # what is forgotten here is read from storage once more.
         report = ResidencyReport(here, [extent.id for extent in residents], is_full=last is not None)
         self.residency.report_residency(node_id, report)
         return _Life(life.generation, last.budget_bytes if last else life.budget_bytes, pins)

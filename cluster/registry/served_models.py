@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.load_failures import LoadFailures, named_error
 from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
-from cluster.registry.failed_loads import FailedLoads
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
@@ -67,7 +68,7 @@ class ServedModels:
         self._writing = asyncio.Lock()
         self._extents: dict[str, tuple[str, ...]] = {}
         self._users: dict[str, set[str]] = {}  # models by extent
-        self._failed_loads = FailedLoads()
+        self._failures = LoadFailures()
         self._running: frozenset[str] = frozenset()  # replicas, as far as is known
         self._changed = asyncio.Event()
         # One import at a time: writers of one store wait for each other anyway, and one checkpoint bounds the memory.
@@ -150,7 +151,7 @@ class ServedModels:
         await asyncio.to_thread(self._registrations.remove, id_)
         wanted = self._wanted.pop(id_, None)
         self._note_extents(id_, ())
-        self._failed_loads.forget_model(id_)
+        self._failures.forget_model(id_)
         self.directory.remove(id_)
         self._wake_watchers()
         return wanted
@@ -204,16 +205,16 @@ class ServedModels:
         The directory shows the model as unavailable when no replica is left that may. Requests are still tried.
         """
         if error is None:
-            self._failed_loads.note_load(model, version, replica)
+            self._failures.note_load(model, version, replica)
         else:
-            self._failed_loads.note_failure(model, version, replica, node, error)
+            self._failures.note_failure(model, version, replica, time.monotonic(), named_error(replica, node, error))
         self._show_loads(model, version)
 
     def follow_replicas(self, running: Collection[str]) -> None:
         """Know which replicas run: what those could not load that have ended, others may."""
-        shown = self._failed_loads.models()
+        shown = self._failures.models()
         self._running = frozenset(running)
-        self._failed_loads.forget_ended(running)
+        self._failures.keep_replicas(running)
         for model, version in shown:
             self._show_loads(model, version)
 
@@ -223,7 +224,7 @@ class ServedModels:
             record and record.serves and record.state in ("ready", "unavailable") and record.fingerprint == version
         ):
             return
-        error = self._failed_loads.why_unavailable(model, version, self._running)
+        error = self._failures.why_unavailable(model, version, self._running)
         if error or record.state == "unavailable":
             shown = replace(record, state="unavailable" if error else "ready", error=error)
             if shown != record:
@@ -279,7 +280,7 @@ class ServedModels:
             await asyncio.to_thread(self._registrations.save, Registration(entry=entry, replaces=configured))
 
     def _begin(self, entry: Entry) -> asyncio.Task[None]:
-        self._failed_loads.forget_model(entry.id)
+        self._failures.forget_model(entry.id)
         record = self.directory.get(entry.id)
         if record and record.serves:
             self._apply(replace(record, state="updating", error=""))

@@ -89,7 +89,7 @@ class RegistrySnapshot:
     async def catch_up(self, condition: Callable[[], bool]) -> None:
         """Wait until the copy has followed the registry so far that the condition holds, 2 s at most.
 
-        Whoever was told of a change must not find the old state here.
+        Whoever was notified of a change must not find the old state here.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_S):

@@ -83,7 +83,7 @@ class Span:
 
 
 class SimulatedDispatcher(Protocol):
-    """The one who decides: told what happens, it starts requests and loads models."""
+    """The one who decides: notified of what happens, it starts requests and loads models."""
 
     def on_request(self, request: SimRequest) -> None:
         """Take in a request, a new one or one whose worker was lost."""

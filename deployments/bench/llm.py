@@ -81,7 +81,7 @@ class Case:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The sizes that a peer is told."""
+        """The sizes that a peer is given."""
         return {"n_prompt": self.n_prompt, "n_gen": self.n_gen, "depth": self.depth, "num_parallel": self.num_parallel}
 
 

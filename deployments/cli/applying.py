@@ -1,4 +1,4 @@
-"""What `atelier apply` does to a running cluster: its registry learns of the config, and Serve replaces replicas."""
+"""Applies a config to a running cluster: its registry learns of the config, and Serve replaces replicas."""
 
 from __future__ import annotations
 

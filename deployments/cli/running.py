@@ -34,8 +34,7 @@ from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState
-from deployments.cli.start_watch import StartWatch
-from deployments.cli.unplaced import unplaced_line
+from deployments.cli.start_watch import StartWatch, unplaced_line
 from deployments.preflight import device_mistakes
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 from weights.externalize import unpacked_bytes
@@ -74,7 +73,7 @@ def cluster_up(
 ) -> Iterator[str]:
     """Run the cluster for the length of the block, and yield its URL once it answers; nothing of it stays after.
 
-    `show` is told of the progress meanwhile. Raises SessionError when something is in the way, it does not come up
+    `show` is given the progress meanwhile. Raises SessionError when something is in the way, it does not come up
     (within `timeout_s`), or `stop` is set before it does.
     """
     check_devices(config)

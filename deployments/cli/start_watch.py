@@ -1,9 +1,11 @@
-"""The end of a start: everything that can be there is there, or nothing moves any more."""
+"""The end of a start: everything that can be there is there, or nothing moves any more; and replicas that no node has
+room for, in words.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,6 +15,8 @@ from deployments.cli.progress import StartState
 UNPLACED_S: Final = 10.0  # without a place for a replica, before that is said
 STALL_S: Final = 300.0  # without any change, though no model is entering the store: imports have limits of their own
 _ENTERING: Final = ("registering", "updating")
+_MAX_NODES: Final = 4  # that are described
+_KEYS: Final = {"CPU": "num_cpus", "GPU": "num_gpus"}
 
 
 class StartWatch:
@@ -71,3 +75,37 @@ def _shown(state: StartState) -> str:
         *state.unplaced.values(),
     ]
     return "; ".join(parts)
+
+
+def unplaced_line(
+    name: str, num_unplaced: int, demand: Mapping[str, float], nodes: Sequence[Mapping[str, float]]
+) -> str:
+    """Return a line on replicas of deployment `name`, each of which takes `demand` of a node's resources.
+
+    `nodes` are the resources of each node, whoever uses them now.
+    """
+    lacking = sorted(_lacking(demand, nodes))
+    keys = [f"{name}.{_KEYS.get(resource, 'placement')}" for resource in lacking] or [f"{name}.num_replicas"]
+    why = "no node has as much" if lacking else "all of it is taken"
+    replicas = "1 replica finds" if num_unplaced == 1 else f"{num_unplaced} replicas find"
+    return (
+        f"{name}: {replicas} no place: each takes {_amounts(demand, demand)}, {why} ({_nodes(demand, nodes)}). "
+        f"Lower {' or '.join(dict.fromkeys(keys))}, or add a node"
+    )
+
+
+def _lacking(demand: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> Iterator[str]:
+    """Yield the resources of which no single node has enough."""
+    for resource, amount in demand.items():
+        if all(node.get(resource, 0.0) < amount for node in nodes):
+            yield resource
+
+
+def _nodes(demand: Mapping[str, float], nodes: Sequence[Mapping[str, float]]) -> str:
+    shown = ", ".join(f"{_amounts(demand, node)}" for node in nodes[:_MAX_NODES])
+    further = f" and {len(nodes) - _MAX_NODES} more" if len(nodes) > _MAX_NODES else ""
+    return f"{len(nodes)} node{'s have' if len(nodes) != 1 else ' has'} {shown or 'nothing'}{further}"
+
+
+def _amounts(demand: Mapping[str, float], amounts: Mapping[str, float]) -> str:
+    return " and ".join(f"{amounts.get(resource, 0.0):g} {resource}" for resource in demand) or "nothing"

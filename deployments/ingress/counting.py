@@ -1,4 +1,4 @@
-"""Which requests are counted, and by what: the model, the kind of work, and the HTTP status of the outcome."""
+"""Counts requests by the model, the kind of work, and the HTTP status of the outcome."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Coroutine[Any, Any, Any]])
 
 
 class Meter(Protocol):
-    """Where requests are counted: `cluster.telemetry.EdgeMetrics`."""
+    """Counts requests and tokens, as `cluster.telemetry.EdgeMetrics` does."""
 
     def count_request(self, kind: str, model: str, status: int) -> None:
         """Count a request that has ended."""
@@ -37,7 +37,7 @@ class NoMeter:
 
 
 class Counting(Protocol):
-    """What has counted methods."""
+    """Has methods that are counted."""
 
     meter: Meter
 

@@ -231,8 +231,8 @@ def _timeout_s(scope: Scope) -> float:
 
 def _has_left(leaving: asyncio.Future[Message]) -> bool:
     """Return whether nobody waits for an answer any more."""
-    is_told = leaving.done() and not leaving.cancelled() and leaving.exception() is None
-    return is_told and leaving.result()["type"] == "http.disconnect"
+    has_come = leaving.done() and not leaving.cancelled() and leaving.exception() is None
+    return has_come and leaving.result()["type"] == "http.disconnect"
 
 
 def _beginning_with(messages: list[Message], receive: Receive) -> Receive:

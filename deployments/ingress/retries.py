@@ -8,6 +8,7 @@ Most replicas die of something else, and then all of their requests wait for eac
 `MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
 
 A request whose replica could not load its model is asked again once too, of a replica that has not failed with it.
+Images go on elsewhere after their last checkpoint.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cluster.admission.dispatcher import Dispatcher
 from deployments.errors import CannotLoad, ReplicaLost
 from deployments.ingress.admitted import Slot, admitted
 from deployments.pipelines.plans import SegmentResult
+from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import OnPiece, ReplicaCalls
 
@@ -112,6 +114,34 @@ class Resumption:
     def take(self, piece: Any) -> bool:
         """Take a piece in; return whether the caller gets it."""
         self.num_final += 1
+        return True
+
+
+class ResumedImages(Resumption):
+    """The progress of the images of one request.
+
+    Steps may be done again: another replica goes on after the last checkpoint that came, which it gets as one more
+    argument, and steps that were reported already are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent_step = 0
+        self._checkpoint: bytes | None = None
+
+    def begin_try(self) -> tuple[Any, ...]:
+        self.is_moved = False
+        return () if self._checkpoint is None else (self._checkpoint,)
+
+    def take(self, piece: Any) -> bool:
+        if not isinstance(piece, ImageProgress):
+            self.is_complete = True  # the result is the last piece
+            return super().take(piece)
+        self._checkpoint = piece.checkpoint or self._checkpoint
+        self.is_moved = piece.is_moved
+        if piece.is_moved or piece.step <= self._sent_step:
+            return False
+        self._sent_step = piece.step
         return True
 
 

@@ -42,8 +42,7 @@ from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, ca
 from deployments.ingress.counting import Meter, NoMeter, count_text, counted
 from deployments.ingress.demands import ENCODER, PIPELINES, WORKER, Request, demand_of, demand_of_pipeline
 from deployments.ingress.pipeline_models import PipelineModels
-from deployments.ingress.resumed_images import ResumedImages
-from deployments.ingress.retries import EncoderReply, RetriedCalls
+from deployments.ingress.retries import EncoderReply, ResumedImages, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
 from deployments.limits import (
     check_clip,
@@ -391,7 +390,7 @@ class Service:
 
     @counted("pipeline", "pipeline")
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
-        """Run a multi-model pipeline once it has its place; `on_stage` hears of its stages.
+        """Run a multi-model pipeline once it has its place; `on_stage` is called with its stages.
 
         They have its terms, and no bound refuses them.
         """

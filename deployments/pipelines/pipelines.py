@@ -93,7 +93,7 @@ class Pipelines:
         return known[1]
 
     async def run_pipeline(self, request: PipelineRequest, on_stage: OnStage = lambda _: None) -> PipelineResult:
-        """Run a pipeline; `on_stage` hears of its stages.
+        """Run a pipeline; `on_stage` is called with its stages.
 
         Raises the ServiceErrors of `deployments.errors`; those of a stage begin with its name.
         """
@@ -139,8 +139,8 @@ class Pipelines:
         num_items = max(counts.values())
         wrong = {name: count for name, count in counts.items() if count not in (1, num_items)}
         if min(counts.values()) == 0 or wrong:
-            told = ", ".join(f"{name} {count}" for name, count in counts.items())
-            raise InvalidRequest(f"inputs must have as many items as each other, or one, and not none; got {told}")
+            found = ", ".join(f"{name} {count}" for name, count in counts.items())
+            raise InvalidRequest(f"inputs must have as many items as each other, or one, and not none; got {found}")
         limit = self._most_items(plan)
         if num_items > limit:
             raise InvalidRequest(f"pipeline {plan.id!r} takes at most {limit} items in one request, got {num_items}")

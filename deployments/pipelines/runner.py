@@ -86,7 +86,7 @@ class PipelineRun:
     """One run. `values` holds the inputs that were given, and after `run_stages` the outputs too.
 
     Results of segments that only other segments need never come here: their replies are handed on. If such a segment
-    fails, that shows when the next one is asked. `on_stage` hears of a stage that begins and ends; the end of one in
+    fails, that shows when the next one is asked. `on_stage` is called as a stage begins and ends; the end of one in
     such a segment shows with the next one that comes here.
     """
 

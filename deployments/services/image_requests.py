@@ -69,7 +69,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
 
 
 def progress_of(output: DiffusionOutput) -> ImageProgress:
-    """Return what the request is told of a step."""
+    """Return the progress of a step as the request gets it."""
     previews = () if output.preview is None else tuple(output.preview)
     return ImageProgress(
         output.step_index, output.num_steps, previews, output.preview_index, output.checkpoint, output.is_moved

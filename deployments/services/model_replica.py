@@ -253,7 +253,7 @@ async def prepare_models(
                 async with module_cache.lease(model.id, wanted):
                     pass
         except (ClusterError, WeightsError, ServiceError, EngineError) as error:
-            # Not this replica's business yet: the registry shows it, and a request for the model will be told.
+            # The registry reports it, and requests for the model will fail.
             logger.warning("model %s is not prepared: %s", model.id, error)
     # What the libraries made at import is millions of objects that stay; looking through them all again and again
     # makes a switch pause for 300 ms now and then.

@@ -1,4 +1,4 @@
-"""The models of one worker under the controller: it reports what is here, and does what it is told.
+"""The models of one worker under the controller: it reports what is here, and carries out orders.
 
 An order is carried out once, however often it comes. A model that cannot be got ready is reported with the reason,
 until it is ready or was not tried for long; when it is tried again is the controller's business.
@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
-from cluster.placement.state import LONGEST_RETRY_S
 from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
 from deployments.tasks import shared_task

@@ -176,7 +176,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
                 own.set_attribute("atelier.outputs", caller.num_outputs)
 
     async def _run_caller(self, request: RequestT, caller: _Caller[OutputT]) -> OutputT:
-        """Return the last output of the request of a caller, who is told of each."""
+        """Return the last output of the request of a caller, who gets each."""
         self._callers[request.request_id] = caller
         self._joining.append(request)
         if self._task is None or self._task.done():
@@ -260,7 +260,7 @@ class EngineLoop(Generic[RequestT, OutputT]):
                     loop.call_soon_threadsafe(self._deliver, [(request.request_id, error)])
 
     def _can_wait(self, request_id: str, outcome: OutputT | Exception) -> bool:
-        """Return whether the caller of a request can be told later, if it has not left during the step."""
+        """Return whether the caller of a request can be answered later, if it has not left during the step."""
         caller = self._callers.get(request_id)
         return caller is None or caller.can_wait(outcome)
 

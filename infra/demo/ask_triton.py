@@ -1,4 +1,4 @@
-"""What tritonclient is told by the demo pipelines: python ask_triton.py HOST:PORT FOLDER, in the judges' environment.
+"""Asks the demo pipelines by tritonclient: python ask_triton.py HOST:PORT FOLDER, in the judges' environment.
 
 FOLDER/questions.json has `sums`, `seeds` and `texts`; `answers.json` is put beside it, with `images` as nested lists
 (null where the pipeline refused) and `labels`.

@@ -1,4 +1,4 @@
-"""What the Flux trainings share: latents, packing, captions and the flow-matching loss.
+"""Parts that the Flux trainings share: latents, packing, captions and the flow-matching loss.
 
 A Flux transformer predicts the velocity `noise - latents` at the point
 `(1 - sigma) * latents + sigma * noise`; its `timestep` argument is sigma itself.

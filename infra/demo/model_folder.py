@@ -1,4 +1,4 @@
-"""Where the models lie, and how they are written: bf16, and nothing of the machine in the files."""
+"""The folder of the demo models, and their form: bf16, and nothing of the machine in the files."""
 
 from __future__ import annotations
 

@@ -48,6 +48,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:
+        output["met"] = dict(_met)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take in what a process of pytest-xdist has met."""
+    _met.update(getattr(node, "workeroutput", {}).get("met", {}))
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     met = ", ".join(f"{name} ({what})" for name, what in sorted(_met.items())) or "none"
     terminalreporter.write_line(f"devices met: {met}")

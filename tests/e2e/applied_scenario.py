@@ -126,7 +126,7 @@ class Client:
 
 
 class Workers:
-    """Who counts the workers that run, as often as Serve's controller changes them, for the length of the block."""
+    """Counts the workers that run, as often as Serve's controller changes them, for the length of the block."""
 
     def __init__(self, name: str) -> None:
         self._name = name

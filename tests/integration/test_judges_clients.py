@@ -23,13 +23,6 @@ from integration.harness import Cluster
 from integration.judging import JUDGES, Observed, digit_judge, held_out_texts, judge
 from PIL import Image
 
-# Most of a load is the start of aiperf's processes.
-LOADS = (
-    "chat_stream",
-    pytest.param("embeddings", marks=pytest.mark.long),
-    pytest.param("images", marks=pytest.mark.long),
-)
-
 
 @pytest.fixture(scope="module")
 def kserve(cluster: Cluster, asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Observed:
@@ -103,7 +96,8 @@ def test_openai_gets_the_kinds_of_texts(cluster: Cluster) -> None:
     assert sum(right) / len(right) >= 0.85
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.long  # as the next one: most of a load is the start of aiperf's processes
+@pytest.mark.parametrize("load", ["chat_stream", "embeddings", "images"])
 def test_aiperf_meets_no_error(observe_load: Callable[[str], Any], load: str) -> None:
     found = observe_load(load)
     assert found["request_count"] == 10
@@ -113,6 +107,7 @@ def test_aiperf_meets_no_error(observe_load: Callable[[str], Any], load: str) ->
     assert not found["was_cancelled"]
 
 
+@pytest.mark.long
 def test_aiperf_sees_a_stream_begin_before_it_ends(observe_load: Callable[[str], Any]) -> None:
     found = observe_load("chat_stream")
     assert 0 < found["time_to_first_token"] < found["request_latency"]

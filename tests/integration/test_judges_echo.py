@@ -34,7 +34,7 @@ def echoes(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 @pytest.mark.parametrize(("way", "datatype"), SPOKEN)
 def test_tensors_come_back_bit_for_bit(echoes: Observed, way: str, datatype: str) -> None:
-    """No dimension, none of a size, several, and a mebibyte."""
+    """No dimension, none of a size, several, and a large one."""
     found = echoes[f"{way}.{datatype}"]
     assert found["sent"] == 8
     assert not found["differences"]

@@ -306,35 +306,21 @@ class Encoding:
 
 
 class Encoders:
-    """An application of encoders, and a worker's client of it."""
+    """A worker's client of an application of encoders."""
 
-    def __init__(self, computations: Any) -> None:
+    def __init__(self, handle: Any, computations: Any) -> None:
         self.computations = computations
         self.names: frozenset[str] = frozenset()
-        deployment = serve.deployment(Encoding).options(
-            num_replicas=2,
-            ray_actor_options={"num_cpus": 0},
-            graceful_shutdown_wait_loop_s=0.1,
-            max_ongoing_requests=2048,
-            request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),
-        )
-        app = deployment.bind(self.computations)
-        (handle,) = serve.run_many(
-            [serve.RunTarget(app, name=ENCODERS, route_prefix=None, external_scaler_enabled=True)]
-        )
         watch_replicas(handle, self._note_names)
         self.calls = ReplicaCalls(handle)
         self._client = TextEncoderClient(self.calls, LONG_S)
 
-    async def add_one(self) -> None:
-        await ServeReplicas(ENCODERS, "Encoding").set_target(3)
-        await self.until_there_are(3)
+    async def have(self, number: int) -> None:
+        await ServeReplicas(ENCODERS, "Encoding").set_target(number)
+        await until(lambda: len(self.names) == number)
 
     async def ask(self, text: str) -> str:
         return str(await self._client.condition(ConditioningRequest("m", text, None, False, None)))
-
-    async def until_there_are(self, number: int) -> None:
-        await until(lambda: len(self.names) == number)
 
     async def kill(self, name: str) -> None:
         async def place() -> str:
@@ -348,12 +334,28 @@ class Encoders:
         self.names = names
 
 
+@pytest.fixture(scope="module")
+def encoder_app(cluster: Cluster) -> Iterator[tuple[Any, Any]]:
+    """One application for all tests, as above: its handle, and what it computes."""
+    computations = Computations.remote()
+    deployment = serve.deployment(Encoding).options(
+        num_replicas=2,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_wait_loop_s=0.1,
+        max_ongoing_requests=2048,
+        request_router_config=RequestRouterConfig(request_router_class=PLACED_ROUTER),
+    )
+    app = deployment.bind(computations)
+    (handle,) = serve.run_many([serve.RunTarget(app, name=ENCODERS, route_prefix=None, external_scaler_enabled=True)])
+    yield handle, computations
+    serve.delete(ENCODERS)
+
+
 @pytest.fixture
-async def encoders(cluster: Cluster) -> AsyncIterator[Encoders]:
-    made = await asyncio.to_thread(Encoders, Computations.remote())
-    await made.until_there_are(2)
-    yield made
-    await asyncio.to_thread(serve.delete, ENCODERS)
+async def encoders(encoder_app: tuple[Any, Any]) -> Encoders:
+    made = Encoders(*encoder_app)
+    await made.have(2)
+    return made
 
 
 @pytest.mark.parametrize("change", ["none", "one more", "one less", "its own dies"])
@@ -367,7 +369,7 @@ async def test_a_thousand_equal_texts_are_encoded_once(encoders: Encoders, chang
             await asyncio.sleep(0.02)
     (first,) = await computations.replicas_of.remote(text)
     if change == "one more":
-        await encoders.add_one()
+        await encoders.have(3)
     elif change != "none":
         (other,) = encoders.names - {first}
         await encoders.kill(first if change == "its own dies" else other)
@@ -386,6 +388,6 @@ async def test_most_texts_are_found_again_after_a_change_of_replicas(encoders: E
     texts = [uuid.uuid4().hex for _ in range(120)]
     assert {await encoders.ask(text) for text in texts} == {"computed"}
     assert {await encoders.ask(text) for text in texts} == {"local"}
-    await encoders.add_one()
+    await encoders.have(3)
     sources = Counter([await encoders.ask(text) for text in texts])
     assert 60 <= sources["local"] < 120, sources

@@ -9,7 +9,7 @@ import pytest
 from integration.harness import run_scenario
 from integration.shared_ray_scenario import STORE_BYTES
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.long]  # a Ray of its own
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ seen, or what was raised, and the seconds that it took. Arrays go to `.npy` file
 
 from __future__ import annotations
 
+import http.client
 import json
 import sys
 import time
@@ -54,6 +55,19 @@ def write(where: Place, observations: Iterable[tuple[str, Callable[[], Any]]]) -
     """Makes all of them, whatever happens in one."""
     seen = {name: _made(observation) for name, observation in observations}
     (where.folder / f"{Path(sys.argv[0]).stem}.json").write_text(json.dumps(seen, default=_plain))
+
+
+def until_denoising(where: Place, condition: Callable[[int], bool]) -> float:
+    """Return the seconds until the number of images in work is as wanted."""
+    start = time.perf_counter()
+    while time.perf_counter() < start + SLOW_S:
+        connection = http.client.HTTPConnection(where.host, timeout=SLOW_S)
+        connection.request("GET", "/admin/cluster")
+        workers = json.loads(connection.getresponse().read())["workers"]
+        connection.close()
+        if condition(sum(worker["denoising"] for worker in workers)):
+            return time.perf_counter() - start
+    raise TimeoutError(f"workers are at {workers!r:.300}")
 
 
 def error_text(call: Callable[[], Any]) -> str:

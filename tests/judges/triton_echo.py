@@ -16,7 +16,7 @@ from tritonclient.grpc import InferResult
 WHERE = place()
 RNG = np.random.default_rng(WHERE.asked["seed"])
 SMALL = ((), (3,), (1, 1), (2, 3), (1, 0, 4), (4, 1, 3, 2), (1, 2, 1, 2, 5))
-MEBIBYTE = 2**20
+LARGE = 2**18  # bytes: many times what proxies and gRPC pass on at once
 INTEGERS = ("INT8", "INT16", "INT32", "INT64", "UINT8", "UINT16", "UINT32", "UINT64")
 FLOATS = {"FP16": np.float16, "BF16": ml_dtypes.bfloat16, "FP32": np.float32, "FP64": np.float64}
 # Neither specification has a way to write them but raw bytes.
@@ -54,11 +54,11 @@ def _element(*, raw: bool) -> bytes:
 
 
 def large(datatype: str, *, raw: bool) -> np.ndarray:
-    """About a mebibyte, as bytes or, not `raw`, as text."""
+    """About `LARGE`, as bytes or, not `raw`, as text."""
     if datatype == "BYTES":
-        return drawn(datatype, (MEBIBYTE // 64, 2), raw=raw)
+        return drawn(datatype, (LARGE // 64, 2), raw=raw)
     itemsize = drawn(datatype, (1,), raw=raw).itemsize
-    num_elements = MEBIBYTE // (itemsize if raw else 2 * itemsize + 2)
+    num_elements = LARGE // (itemsize if raw else 2 * itemsize + 2)
     return drawn(datatype, (4, num_elements // 4), raw=raw)
 
 

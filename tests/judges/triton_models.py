@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.utils.shared_memory as shm
-from observing import error_text, place, write
+from observing import error_text, place, until_denoising, write
 from triton_clients import Grpc, Http, decoded, texts
 from tritonclient.utils import InferenceServerException
 
@@ -239,22 +239,15 @@ def _loading(client: Client) -> dict[str, bool]:
 
 
 def _unload_in_use(client: Client) -> dict[str, Any]:
-    """While a long request runs, unloading is refused; the request is answered all the same.
-
-    Unloading is accepted as long as the request has not begun, and may take as long as one: then another one is sent.
-    """
+    """While a long request runs, unloading is refused; the request is answered all the same."""
     inputs = {
         "prompt": texts(*[ASKED["image"]["prompt"]] * 4),
-        "num_inference_steps": np.array([200], np.int32),
+        "num_inference_steps": np.array([120], np.int32),
     }
-    for _ in range(5):
-        running, refusal = Running(client, "digits-flux-inverted", inputs), ""
-        while not running.is_done() and not refusal:
-            refusal = _refusal(lambda: client.client.unload_model("digits-flux-inverted"))
-        shape = running.result().as_numpy("images").shape
-        if refusal:
-            break
-    return {"refusal": refusal, "shape": list(shape)}
+    running = Running(client, "digits-flux-inverted", inputs)
+    until_denoising(WHERE, lambda number: number > 0)
+    refusal = _refusal(lambda: client.client.unload_model("digits-flux-inverted"))
+    return {"refusal": refusal, "shape": list(running.result().as_numpy("images").shape)}
 
 
 def _refusal(call: Callable[[], Any]) -> str:
@@ -272,9 +265,6 @@ class Running:
     def __init__(self, client: Client, model: str, inputs: dict[str, np.ndarray]) -> None:
         other = type(client)(WHERE)  # a connection of its own, in a thread of its own
         self._future = ThreadPoolExecutor(1).submit(other.infer, model, inputs)
-
-    def is_done(self) -> bool:
-        return self._future.done()
 
     def result(self) -> Any:
         return self._future.result()

@@ -5,17 +5,17 @@ from __future__ import annotations
 import http.client
 import json
 import socket
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc.service_pb2 as messages
-from observing import SLOW_S, error_text, place, write
+from observing import SLOW_S, error_text, place, until_denoising, write
 from triton_clients import Grpc, Http, decoded, texts
 
 WHERE = place()
 TEXT = texts("a text")
+NUM_STEPS = 120  # of images that take seconds
 Client = Http | Grpc
 Observation = tuple[str, Callable[[], Any]]
 
@@ -55,7 +55,7 @@ def refused_by_both(client: Client) -> Iterator[Observation]:
         "priority_out_of_range": embed(priority=10**6),
         "sequence": embed(sequence_id=5, sequence_start=True),
         "timeout_over": lambda: client.infer(
-            "digits-sdxl", {"prompt": TEXT, "num_inference_steps": np.array([200], np.int32)}, timeout=1000
+            "digits-sdxl", {"prompt": TEXT, "num_inference_steps": np.array([NUM_STEPS], np.int32)}, timeout=1000
         ),
         "not_finite": infer("adder", text_input=TEXT, temperature=np.array([np.nan], np.float32)),
         "unavailable_model": infer("truncated", text_input=TEXT),
@@ -156,27 +156,27 @@ def _called(client: Grpc, request: Any) -> str:
 
 
 def _long_images() -> dict[str, np.ndarray]:
-    return {"prompt": texts(*["a handwritten two"] * 8), "num_inference_steps": np.array([200], np.int32)}
+    return {"prompt": texts(*["a handwritten two"] * 8), "num_inference_steps": np.array([NUM_STEPS], np.int32)}
 
 
 def _hang_up() -> None:
     """The connection is closed while the images are being made."""
     inputs = [
         {"name": "prompt", "datatype": "BYTES", "shape": [8], "data": ["a handwritten two"] * 8},
-        {"name": "num_inference_steps", "datatype": "INT32", "shape": [1], "data": [200]},
+        {"name": "num_inference_steps", "datatype": "INT32", "shape": [1], "data": [NUM_STEPS]},
     ]
     body = json.dumps({"inputs": inputs}).encode()
     head = f"POST /v2/models/digits-flux/infer HTTP/1.1\r\nHost: {WHERE.host}\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = WHERE.host.split(":")
     with socket.create_connection((host, int(port)), timeout=SLOW_S) as connection:
         connection.sendall(head.encode() + body)
-        _until_denoising(lambda number: number > 0)
+        until_denoising(WHERE, lambda number: number > 0)
 
 
 def _cancel(client: Grpc) -> None:
     tensors = [client.tensor(name, array) for name, array in _long_images().items()]
     call = client.client.async_infer("digits-flux", tensors, lambda result, error: None)
-    _until_denoising(lambda number: number > 0)
+    until_denoising(WHERE, lambda number: number > 0)
     call.cancel()
 
 
@@ -184,26 +184,13 @@ def _cancel_stream(client: Grpc) -> None:
     client.client.start_stream(lambda result, error: None)
     tensors = [client.tensor(name, array) for name, array in _long_images().items()]
     client.client.async_stream_infer("digits-flux", tensors)
-    _until_denoising(lambda number: number > 0)
+    until_denoising(WHERE, lambda number: number > 0)
     client.client.stop_stream(cancel_requests=True)
-
-
-def _until_denoising(condition: Callable[[int], bool]) -> float:
-    """Seconds until the number of images in work is as wanted."""
-    start = time.perf_counter()
-    while time.perf_counter() < start + SLOW_S:
-        connection = http.client.HTTPConnection(WHERE.host, timeout=SLOW_S)
-        connection.request("GET", "/admin/cluster")
-        workers = json.loads(connection.getresponse().read())["workers"]
-        connection.close()
-        if condition(sum(worker["denoising"] for worker in workers)):
-            return time.perf_counter() - start
-    raise TimeoutError(f"workers are at {workers!r:.300}")
 
 
 def _is_fine(client: Client) -> dict[str, Any]:
     """Abandoned work is not worked on any more, and a small request is answered."""
-    ended_s = _until_denoising(lambda number: number == 0)
+    ended_s = until_denoising(WHERE, lambda number: number == 0)
     few = {"prompt": texts("a handwritten two"), "num_inference_steps": np.array([2], np.int32)}
     shape = client.infer("digits-flux", few).as_numpy("images").shape
     answer = client.infer("adder", {"text_input": texts("What is 12 + 7?"), "chat": np.array([True])})

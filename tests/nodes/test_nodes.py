@@ -1,4 +1,4 @@
-"""What happens to requests when nodes, links and the head's actors fail, come and go."""
+"""Requests go on while nodes, links and the head's actors fail, come and go."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class ThreeNodes:
 
 @dataclass(frozen=True)
 class Figures:
-    """What became of the requests. The gap is the longest time in which none was answered rightly, in s."""
+    """The outcomes of the requests. The gap is the longest time in which none was answered rightly, in s."""
 
     requests: int
     lost: list[str]
@@ -221,7 +221,7 @@ class Load:
 
     @property
     def figures(self) -> Figures:
-        """What was seen; to be asked for after the block."""
+        """Return what was seen; to be asked for after the block."""
         times = [self._start_s, *sorted(self._right_s)]
         gap_s = max(later - earlier for earlier, later in itertools.pairwise(times))
         number = len(self._right_s) + len(self._lost) + len(self._wrong)

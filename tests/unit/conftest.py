@@ -1,4 +1,4 @@
-"""For all unit tests: Python's collector leaves alone what was imported."""
+"""For all unit tests: logs are as before after each, and Python's collector leaves alone what was imported."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from kit.waiting import until, wait_until
 from infra.ports import free_port
 
 TESTS = Path(__file__).parents[1]
+ALONE = {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # the plugins of others take seconds to load
 DRAWING = """
 import random
 import numpy as np
@@ -48,7 +49,7 @@ def drawn(folder: Path, seed: str, *options: str) -> tuple[dict[str, str], str]:
     """Return what each test has drawn, and all that was printed."""
     (folder / "test_drawing.py").write_text(DRAWING)
     words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "test_drawing.py", *options]
-    environment = os.environ | {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed}
+    environment = os.environ | ALONE | {"ATELIER_TEST_SEED": seed}
     done = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
     )
@@ -74,9 +75,10 @@ def test_a_seed_gives_hypothesis_the_same_examples_where_ci_is_set_too(tmp_path:
     )
 
     def shown(seed: str, **more: str) -> list[str]:
-        words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "--quiet", "test_examples.py"]
+        plugins = ["-p", "_hypothesis_pytestplugin", "-p", "kit.seeding", "-p", "no:cacheprovider"]
+        words = ["-m", "pytest", *plugins, "-s", "--quiet", "test_examples.py"]
         environment = {name: value for name, value in os.environ.items() if name != "CI"}
-        environment |= {"PYTHONPATH": str(TESTS), "ATELIER_TEST_SEED": seed, **more}
+        environment |= ALONE | {"ATELIER_TEST_SEED": seed, **more}
         done = subprocess.run(
             [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )

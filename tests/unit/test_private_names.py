@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -72,23 +73,27 @@ def private_names(tree: ast.AST, own: set[str], of_seams: set[str]) -> Iterator[
                 yield node.lineno, node.value
 
 
-TREES = {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
+@cache
+def trees() -> dict[str, ast.Module]:
+    """Return the product's files by path, parsed: not at import, which each process of pytest-xdist does."""
+    return {str(file.relative_to(ROOT)): ast.parse(file.read_text()) for file in FILES}
+
+
 PARTS = {part for shim in LISTED for name in shim.private for part in name.replace(":", ".").split(".")}
 OF_SEAMS = {
     last for shim in LISTED for name in shim.private if is_private(last := name.rpartition(":")[2].rpartition(".")[2])
-}
-OWN = {
-    name for path, tree in TREES.items() if not path.startswith(SEAMS) for name in own_names(tree) if is_private(name)
 }
 
 
 def test_nobody_but_the_seams_uses_a_private_name_of_a_library() -> None:
     allowed = {name for names in KNOWN.values() for name in names}
+    others = {path: tree for path, tree in trees().items() if not path.startswith(SEAMS)}
+    own = {name for tree in others.values() for name in own_names(tree) if is_private(name)}
     found = [
         f"{path}:{line} {name}"
-        for path, tree in TREES.items()
-        if not path.startswith(SEAMS) and path not in MEASURED
-        for line, name in private_names(tree, OWN, OF_SEAMS)
+        for path, tree in others.items()
+        if path not in MEASURED
+        for line, name in private_names(tree, own, OF_SEAMS)
         if name not in allowed
     ]
     assert found == [], "a private name of a library belongs in its seam, and in the list of that seam"
@@ -119,7 +124,7 @@ def test_the_pinned_libraries_fit(shim: Shim) -> None:
 
 def test_a_name_is_listed_by_the_seam_that_uses_it() -> None:
     """Names that a seam's own code reads of others are in its list: `atelier doctor` would not miss one."""
-    for file in (file for file in TREES if file.startswith(SEAMS)):
-        own = set(own_names(TREES[file])) - OF_SEAMS
-        used = {name.rpartition(".")[2] for _, name in private_names(TREES[file], own, set()) if ":" not in name}
+    for file, tree in ((file, tree) for file, tree in trees().items() if file.startswith(SEAMS)):
+        own = set(own_names(tree)) - OF_SEAMS
+        used = {name.rpartition(".")[2] for _, name in private_names(tree, own, set()) if ":" not in name}
         assert set(filter(is_private, used)) - PARTS <= {"_transformers_version"} | KNOWN["os"], file

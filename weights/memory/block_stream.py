@@ -73,8 +73,7 @@ class BlockStream:
             if target.numel()
         ]
         self._holds[buffer] = block
-        told = self._space.work_so_far()
-        self._arrived[buffer] = self._thread.submit(self._space.fill, pairs, told)
+        self._arrived[buffer] = self._thread.submit(self._space.fill, pairs, self._space.work_so_far())
 
     def _wait(self, buffer: int, *, is_needed: bool = True) -> None:
         arrived = self._arrived[buffer]

@@ -56,13 +56,13 @@ class Bucket:
         Raises StoreError: cannot be reached, access refused, nothing there, a key that would leave the target folder.
         """
         found: list[RemoteObject] = []
-        with self._told():
+        with self._named_errors():
             for page in self._obstore.list(self._client, self.prefix or None, chunk_size=1000):
                 found += [self._object(meta) for meta in page if meta["path"] != self.prefix]
                 if len(found) > MAX_OBJECTS:
                     raise StoreError(f"{self.url}: more than {MAX_OBJECTS} objects, expected those of one checkpoint")
         if not found:
-            with self._told():
+            with self._named_errors():
                 if not self.prefix:
                     raise FileNotFoundError
                 found = [self._object(self._obstore.head(self._client, self.prefix))]
@@ -71,7 +71,7 @@ class Bucket:
 
     def read_range(self, remote: RemoteObject, start: int, stop: int) -> Iterator[bytes]:
         """Yield bytes `start` to `stop` in chunks. Raises ObjectChanged, or StoreError when the client gave up."""
-        with self._told(remote.key):
+        with self._named_errors(remote.key):
             try:
                 options = {"range": (start, stop), "if_match": remote.etag}
                 result = self._obstore.get(self._client, remote.key, options=options)
@@ -100,7 +100,7 @@ class Bucket:
                 raise StoreError(f"{self.url}: {min(clash)!r} is an object and the folder of {name!r}")
 
     @contextlib.contextmanager
-    def _told(self, key: str = "") -> Iterator[None]:
+    def _named_errors(self, key: str = "") -> Iterator[None]:
         """Turn client errors into StoreError with the URL and without their dump of requests and answers."""
         where = f"s3://{self._name}/{key}" if key else self.url
         try:

@@ -163,7 +163,7 @@ class HubRepository:
     def _asked(self, ask: Callable[[], T]) -> T:
         """Return what the hub answers; where it says when to come back, or is not itself, wait and ask again."""
         for num_waits in range(_MAX_WAITS + 1):
-            with self._told():
+            with self._named_errors():
                 try:
                     return ask()
                 except self._hub.errors.HTTPError as error:
@@ -174,7 +174,7 @@ class HubRepository:
         raise AssertionError("the last answer is returned or raised")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         """Turn errors of the library into StoreError of one line, with the URL."""
         errors = self._hub.errors
         try:
@@ -210,8 +210,8 @@ def _wait_s(response: Any, num_waits: int) -> float | None:
         return 2.0**num_waits
     if response.status_code not in (429, 500, 502, 503, 504):
         return None
-    told = response.headers.get("retry-after", "")
-    wait_s = float(told) if re.fullmatch(r"\d{1,9}", told) else 2.0**num_waits
+    asked = response.headers.get("retry-after", "")
+    wait_s = float(asked) if re.fullmatch(r"\d{1,9}", asked) else 2.0**num_waits
     return wait_s if wait_s <= MAX_WAIT_S else None
 
 
@@ -219,8 +219,8 @@ def _refusal(response: Any) -> str:
     status = response.status_code
     if status in (401, 403):
         return f"the hub answered {status}: set HF_TOKEN to a token that may read it"
-    if status == 429 and (told := response.headers.get("retry-after")):
-        return f"the hub answered 429, and asks to come back in {told:.20} s"
+    if status == 429 and (wait := response.headers.get("retry-after")):
+        return f"the hub answered 429, and asks to come back in {wait:.20} s"
     return f"the hub answered {status}"
 
 

@@ -122,14 +122,14 @@ def _started(template: Template, script: str) -> Iterator[Path]:
         stack.callback(_end, process)
         for listener in listeners.values():
             listener.close()
-        told = {
+        settings = {
             "template": asdict(template),
             "listeners": descriptors,
             "script": script,
             "folder": str(folder),
         }
         assert process.stdin is not None
-        process.stdin.write(json.dumps(told).encode() + b"\n")
+        process.stdin.write(json.dumps(settings).encode() + b"\n")
         process.stdin.flush()
         yield folder
 

@@ -352,10 +352,10 @@ def _main() -> None:
     """Run the templates that a line of JSON on the standard input tells of, whose end is theirs."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as Ray's own: Ctrl-C is for who has started them
     gc.disable()
-    told = json.loads(sys.stdin.readline())
-    listeners = {name: socket.socket(fileno=descriptor) for name, descriptor in told["listeners"].items()}
+    settings = json.loads(sys.stdin.readline())
+    listeners = {name: socket.socket(fileno=descriptor) for name, descriptor in settings["listeners"].items()}
     environment = dict(os.environ)  # now: imports add variables of their own
     os.environ.update(_ENVIRONMENT)
-    request = _TemplateProcess(listeners, environment, told["folder"]).run(Template.of(told["template"]))
+    request = _TemplateProcess(listeners, environment, settings["folder"]).run(Template.of(settings["template"]))
     if request is not None:
-        _become(request, told["script"])
+        _become(request, settings["script"])

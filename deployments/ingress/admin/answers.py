@@ -77,7 +77,7 @@ class ClusterAnswer(Answer):
 
 
 class ImportAnswer(Answer):
-    """How far a model is that enters the store: bytes read, of a download or of its files."""
+    """The progress of a model that enters the store: bytes read, of a download or of its files."""
 
     id: str
     done_bytes: int

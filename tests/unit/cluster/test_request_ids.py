@@ -7,12 +7,15 @@ import uuid
 
 import httpx
 import pytest
+import uvicorn
 from kit.waiting import until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
+from cluster.errors import RayIncompatible
 from cluster.ray_seam.replica_http import put_before_serve
 from cluster.ray_seam.request_context import current_request_id, set_request_id
 from cluster.request_ids import RequestIds, accepted, part_id
@@ -64,6 +67,22 @@ async def test_a_replicas_server_repeats_no_id_that_is_none(monkeypatch: pytest.
             assert (told == asked) == (asked == "a-1")
     server.should_exit = True
     await running
+
+
+async def test_a_server_that_runs_already_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is changed after the start has no effect."""
+    from ray.serve._private import replica
+
+    server = uvicorn.Server(uvicorn.Config(shows))
+    server.config.load()
+
+    async def start_server(app: ASGIApp) -> tuple[None, uvicorn.Server]:
+        return None, server
+
+    monkeypatch.setattr(replica, "start_asgi_http_server", start_server)
+    put_before_serve(lambda app: app, lambda server: None)
+    with pytest.raises(RayIncompatible, match="runs before"):
+        await replica.start_asgi_http_server(shows)
 
 
 def test_an_id_that_would_not_fit_a_line_of_log_is_replaced() -> None:

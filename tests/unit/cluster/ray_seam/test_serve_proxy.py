@@ -16,10 +16,10 @@ import pytest
 import uvicorn
 from kit.waiting import until
 from ray.serve._private import proxy
+from ray.serve.config import HTTPOptions
 from starlette.types import Message, Receive, Scope, Send
 
 from cluster.door.deadlines import HideDeadline
-from cluster.errors import RayIncompatible
 from cluster.ray_seam import serve_proxy
 from cluster.ray_seam.serve_proxy import ENVIRONMENT, _BufferedStart
 from cluster.request_ids import RequestIds
@@ -163,31 +163,18 @@ async def test_an_address_has_its_connections_and_others_have_theirs(monkeypatch
             await until(lambda: not serve_proxy.BoundedConnection.num_of)
 
 
-def test_serve_finds_what_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_serve_finds_what_the_environment_names_and_its_server_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
     (path,) = ENVIRONMENT.values()
     module, _, name = path.rpartition(".")
-    install = getattr(import_module(module), name)
-    assert install is serve_proxy.install
-    monkeypatch.setattr(proxy, "start_asgi_http_server", proxy.start_asgi_http_server)
-    assert [middleware.cls for middleware in install()] == [_BufferedStart, HideDeadline, RequestIds]
-
-
-@pytest.mark.parametrize("is_running", [True, False])
-async def test_a_server_that_runs_already_is_refused(monkeypatch: pytest.MonkeyPatch, is_running: bool) -> None:
-    """Its connections would be uvicorn's own: what is changed after the start has no effect."""
-    server = uvicorn.Server(uvicorn.Config(Echo()))
-    if is_running:
-        server.config.load()
-
-    async def start_server() -> tuple[None, uvicorn.Server]:
-        return None, server
-
-    monkeypatch.setattr(proxy, "start_asgi_http_server", start_server)
-    serve_proxy.install()
-    if is_running:
-        with pytest.raises(RayIncompatible, match="runs before"):
-            await proxy.start_asgi_http_server()
-    else:
-        await proxy.start_asgi_http_server()
-        server.config.load()
-        assert server.config.http_protocol_class is serve_proxy.BoundedConnection
+    assert [middleware.cls for middleware in getattr(import_module(module), name)()] == [
+        _BufferedStart,
+        HideDeadline,
+        RequestIds,
+    ]
+    options = HTTPOptions(host="127.0.0.1", port=0)
+    running, server = await proxy.start_asgi_http_server(says_yes, options, event_loop=asyncio.get_running_loop())
+    await until(lambda: server.started)
+    assert server.config.http_protocol_class is serve_proxy.BoundedConnection
+    server.should_exit = True
+    await running

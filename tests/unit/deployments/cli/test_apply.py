@@ -126,7 +126,7 @@ def test_a_mistake_of_the_config_is_told_with_its_line(run: Run, file: Path, run
 
 
 class Registry:
-    """What a registry is asked, and its models: of each look at them, the state of the new one."""
+    """Notes what a registry is asked, and has its models: of each look at them, the state of the new one."""
 
     def __init__(self, states: Iterator[ModelRecord]) -> None:
         self.states = states

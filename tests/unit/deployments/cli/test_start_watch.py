@@ -9,8 +9,7 @@ from kit.clock import Clock
 
 from cluster.errors import SessionError
 from deployments.cli.progress import StartState
-from deployments.cli.start_watch import STALL_S, UNPLACED_S, StartWatch
-from deployments.cli.unplaced import unplaced_line
+from deployments.cli.start_watch import STALL_S, UNPLACED_S, StartWatch, unplaced_line
 
 RUNNING = {"ingress": (1, 1), "text_encoder": (1, 1), "worker": (2, 2)}
 LINE = {"worker": "worker: 1 replica finds no place"}

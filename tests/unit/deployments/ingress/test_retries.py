@@ -19,8 +19,7 @@ from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
 from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
 from deployments.ingress.demands import WORKER
-from deployments.ingress.resumed_images import ResumedImages
-from deployments.ingress.retries import RetriedCalls, _Retries
+from deployments.ingress.retries import ResumedImages, RetriedCalls, _Retries
 from deployments.records import ImageProgress
 from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls

@@ -97,7 +97,7 @@ class Replica(ModuleCache):
             return lease
 
     def is_sound(self, lease: Lease) -> bool:
-        """Whether its modules have, bit for bit, the weights of the store."""
+        """Return whether its modules have, bit for bit, the weights of the store."""
         expected = load_from_store(self.node.store.path, lease.manifest.model)
         return all(
             torch.equal(parameter, expected[component][name])

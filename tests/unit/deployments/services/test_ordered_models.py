@@ -8,8 +8,8 @@ import pytest
 from kit.waiting import until
 from unit.deployments.modules.test_module_cache import Host
 
+from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import Order, Orders, WorkerReport
-from cluster.placement.state import LONGEST_RETRY_S
 from deployments.services.ordered_models import OrderedModels
 
 

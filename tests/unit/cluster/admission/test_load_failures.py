@@ -9,7 +9,7 @@ import pytest
 from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Placement, Started
-from cluster.admission.unable_replicas import FIRST_S, LONGEST_S, UnableReplicas
+from cluster.load_failures import LONGEST_RETRY_S, LoadFailures, retry_after_s
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
@@ -93,7 +93,7 @@ def test_it_heals(heals: str) -> None:
     queue.fail(first)
     assert queue.pump() == {}
     if heals == "time":
-        queue.now_s = FIRST_S
+        queue.now_s = retry_after_s(1)
     elif heals == "version":
         demand = replace(M, version="2")
         queue.queue.leave(first, queue.now_s)
@@ -108,17 +108,17 @@ def test_it_heals(heals: str) -> None:
 
 
 def test_the_time_doubles_up_to_a_bound_and_an_answer_ends_it() -> None:
-    unable, now_s = UnableReplicas(), 0.0
+    failures, now_s = LoadFailures(), 0.0
     for number in range(12):
-        unable.note_failure(M, "a", now_s)
-        rest_s = min(FIRST_S * 2**number, LONGEST_S)
-        assert unable.unable(M, now_s + 0.99 * rest_s) == {"a"}
+        failures.note_failure("m", "1", "a", now_s)
+        rest_s = min(2.0**number, LONGEST_RETRY_S)
+        assert failures.unable("m", "1", now_s + 0.99 * rest_s) == {"a"}
         now_s += rest_s
-        assert unable.unable(M, now_s) == frozenset()
-    assert unable.unable(OTHER, now_s - 1.0) == frozenset()
-    unable.note_answer(M, "a")
-    unable.note_failure(M, "a", now_s)
-    assert unable.unable(M, now_s + FIRST_S) == frozenset()
+        assert failures.unable("m", "1", now_s) == frozenset()
+    assert failures.unable("n", "1", now_s - 1.0) == failures.unable("m", "2", now_s - 1.0) == frozenset()
+    failures.note_load("m", "1", "a")
+    failures.note_failure("m", "1", "a", now_s)
+    assert failures.unable("m", "1", now_s + 1.0) == frozenset()
 
 
 def test_a_replica_without_a_name_is_no_other() -> None:
