@@ -46,6 +46,9 @@ def graph(
     height: Annotated[int | None, typer.Option(min=8, max=8192, help="Default: the width.")] = None,
     tokens: Annotated[int, typer.Option(min=1, max=8192, help="Tokens of the prompt.")] = 77,
     rows: Annotated[int, typer.Option(min=1, max=256, help="Images at once.")] = 1,
+    lacks: Annotated[
+        list[str], typer.Option(help="An operation that the device lacks, such as native_layer_norm; repeatable.")
+    ] = [],  # noqa: B006
     plot: Annotated[Path | None, typer.Option(help="Draw the planned memory over time, an SVG file.")] = None,
     store: StorePath = DEFAULT_STORE,
     wide: Wide = False,
@@ -75,6 +78,8 @@ def graph(
         "live_bytes": plan.live_bytes,
         "plan_bytes": plan.nbytes,
     }
+    if lacks:
+        record["splits"] = _splits(found, lacks)
     nodes = _node_records(found, plan.offsets)
     if plot is not None:
         write_file(plot, arena_plot(record, nodes))
@@ -89,6 +94,24 @@ def graph(
         f"as it runs {decimal(record['eager_bytes'])}, alive at once {decimal(record['live_bytes'])}, "
         f"planned {decimal(record['plan_bytes'])}"
     )
+    if lacks:
+        splits = record["splits"]
+        print_line(
+            f"without {', '.join(lacks)}: {splits['num_splits']} splits, {splits['num_copies']} copies, "
+            f"{decimal(splits['copied_bytes'])} to the host and back in a forward"
+        )
+
+
+def _splits(found: Recording, lacking: list[str]) -> dict[str, int]:
+    """Return what a device costs that lacks operations. Raises OptionError for one that the forward has not."""
+    from deployments.engines.graph.splitting import split_recording
+
+    known = {node.op.split(".")[1] for node in found.nodes}
+    if unknown := set(lacking) - known:
+        expected = ", ".join(sorted(known))
+        raise OptionError(f"--lacks {min(unknown)}: the forward has no such operation; it has {expected}")
+    splits, copied_bytes = split_recording(found, lacking)
+    return {"num_splits": len(splits.splits), "num_copies": len(splits.copies), "copied_bytes": copied_bytes}
 
 
 def _recorded(

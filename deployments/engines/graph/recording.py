@@ -66,13 +66,14 @@ class Call:
 class Node:
     """An operation: its name, the layer that called it, and the buffers (by number) that it read and made.
 
-    One that makes nothing writes in place, or gives a view.
+    One that makes nothing writes in place, or gives a view. `given` are the storages from outside that it read.
     """
 
     op: str
     layer: str
     reads: tuple[int, ...]
     makes: tuple[int, ...]
+    given: tuple[int, ...] = ()
     call: Call | None = None
 
 
@@ -80,12 +81,14 @@ class Node:
 class Recording:
     """Nodes in the order in which they ran, and buffers in that in which they were born.
 
-    `given` are the storages from outside that kept calls use: weights, inputs, constants.
+    `given` are the storages from outside that were read: weights (whose numbers are in `weights`), inputs, constants.
+    They are known of fake tensors, and where calls are kept.
     """
 
     nodes: list[Node] = field(default_factory=list)
     buffers: list[Buffer] = field(default_factory=list)
     given: list[torch.UntypedStorage] = field(default_factory=list)
+    weights: frozenset[int] = frozenset()
 
     def eager_peak(self) -> int:
         """Return the most bytes that the forward held at once, as Python let go of them."""
@@ -137,6 +140,7 @@ class Recorder(DispatchMode):
         self._device = device
         self._is_fake = is_fake
         self._keeps_calls = keeps_calls
+        self._knows_given = is_fake or keeps_calls  # to know one is to keep it
         self._numbers: dict[int, int] = {}  # of buffers, by the ids of their storages
         self._given: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # what hears of a storage's end, by the number of its buffer
@@ -154,6 +158,8 @@ class Recorder(DispatchMode):
             raise RuntimeError(f"a forward of more than {MAX_NODES} operations is not recorded")
         used = list(_tensors((args, kwargs)))
         reads = {number for tensor in used if (number := self._number_of(tensor)) is not None}
+        outside = (one for one in used if self._number_of(one) is None) if self._knows_given else ()
+        given = {self._given_number(one.untyped_storage()) for one in outside}
         known = {id(tensor.untyped_storage()) for tensor in used}
         results = run(*args, **kwargs)
         makes = [self._note_birth(one, at) for one in _tensors(results) if self._is_new(one, known)]
@@ -161,7 +167,7 @@ class Recorder(DispatchMode):
             self.recording.buffers[number].last = at
         call = self._call(func, args, kwargs, results) if self._keeps_calls else None
         layer = self._layers[-1] if self._layers else ""
-        nodes.append(Node(str(func), layer, tuple(sorted(reads)), tuple(makes), call))
+        nodes.append(Node(str(func), layer, tuple(sorted(reads)), tuple(makes), tuple(sorted(given)), call))
         return results
 
     @contextlib.contextmanager
@@ -217,6 +223,12 @@ class Recorder(DispatchMode):
             self._alive.pop(number, None)
             self.recording.buffers[number].died = len(self.recording.nodes)
 
+    def _given_number(self, storage: torch.UntypedStorage) -> int:
+        number = self._given.setdefault(id(storage), len(self._given))
+        if number == len(self.recording.given):
+            self.recording.given.append(storage)
+        return number
+
     def _call(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Call:
         return Call(op, self._slots(args), self._slots(kwargs), self._slots(results))
 
@@ -225,10 +237,7 @@ class Recorder(DispatchMode):
         if isinstance(value, torch.Tensor):
             number, is_given = self._number_of(value), False
             if number is None:
-                storage, is_given = value.untyped_storage(), True
-                number = self._given.setdefault(id(storage), len(self._given))
-                if number == len(self.recording.given):
-                    self.recording.given.append(storage)
+                number, is_given = self._given_number(value.untyped_storage()), True
             offset = int(value.storage_offset())
             return Slot(number, is_given, tuple(value.size()), value.stride(), offset, value.dtype)
         if isinstance(value, tuple):
@@ -293,4 +302,8 @@ def record(
         stack.enter_context(torch.no_grad())
         stack.enter_context(recorder)
         recorder.end(run())
-    return recorder.recording
+    found = recorder.recording
+    weights = [one for module in modules.values() for one in (*module.parameters(), *module.buffers())]
+    storages = {id(one.untyped_storage()) for one in weights if not one.is_meta}
+    found.weights = frozenset(number for number, one in enumerate(found.given) if id(one) in storages)
+    return found

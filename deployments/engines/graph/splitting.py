@@ -8,9 +8,12 @@ changes, with one copy of a value for each backend that cannot read it where it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from deployments.engines.graph.recording import Recording
 
 MAX_INPUTS: Final = 30  # values that are copied for one split
 
@@ -104,6 +107,35 @@ def split_graph(
     graph.upgrade()
     graph.inherit()
     return SplitGraph(graph.places, graph.split(num_slots))
+
+
+def split_recording(recording: Recording, lacking: Collection[str]) -> tuple[SplitGraph, int]:
+    """Return the splits of a forward on a device that lacks operations, and the bytes that go to and fro.
+
+    `lacking` are names such as `native_layer_norm`, which the host computes. Weights are on the device.
+    """
+    makers: dict[int, str] = {}  # of buffers
+    leaves = [
+        Leaf(f"given {number}", "device" if number in recording.weights else None, number in recording.weights)
+        for number in range(len(recording.given))
+    ]
+    nodes, sizes = [], {f"given {number}": storage.nbytes() for number, storage in enumerate(recording.given)}
+    for at, node in enumerate(recording.nodes):
+        if not node.makes and not is_in_place(node.op):
+            continue  # a view: who reads it reads its buffer
+        name = f"{at} {node.op}"
+        sources = (*(makers[one] for one in node.reads), *(f"given {one}" for one in node.given))
+        nodes.append(Node(name, node.op.split(".")[1], tuple(dict.fromkeys(sources))))
+        makers.update(dict.fromkeys(node.makes, name))
+        sizes[name] = sum(recording.buffers[one].nbytes for one in node.makes)
+    device = Backend("device", lambda node: node.op not in lacking)
+    found = split_graph(leaves, nodes, (device, Backend("host")))
+    return found, sum(sizes[copy.value] for copy in found.copies)
+
+
+def is_in_place(op: str) -> bool:
+    """Return whether an operation (`aten.add_.Tensor`) writes into what it reads, by torch's rule for names."""
+    return op.split(".")[1].endswith("_")
 
 
 class _Graph:

@@ -23,7 +23,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
         path = tmp_path_factory.mktemp("inspected") / "store"
-        demo_store(path, "digits-sdxl", "texts-bert")
+        demo_store(path, "digits-sdxl", "digits-flux", "texts-bert")
         return path
 
 
@@ -67,6 +67,18 @@ def test_a_table_of_the_largest(run: Callable[..., str]) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_a_device_that_lacks_an_operation_gets_splits_and_copies(run: Callable[..., str]) -> None:
+    """Each norm of the transformer's blocks goes to the host and back."""
+    whole = json.loads(run("digits-flux", "--width", "32", "--json"))
+    found = json.loads(run("digits-flux", "--width", "32", "--lacks", "native_layer_norm", "--json"))["splits"]
+    norms = [node for node in whole["nodes"] if node["op"].startswith("aten.native_layer_norm.")]
+    assert "splits" not in whole
+    assert found["num_splits"] >= len(norms) / 2  # those in a row share a split
+    assert found["copied_bytes"] >= sum(node["makes"][0]["bytes"] for node in norms)
+    text = run("digits-flux", "--width", "32", "--lacks", "native_layer_norm")
+    assert f"{found['num_splits']} splits, {found['num_copies']} copies" in " ".join(text.split())
+
+
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
@@ -74,6 +86,7 @@ def test_a_table_of_the_largest(run: Callable[..., str]) -> None:
         (["texts-bert"], 2, "unknown pipeline class 'BertModel'"),
         (["digits-sdxl", "--width", "33"], 2, "expected a multiple of 8"),
         (["digits-sdxl", "--plot", "a.png"], 2, "ends in .svg"),
+        (["digits-flux", "--width", "32", "--lacks", "nope"], 2, "the forward has no such operation; it has"),
     ],
 )
 def test_refusals(run: Callable[..., str], words: list[str], code: int, reason: str) -> None:
