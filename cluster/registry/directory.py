@@ -38,6 +38,11 @@ def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
     if isinstance(entry, ModelConfig):
         what = ADAPTERS.get(checkpoint.kind, "")
         return f"{checkpoint.path}: a {what}, no model: an adapter, with its models as base" if is_adapter else None
+    if (
+        any(name.startswith("ip_adapter.") for part in checkpoint.components for name in part.tensors)
+        and not is_adapter
+    ):
+        return f"{checkpoint.path}: an IP-Adapter's file: name its folder, in which its image_encoder lies beside it"
     if not is_adapter:
         kinds = ", ".join(ADAPTERS.values())
         return f"{checkpoint.path}: a model of kind {checkpoint.kind!r}, no adapter (known: {kinds})"

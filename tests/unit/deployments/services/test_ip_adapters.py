@@ -92,6 +92,10 @@ def test_a_model_of_another_kind_is_no_base(stock: Any, tmp_path: Path) -> None:
     _, _, problems = check_config(file)
     assert [problem.key for problem in problems] == ["adapters.0.base.0"]
     assert "an IP-Adapter, and none are served with 'flux', FluxPipeline" in problems[0].text
+    alone = style / "ip-adapter.safetensors"
+    file.write_text(file.read_text().replace(f"path: {style}", f"path: {alone}"))
+    _, _, problems = check_config(file)
+    assert f"{alone}: an IP-Adapter's file: name its folder" in problems[0].text
     file.write_text(f"models: [{{id: style, path: {style}}}]\nstore: {{path: {tmp_path / 'store'}}}\n")
     _, _, problems = check_config(file)
     assert "IP-Adapter, no model: an adapter, with its models as base" in problems[0].text
