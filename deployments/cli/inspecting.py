@@ -88,6 +88,10 @@ def graph(
         return
     shown = nodes if wide else sorted(nodes, key=lambda node: -node["bytes"])[:MAX_SHOWN]
     print_table(NODE_COLUMNS, [_row(node) for node in sorted(shown, key=lambda node: node["node"])], wide=wide)
+    _print_sums(record, lacks)
+
+
+def _print_sums(record: Mapping[str, Any], lacks: list[str]) -> None:
     print_line(
         f"{record['num_nodes']} operations, {record['num_buffers']} buffers; "
         f"weights {decimal(record['weights_bytes'])}, "

@@ -73,15 +73,7 @@ class Worker(ModelReplica):
             self._settings,
             builder,
             self._settings.num_threads,
-            ComponentFactory(
-                builder,
-                builder.retire,
-                builder.working_memory,
-                builder.can_stream,
-                builder.footprints,
-                builder.layer_caches,
-                builder.streams_layers,
-            ),
+            _factory(builder),
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
@@ -217,3 +209,15 @@ class Worker(ModelReplica):
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,
         }
+
+
+def _factory(builder: ComponentBuilder) -> ComponentFactory:
+    return ComponentFactory(
+        builder,
+        builder.retire,
+        builder.working_memory,
+        builder.can_stream,
+        builder.footprints,
+        builder.layer_caches,
+        builder.streams_layers,
+    )

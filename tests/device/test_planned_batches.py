@@ -32,7 +32,7 @@ SIDE = 64
 BESIDE = 2**22  # latents, texts and what is computed ahead, of all requests
 
 
-@pytest.fixture(scope="module", params=["digits-flux", "digits-sdxl"])
+@pytest.fixture(scope="module", params=[pytest.param("digits-flux", marks=pytest.mark.long), "digits-sdxl"])
 def model(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -144,6 +144,10 @@ def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ball
     assert arena.room_bytes() == room == 32 * 2**10
     with arena.lend(2**30):  # runs, and finds none
         assert arena.stats().resident_bytes == 0
+        arena.acquire({}, {}, "h", workspace_bytes=2**10)
+        assert arena.stats().resident_bytes == 2**10
+        arena.release([], "h")
+    assert arena.stats().resident_bytes == 0
 
 
 def test_models_in_turn_share_the_workspace_of_the_largest(device: torch.device, ballast: list[torch.Tensor]) -> None:

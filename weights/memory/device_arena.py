@@ -85,7 +85,7 @@ class DeviceArena:
         self._upload_s_per_byte: float | None = None
         self._moved_bytes = 0
         self._lent: Counter[int] = Counter()  # bytes of the forwards that run, by call
-        self._workspaces: dict[str, int] = {}  # what a forward of a holder needs at least
+        self._workspaces: dict[str, int] = {}  # what a forward of a holder needs of the budget at least
         self._turns = itertools.count()
         # Memory that this budget leaves free for whoever comes first.
         self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
@@ -101,8 +101,8 @@ class DeviceArena:
         """Return the tensors by name, each hash leased to `holder` once more until it is released.
 
         With `working_bytes` it also makes room for what the holder itself allocates, a KV cache say, and counts that
-        until the holder releases anything. Of the `workspace_bytes` that forwards of holders need at least, the most
-        count, and not the sum: one runs at a time.
+        until the holder releases anything. Of the `workspace_bytes` of the budget that forwards of holders need at
+        least, the most count, and not the sum: one runs at a time.
         Only what is missing is asked of `views` and uploaded. Raises BudgetExceeded when there is no room for all of
         it (then nothing is uploaded and nothing more is leased), StillInUse when trying again may help, WeightsError
         when a view is not what `wanted` says, and what `views` raises.
@@ -134,14 +134,8 @@ class DeviceArena:
                     if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
-            if workspace_bytes:
-                with self._lock:
-                    self._workspaces[holder] = workspace_bytes
-                    evicted += self._fit_workspace(f"the workspace of {holder}")
-            if working_bytes:  # last: what it evicts is none of the above
-                with self._lock:
-                    evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
-                    self._table.add_detached(_working(holder), working_bytes, None, holder, 1)
+            # Last: what they evict is none of the above.
+            evicted += self._make_room_beside(holder, working_bytes, workspace_bytes)
         except BaseException:
             with self._lock:
                 for entry in leased.values():
@@ -151,6 +145,18 @@ class DeviceArena:
             raise
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
+
+    def _make_room_beside(self, holder: str, working_bytes: int, workspace_bytes: int) -> list[str]:
+        """Count what a holder's forwards and the holder itself need beside its tensors; returns what it evicted."""
+        evicted: list[str] = []
+        with self._lock:
+            if workspace_bytes:
+                self._workspaces[holder] = workspace_bytes
+                evicted += self._fit_workspace(f"the workspace of {holder}")
+            if working_bytes:
+                evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
+                self._table.add_detached(_working(holder), working_bytes, None, holder, 1)
+        return evicted
 
     def hold(self, hashes: Iterable[str], holder: str) -> None:
         """Lease those that are here or on their way, for what is acquired next: making room then spares them."""
@@ -213,8 +219,10 @@ class DeviceArena:
         turn = next(self._turns)
         with self._lock:
             self._lent[turn] = nbytes
-            with contextlib.suppress(BudgetExceeded):
+            try:
                 self._fit_workspace(f"a forward of {shown_bytes(nbytes)}")
+            except BudgetExceeded:
+                self._lent[turn] = 0
         try:
             yield
         finally:
@@ -228,8 +236,8 @@ class DeviceArena:
 
     def _fit_workspace(self, what: str) -> list[str]:
         """Make the workspace as large as the largest forward needs; returns what was evicted. As `_make_room`."""
-        needed = max([self._lent.total(), *self._workspaces.values()], default=0)
-        inside = max(0, math.ceil(needed - self._beside_bytes))  # of the budget
+        lent_bytes = max(0, math.ceil(self._lent.total() - self._beside_bytes))
+        inside = max([lent_bytes, *self._workspaces.values()])  # of the budget
         before = self._workspace_bytes
         evicted = self._make_room({_WORKSPACE: inside - before}, what) if inside > before else []
         if inside != before:
