@@ -29,6 +29,7 @@ _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
 _HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
+_BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
 _KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
@@ -315,9 +316,9 @@ class LayerPlacing:
     def _planned(self, part: Part, sizes: DecoderSizes, room_bytes: int, wanted: GpuLayers) -> tuple[LayerPlan, bool]:
         """Return the plan, and whether it leaves room for buffers: what the layers need themselves goes first."""
         model = part.manifest.model
-        if self._streams(part.component):
+        buffers_bytes = 2 * max(sizes.layers, default=0)
+        if buffers_bytes <= _BUFFERS_SHARE * room_bytes and self._streams(part.component):
             with contextlib.suppress(BudgetExceeded):
-                buffers_bytes = 2 * max(sizes.layers, default=0)
                 return plan_layers(sizes, [room_bytes - buffers_bytes], wanted, model), True
         return plan_layers(sizes, [room_bytes], wanted, model), False
 
