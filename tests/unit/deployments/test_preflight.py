@@ -12,11 +12,13 @@ import psutil
 import pytest
 import torch
 import yaml
+from kit.programs import Classifier, export_classifier
 from safetensors.torch import load_file, save_file
 
 from cluster.registry.importing import import_checkpoint
 from configs.model import ModelConfig
 from deployments.preflight import check_config
+from weights.intake import import_model
 from weights.store import WeightStore
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -110,6 +112,22 @@ def test_what_no_engine_runs_is_a_mistake(mistakes: Callable[..., Found], tmp_pa
         "an ONNX model can be stored and loaded, not served"
         in mistakes(models=[{"id": "p", "path": "graph.onnx"}])["models.0.path"]
     )
+
+
+@pytest.mark.slow
+def test_a_program_is_known_once_its_owner_has_brought_it_in(mistakes: Callable[..., Found], tmp_path: Path) -> None:
+    path = tmp_path / "classes.pt2"
+    torch.export.save(export_classifier(Classifier()), path)
+    stage = {"name": "classes", "model": "classes", "inputs": {"features": "$x"}}
+    pipeline = {"id": "p", "inputs": {"x": "FP32[-1,3]"}, "stages": [stage], "outputs": {"y": "$classes"}}
+    config = {"models": [{"id": "classes", "path": "classes.pt2"}], "pipelines": [pipeline]}
+    assert "only the store's owner brings it in: atelier weights" in mistakes(**config)["models.0.path"]
+    import_model(WeightStore(tmp_path / "store"), "classes", path, allow_torch=True)
+    found = mistakes(**config)
+    assert found.keys() == {"pipelines.0.stages.0.inputs.features"}
+    assert "expected FP32[-1,16], but $x is FP32[-1,3]" in found["pipelines.0.stages.0.inputs.features"]
+    pipeline["inputs"] = {"x": "FP32[-1,16]"}
+    assert mistakes(**config) == {}
 
 
 @pytest.mark.parametrize(
