@@ -112,5 +112,5 @@ def test_images_and_videos_by_name_are_bounded_for_handles_as_for_http(images: A
 
 @pytest.mark.parametrize("images", [{"video": []}, {"video": np.zeros((2, 8, 8, 4), np.uint8)}, {"video": "cat.mp4"}])
 def test_what_are_no_images_by_name_is_refused(images: Any) -> None:
-    with pytest.raises(InvalidRequest, match="images.video: expected"):
+    with pytest.raises(InvalidRequest, match=r"images\.video: expected"):
         ClipRequest(model="m", prompt="p", images=images)
