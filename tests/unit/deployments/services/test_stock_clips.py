@@ -11,18 +11,22 @@ from typing import Any
 
 import av
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
 from kit.waiting import until
+from unit.deployments.engines.stock.tiny_classes import AGAIN, assembled
 from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
+from unit.deployments.engines.stock.tiny_videos_in import T5_SIZE, VIDEO_CASES
 
-from configs.cluster import WorkerConfig
+from configs.cluster import LimitsConfig, WorkerConfig
 from deployments.clip_files import encode_audio, encode_video
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import PipelineSource, check_class
 from deployments.errors import InvalidRequest
+from deployments.ingress.openai.image_uploads import decode_named
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, ClipResult, ImageProgress
@@ -88,6 +92,27 @@ async def test_videos_have_the_frames_of_diffusers(class_name: str, tmp_path: Pa
     assert [one.step for one in told] == list(range(1, len(told) + 1))
     assert told[-1].num_steps == STEPS
     assert result.timings_ms["encode_file"] > 0
+
+
+async def test_a_video_is_made_of_the_file_that_was_sent(tmp_path: Path, open_host: OpenHost) -> None:
+    case = VIDEO_CASES["WanVideoToVideoPipeline"]
+    stock = saved(lambda: assembled("WanVideoToVideoPipeline", **case.parts()), tmp_path)
+    sent = seeded_rng().integers(0, 256, (9, 4, 4, 3), np.uint8).repeat(8, axis=1).repeat(8, axis=2)
+    file = encode_video(sent, 16, "webm")
+    fields = {**T5_SIZE, **AGAIN, "num_inference_steps": 3}
+    images = decode_named({"video": file}, LimitsConfig())
+    request = ClipRequest(model="video", prompt="a cat", seed=4, images=images, **fields)
+    _, result = await pieces_of(service_of(open_host, video=tmp_path), request)
+    seen = [PIL.Image.fromarray(frame) for frame in decode(file)[0]]
+    frames, _, _ = decode(result.file)
+
+    def likeness(video: list[PIL.Image.Image]) -> float:
+        generator = torch.Generator("cpu").manual_seed(4)
+        made = stock(video=video, prompt="a cat", generator=generator, output_type="np", **fields).frames[0]
+        return psnr(frames, (np.asarray(made) * 255).round().astype(np.uint8))
+
+    assert likeness(seen) > LEAST_PSNR
+    assert likeness(seen) > likeness(seen[::-1]) + 3
 
 
 @pytest.mark.parametrize("class_name", AUDIOS)

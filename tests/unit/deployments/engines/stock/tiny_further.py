@@ -14,6 +14,7 @@ from unit.deployments.engines.stock.tiny_classes import (
     Case,
     clip_vision,
     fibo,
+    hunyuan_video,
     image_processor,
     sdxl,
     small,
@@ -88,6 +89,28 @@ def xs(base: Any, **own: Any) -> dict[str, Any]:
     return {"controlnet": adapter, "unet": stirred(both.from_config(both.from_unet(base, adapter).config))}
 
 
+def framepack() -> dict[str, Any]:
+    """It goes on from the frames before, packed by their age."""
+    net = small(
+        diffusers.HunyuanVideoFramepackTransformer3DModel,
+        in_channels=4,
+        out_channels=4,
+        patch_size=2,
+        mlp_ratio=2.0,
+        has_image_proj=True,
+        image_proj_dim=16,
+        has_clean_x_embedder=True,
+    )
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=16)
+    return {
+        **hunyuan_video(),
+        "transformer": net,
+        "image_encoder": transformers.SiglipVisionModel(config),
+        "feature_extractor": transformers.SiglipImageProcessorPil(size={"height": 32, "width": 32}),
+    }
+
+
 FURTHER_CASES: dict[str, Case] = {
     "BriaFiboEditPipeline": Case(
         fibo,
@@ -97,6 +120,11 @@ FURTHER_CASES: dict[str, Case] = {
     "HiDreamImagePipeline": Case(hidream, {**SIZE, "max_sequence_length": 16}),
     "HunyuanDiTControlNetPipeline": Case(
         hunyuan_dit_control, {"height": 16, "width": 16, "use_resolution_binning": False}, ("control_image",)
+    ),
+    "HunyuanVideoFramepackPipeline": Case(
+        framepack,
+        {**SIZE, "num_frames": 9, "latent_window_size": 3, "max_sequence_length": 16},
+        IMAGE,
     ),
     "LTXLatentUpsamplePipeline": Case(
         lambda: {

@@ -122,6 +122,10 @@ def ltx2(**of_net: Any) -> dict[str, Any]:
 SHORT: Final = {**SIZE, "num_frames": 5, "max_sequence_length": 16, "use_cross_timestep": False}
 LTX2_CASES: dict[str, Case] = {
     "LTX2ConditionPipeline": Case(ltx2, SHORT),
+    "LTX2DFRPipeline": Case(
+        lambda: ltx2(vae_scale_factors=(2, 2, 2), use_keyframes_abs_pos_embedding=True),
+        {**SHORT, "num_frames": 9, "sigmas": [1.0, 0.5]},
+    ),
     "LTX2ImageToVideoPipeline": Case(ltx2, SHORT, IMAGE),
     "LTX2InContextPipeline": Case(ltx2, SHORT),
     "LTX2LatentUpsamplePipeline": Case(
