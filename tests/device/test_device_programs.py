@@ -46,7 +46,7 @@ def assert_equal(found: torch.Tensor, expected: torch.Tensor, device: torch.devi
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bert", "counting"])
+@pytest.mark.parametrize("kind", [pytest.param("bert", marks=pytest.mark.long), "counting"])
 def test_a_program_gives_what_it_gives_on_the_host(tmp_path: Path, device: torch.device, kind: str) -> None:
     if kind == "bert":
         program = export_bert(tiny_bert())

@@ -124,7 +124,7 @@ def test_a_program_is_served_where_the_owner_of_the_store_has_brought_it_in(star
         process.import_model(ModelConfig(id="classes", path=tmp_path / "m" / ".." / "other" / "classes.pt2"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_program_that_writes_its_buffers_is_refused_with_the_reason(start: Start, tmp_path: Path) -> None:
     import torch
 
