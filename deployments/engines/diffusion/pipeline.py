@@ -316,7 +316,7 @@ class DenoisePipeline:
             return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
-        """Return what `_forward` does, of a denoiser whose layers are its own. A replay, which is short, is not ended."""
+        """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
         if self._replays is None or rows.adapters or rows.controls:
             return self._forward(rows, height, width)
         inputs = rows.tensors()
