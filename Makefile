@@ -73,11 +73,12 @@ demo: setup      ## Start the demo cluster, ask it for everything once, stay up 
 
 test: check judges  ## Lint, types, contracts, unit and Ray tests
 	$(PYTEST) tests/unit -m "not long" -n 3 --dist worksteal --durations=25 $(TWICE)
-	$(PYTEST) tests/device -n 2 --dist worksteal $(TWICE)
+	$(PYTEST) tests/device -m "not long" -n 2 --dist worksteal $(TWICE)
 	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" $(TWICE)
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
 	$(PYTEST) tests/unit -m long
+	$(PYTEST) tests/device -m long
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 

@@ -134,28 +134,34 @@ class DeviceArena:
                     if (copy := entry.thing) is None or not copy.arrived.result():
                         del leased[hash_]
             tensors = {name: self._tensor(leased.get(key.sha256), key) for name, key in wanted.items()}
-            # Last: what they evict is none of the above.
-            evicted += self._make_room_beside(holder, working_bytes, workspace_bytes)
+            evicted += self._take_working_memory(holder, working_bytes, workspace_bytes)
         except BaseException:
             with self._lock:
                 for entry in leased.values():
                     self._table.unlease(entry, holder)
-                if self._workspaces.pop(holder, None) is not None:
-                    self._fit_workspace("")
             raise
         wanted_bytes = sum(wanted[names[hash_]].nbytes for hash_ in leased)
         return Acquired(tensors, self._report(wanted_bytes, wanted_bytes - added_bytes, added_bytes, start_s, evicted))
 
-    def _make_room_beside(self, holder: str, working_bytes: int, workspace_bytes: int) -> list[str]:
-        """Count what a holder's forwards and the holder itself need beside its tensors; returns what it evicted."""
+    def _take_working_memory(self, holder: str, working_bytes: int, workspace_bytes: int) -> list[str]:
+        """Make room for what a holder and its forwards need beside its tensors, which are leased; returns what went."""
         evicted: list[str] = []
         with self._lock:
-            if workspace_bytes:
-                self._workspaces[holder] = workspace_bytes
-                evicted += self._fit_workspace(f"the workspace of {holder}")
-            if working_bytes:
-                evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
-                self._table.add_detached(_working(holder), working_bytes, None, holder, 1)
+            before = self._workspaces.get(holder, 0)
+            try:
+                self._workspaces[holder] = max(before, workspace_bytes)
+                if workspace_bytes:
+                    evicted += self._fit_workspace(f"the workspace of {holder}")
+                if working_bytes:
+                    evicted += self._make_room({_working(holder): working_bytes}, f"the working memory of {holder}")
+                    self._table.add_detached(_working(holder), working_bytes, None, holder, 1)
+            except BudgetExceeded:
+                self._workspaces[holder] = before
+                self._fit_workspace("")
+                raise
+            finally:
+                if not self._workspaces[holder]:
+                    del self._workspaces[holder]
         return evicted
 
     def hold(self, hashes: Iterable[str], holder: str) -> None:

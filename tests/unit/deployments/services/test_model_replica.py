@@ -19,6 +19,7 @@ class Host:
     def __init__(self, kinds: dict[str, str]) -> None:
         self._kinds = kinds
         self.leased: list[str] = []
+        self.learned: list[str] = []  # the kinds of models whose forwards were planned
         self.manifests = self
 
     async def find_version(self, model: str) -> Any:
@@ -27,6 +28,9 @@ class Host:
 
     def skeleton(self, manifest: Any) -> Path:
         return Path()
+
+    def learn_defaults(self, manifest: Any) -> None:
+        self.learned.append(manifest.kind)
 
     async def has_room_for(self, manifest: Any, wanted: Any) -> bool:
         return True
@@ -43,3 +47,4 @@ async def test_a_replica_preloads_only_what_its_service_runs() -> None:
     kinds = ("diffusion", "embedding")
     await prepare_models(host, models, kinds, lambda component: True, lambda component, skeleton: None)
     assert host.leased == ["minilm", "flux"]
+    assert host.learned == ["embedding", "diffusion"]
