@@ -65,7 +65,7 @@ What was not compared, and why, as far as it is known:
 - `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes, which want
   videos as tensors: a request brings plain values, images and frames.
 - `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline` draw a million pixels at least: too slow for a test.
-- Classes whose parts nobody has made tiny yet (`StableAudio3Pipeline`, `Krea2Pipeline`, ...).
+- Classes whose parts nobody has made tiny yet (`StableAudio3Pipeline`, `JoyImageEditPipeline`, ...).
 
 IP-Adapters are for the fast path ([how](models.md#ip-adapter)). On the stock path a module is built of its class, its
 config and the tensors of its component, and the processors that `load_ip_adapter` puts into a denoiser are in none.

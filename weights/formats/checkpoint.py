@@ -266,11 +266,12 @@ def read_pipeline_parts(folder: Path, *, allow_torch: bool = False) -> dict[str,
 def _pipeline_parts(folder: Path) -> dict[str, tuple[str, str]]:
     parts = {}
     for name, value in read_json(folder / "model_index.json").items():
-        if name.startswith("_") or not isinstance(value, list) or len(value) != 2 or value[0] is None:
+        is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
+        if name.startswith("_") or not is_pair:  # an option of the pipeline may be two numbers
             continue
         if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
             raise FormatError(f"{folder / 'model_index.json'}: component {shown(name)} is not a plain name")
-        parts[name] = str(value[0]), str(value[1])
+        parts[name] = value[0], value[1]
     return parts
 
 

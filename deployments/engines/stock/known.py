@@ -159,9 +159,12 @@ def check_part(library: str, class_name: str, folder: Path) -> None:
 def parts_of(index: Mapping[str, object]) -> dict[str, tuple[str, str]]:
     """Return the library and class of the parts that a model_index.json names."""
     return {
-        name: (str(entry[0]), str(entry[1]))
+        name: (entry[0], entry[1])
         for name, entry in index.items()
-        if not name.startswith("_") and isinstance(entry, list) and len(entry) == 2 and entry[0] is not None
+        if not name.startswith("_")
+        and isinstance(entry, list)
+        and len(entry) == 2
+        and all(isinstance(one, str) for one in entry)
     }
 
 

@@ -194,7 +194,9 @@ def test_what_is_no_checkpoint(tmp_path: Path, write_model) -> None:
     (bare / "model.safetensors").unlink()
     with pytest.raises(FormatError, match="no safetensors weights"):
         read_checkpoint(bare)
-    (bare / "model_index.json").write_text('{"scheduler": ["diffusers", "TinyScheduler"], "vae": [null, null]}')
+    (bare / "model_index.json").write_text(
+        '{"scheduler": ["diffusers", "TinyScheduler"], "vae": [null, null], "layers": [2, 5]}'
+    )
     with pytest.raises(FormatError, match="names no component"):
         read_checkpoint(bare)
     (bare / "model.safetensors").write_bytes(b"junk")

@@ -98,12 +98,96 @@ def longcat() -> dict[str, Any]:
     }
 
 
+def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration) -> Any:
+    """Qwen 3 VL with layers enough for pipelines that take the eighth from the end."""
+    ids = seeing_tokenizer().convert_tokens_to_ids
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+    text = {
+        "vocab_size": 512,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 9,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "rope_parameters": rope,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_heads": 2,
+        "patch_size": PATCH,
+        "out_hidden_size": 16,
+        "deepstack_visual_indexes": [0, 1],
+        "num_position_embeddings": 16,
+    }
+    config = transformers.Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
+    )
+    return cls(config)
+
+
+def nucleus() -> dict[str, Any]:
+    net = small(
+        diffusers.NucleusMoEImageTransformer2DModel,
+        in_channels=16,
+        out_channels=4,
+        num_layers=4,
+        attention_head_dim=16,
+        num_key_value_heads=1,
+        axes_dims_rope=(8, 4, 4),
+        num_experts=4,
+        moe_intermediate_dim=16,
+        capacity_factors=2.0,
+    )
+    return {
+        **qwen_image().components,
+        "transformer": net,
+        "text_encoder": qwen3_vl(),
+        "processor": processor("Qwen3VLProcessor"),
+    }
+
+
+def krea() -> dict[str, Any]:
+    net = small(
+        diffusers.Krea2Transformer2DModel,
+        in_channels=16,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        timestep_embed_dim=16,
+        text_hidden_dim=16,
+        num_text_layers=2,
+        text_num_attention_heads=2,
+        text_num_key_value_heads=2,
+        text_intermediate_size=16,
+        num_layerwise_text_blocks=1,
+        num_refiner_text_blocks=1,
+        axes_dims_rope=(2, 2, 4),
+    )
+    return {
+        **qwen_image().components,
+        "transformer": net,
+        "text_encoder": qwen3_vl(transformers.Qwen3VLModel),
+        "tokenizer": seeing_tokenizer(),
+        "text_encoder_select_layers": (2, 5),
+    }
+
+
 EDIT: Final = {"height": 64, "width": 64}
 K5_VIDEO: Final = {**SIZE, "num_frames": 5, "max_sequence_length": 16}
 SEEING_CASES: dict[str, Case] = {
     "Kandinsky5T2VPipeline": Case(kandinsky5, K5_VIDEO),
+    "Krea2Pipeline": Case(krea, SIZE),
     "LongCatImageEditPipeline": Case(longcat, {}, IMAGE),
     "LongCatImagePipeline": Case(longcat, {**EDIT, "enable_prompt_rewrite": False, "guidance_scale": 2.0}),
+    "NucleusMoEImagePipeline": Case(nucleus, SIZE),
     "QwenImageEditInpaintPipeline": Case(qwen_edit, {**EDIT, **AGAIN}, PAINT),
     "QwenImageEditPipeline": Case(qwen_edit, EDIT, IMAGE),
     "QwenImageEditPlusPipeline": Case(qwen_edit, EDIT, ("image:2",)),
