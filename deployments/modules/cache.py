@@ -187,6 +187,8 @@ class ModuleCache:
         if self.footprints is None or not manifest.class_name:
             return
         self.footprints.learn_defaults(manifest, self.skeleton(manifest))
+        if not self.footprints.least_bytes(manifest):
+            return
         parts = self.planner.plan(manifest, lambda component: component.library == "diffusers").values()
         logger.info(
             "model %r: static=%s, weights=%s, workspace=%s",
