@@ -106,6 +106,8 @@ def check_class(class_name: str) -> PipelineSource:
         near = difflib.get_close_matches(class_name, files, n=3, cutoff=0.5)
         hint = f" (near names: {', '.join(near)})" if near else ""
         raise EngineError(f"diffusers {version('diffusers')} has no pipeline class {class_name!r}{hint}")
+    if "OnnxRuntimeModel" in files[class_name].read_text("utf-8"):
+        raise EngineError(f"{class_name} runs ONNX sessions; those of torch modules are served")
     if missing := _missing_packages(class_name):
         raise EngineError(f"{class_name} needs {', '.join(missing)}, which is not installed here")
     source = read_class(class_name)
