@@ -48,6 +48,19 @@ def bench_encode(
     print_encode_figures(figures, as_json)
 
 
+@app.command("plan")
+def bench_plan(as_json: Json = False) -> None:
+    """Predict what forwards take, plan their memory, and split them over devices, all without weights."""
+    from infra.bench.planning import measure_plans, print_plans
+
+    with _err.status("measuring: takes less than a minute"):
+        rows = list(measure_plans())
+    if as_json:
+        print_json(rows)
+    else:
+        print_plans(rows)
+
+
 @app.command("stock")
 def bench_stock(
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,

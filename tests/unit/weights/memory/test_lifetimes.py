@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.seeding import seeded_random
-from unit.weights.memory.best_fit import best_fit_bytes
 
+from infra.bench.best_fit import best_fit_bytes
 from weights.memory.lifetimes import ALIGNMENT_BYTES, Lifetime, MemoryPlan, place
 
 GB = 10**9

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from unit.weights.memory.best_fit import best_fit_bytes
 
 from deployments.engines.graph.recording import Recorder, Recording, Slot, fake_weights, record
+from infra.bench.best_fit import best_fit_bytes
 from weights.memory.lifetimes import place
 from weights.torch_seam import fake_mode
 
