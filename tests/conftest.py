@@ -1,3 +1,7 @@
-"""For all tests: random draws that a failure can repeat, and a browser."""
+"""For all tests: random draws that a failure can repeat, a browser, and the same half precision on every processor."""
+
+import os
 
 pytest_plugins = ["kit.seeding", "kit.browser"]
+# With AMX a product in half precision is another beside other rows (docs/operations.md says how to have it alike).
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

@@ -80,7 +80,8 @@ class Pipeline:
     def decode_work(self, state: State) -> Work:
         return Work(frozenset(["decode"]), "decode", 1, 64)
 
-    def step(self, states: list[State]) -> None:
+    def step(self, states: list[State], check: Callable[[], None] = lambda: None) -> None:
+        check()
         if any(state.sickness == "step" and state.step_index == 1 for state in states):
             raise ComputationFailed("step")
         for state in states:
