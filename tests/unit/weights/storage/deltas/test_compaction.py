@@ -43,7 +43,7 @@ def models(base: Tensors) -> dict[str, Tensors]:
     """A base, three fine-tunes of it, one of which changes only some tensors, and one of other weights."""
     merged = base | {name: tensor for name, tensor in tuned(base).items() if name in ("w1", "w4")}
     other = {name: torch.randn(tensor.shape).to(tensor.dtype) for name, tensor in base.items()}
-    return {"base": base, "light": tuned(base, 2e-3), "merged": merged, "other": other, "strong": tuned(base, 6e-3)}
+    return {"base": base, "light": tuned(base, 2e-3), "merged": merged, "other": other, "strong": tuned(base, 3e-3)}
 
 
 @pytest.fixture
