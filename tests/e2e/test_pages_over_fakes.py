@@ -124,6 +124,11 @@ def cancel(page: Any) -> None:
     page.get_by_text("Cancelled").wait_for()
 
 
+def closed(page: Any) -> None:
+    """Wait until the dialog is gone: what is typed before goes nowhere, for the page behind it is inert."""
+    page.locator("dialog").wait_for(state="detached")
+
+
 def test_an_image_carries_what_the_form_says(url: str, replicas: Held, open_page: OpenPage) -> None:
     page = open_page(url)
     page.get_by_label("Seed", exact=True).fill("41")
@@ -260,6 +265,7 @@ def test_a_mask_is_painted_with_the_keyboard(url: str, replicas: Held, open_page
     page.get_by_role("button", name="Use mask", disabled=False).wait_for()  # the image is open
     page.get_by_role("img", name="Mask.").press("Space")
     page.get_by_role("button", name="Use mask").click()
+    closed(page)
     generate(page)
     page.get_by_text("Image done in").wait_for()
     (request,) = replicas.requests
@@ -321,6 +327,7 @@ def test_a_finished_image_is_enlarged_and_enters_the_gallery(
         dialog.get_by_role("button", name="Download").click()
     saved.value.save_as(tmp_path / "large.png")
     dialog.get_by_role("button", name="Reuse parameters").click()
+    closed(page)
     assert page.get_by_label("Model", exact=True).input_value() == "flux"
     assert page.get_by_label("Seed", exact=True).input_value() == "41"
     page.set_input_files("input[type=file]", tmp_path / "large.png")  # made by an upscaler: no parameters of a prompt
@@ -379,9 +386,11 @@ def test_an_ip_adapter_reads_its_image(url: str, replicas: Held, open_page: Open
     page.locator("button.thumb").first.click()
     assert "look 0.6" in page.locator("dialog dd").all_inner_texts()
     page.keyboard.press("Escape")
+    closed(page)
     section.get_by_label("None").check(force=True)
     page.locator("button.thumb").first.click()
     page.get_by_role("button", name="Reuse parameters").click()
+    closed(page)
     assert section.get_by_label("Scale").first.input_value() == "0.6"
     page.get_by_label("Model", exact=True).fill("other-flux")  # which has none: it is not sent
     page.keyboard.press("Enter")
