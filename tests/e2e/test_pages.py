@@ -12,9 +12,13 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from diffusers import UNet2DConditionModel
 from integration.harness import ROOT, replica_processes
 from kit.browser import OpenPage, axe_violations, needs_axe
 from kit.waiting import wait_until
+from safetensors.torch import save_file
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+from unit.deployments.engines.upscaler_files import compact, rrdb
 
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
@@ -24,6 +28,7 @@ from infra.ports import free_port
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
 CONFIG = ROOT / "configs/clusters/demo.yaml"
+MODELS = ROOT / "infra/demo/models"
 SHOTS = ROOT / "out/pages"
 PATHS = {"create": "/", "chat": "/chat", "cluster": "/cluster", "pipelines": "/pipelines"}
 SIZES = {360: 740, 1280: 800, 2560: 1300}
@@ -44,13 +49,24 @@ FILL_GALLERY = """async (count) => {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A demo cluster with two workers, which save running images often; a worker has room for one image model."""
+    """A demo cluster with two workers, which save running images often; a worker has room for one image model.
+
+    Beside the demo's models there are two upscalers and an IP-Adapter, of random weights.
+    """
     demo = load_cluster_config(CONFIG).model_dump()
     demo |= {"name": "pages", "http": {"port": free_port()}, "grpc": None}
-    demo["store"] = {"path": str(tmp_path_factory.mktemp("pages") / "store")}
+    folder = tmp_path_factory.mktemp("pages")
+    save_file(compact(scale=4), folder / "x4.safetensors")
+    save_file(rrdb(num_blocks=1), folder / "esrgan-x4.safetensors")
+    write_ip_adapter(folder / "look", UNet2DConditionModel.from_pretrained(MODELS / "digits-sdxl/unet"))
+    demo["store"] = {"path": str(folder / "store")}
     demo["worker"] |= {"num_replicas": 2, "num_cpus": 0.5, "checkpoint_interval_s": 0.2}
     demo["worker"] |= {"device": "cpu-private", "device_budget_bytes": "8 MiB", "kv_cache_bytes": "1 MiB"}
     demo["models"] = [model | {"preload": False} for model in demo["models"]]
+    for name in ("x4", "esrgan-x4"):
+        demo["models"].append({"id": name, "path": str(folder / f"{name}.safetensors")})
+    look = {"id": "look", "path": str(folder / "look"), "base": ["digits-sdxl"]}
+    demo["adapters"] = [*demo["adapters"], look]
     with cluster_up(ClusterConfig.model_validate(demo), str(CONFIG)) as address:
         yield address
 
@@ -107,6 +123,30 @@ def test_models_that_alternate_are_seen_to_switch(url: str, open_page: OpenPage)
         page.locator(".decisions strong").filter(has_text=re.compile(f"→ {model}$")).first.wait_for()
     SHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SHOTS / "switch.png")
+
+
+def test_an_image_by_an_ip_adapter_is_enlarged(url: str, open_page: OpenPage) -> None:
+    """Enlarged twice: the largest is as the networks make it, and each tells what it was."""
+    page = open_page(url)
+    page.locator(".near").first.wait_for()
+    page.get_by_label("Model", exact=True).fill("digits-sdxl")
+    page.keyboard.press("Enter")
+    page.get_by_label("Prompt", exact=True).fill("a handwritten five")
+    section = page.get_by_role("group", name="IP-Adapter").first
+    section.get_by_label("look").check(force=True)
+    section.get_by_label("Image as a part").set_input_files(ROOT / "infra/demo/sheets/outline-five.png")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    page.get_by_text("1 image", exact=True).wait_for()
+    for number, name in enumerate(("x4", "esrgan-x4"), 2):
+        page.locator("button.thumb").first.click()
+        page.locator("dialog").get_by_label("Enlarge with").select_option(name)
+        page.locator("dialog").get_by_role("button", name="Enlarge").click()
+        page.get_by_text(f"{number} images", exact=True).wait_for()
+    page.locator("button.thumb").first.click()
+    shown = page.locator("dialog dd").all_inner_texts()
+    assert {"esrgan-x4", "512 \N{MULTIPLICATION SIGN} 512", "x4 · 128 \N{MULTIPLICATION SIGN} 128"} <= set(shown)
+    page.locator("dialog").get_by_role("button", name="Reuse parameters").click()
+    assert page.get_by_label("Model", exact=True).input_value() == "digits-sdxl"
 
 
 def test_an_image_is_made_on_when_its_worker_is_killed(url: str, open_page: OpenPage) -> None:

@@ -21,6 +21,7 @@ from kit.waiting import wait_until
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from deployments.ingress.access.keys import KeyEntry, hash_of
@@ -51,7 +52,7 @@ class Held(Replicas):
             yield ImageProgress(1, 4)
             while not self.gate.is_set():
                 await asyncio.sleep(0.01)
-            self.requests.remove(request)  # the same one
+            self.requests = [one for one in self.requests if one is not request]  # it arrives again
             yield await super().on_generate(request)
         except BaseException:
             self.ended.append("cancelled")
@@ -121,6 +122,11 @@ def generate(page: Any, prompt: str = "a lighthouse") -> None:
 def cancel(page: Any) -> None:
     page.locator("form").get_by_role("button", name="Cancel").click()
     page.get_by_text("Cancelled").wait_for()
+
+
+def closed(page: Any) -> None:
+    """Wait until the dialog is gone: what is typed before goes nowhere, for the page behind it is inert."""
+    page.locator("dialog").wait_for(state="detached")
 
 
 def test_an_image_carries_what_the_form_says(url: str, replicas: Held, open_page: OpenPage) -> None:
@@ -259,6 +265,7 @@ def test_a_mask_is_painted_with_the_keyboard(url: str, replicas: Held, open_page
     page.get_by_role("button", name="Use mask", disabled=False).wait_for()  # the image is open
     page.get_by_role("img", name="Mask.").press("Space")
     page.get_by_role("button", name="Use mask").click()
+    closed(page)
     generate(page)
     page.get_by_text("Image done in").wait_for()
     (request,) = replicas.requests
@@ -266,6 +273,130 @@ def test_a_mask_is_painted_with_the_keyboard(url: str, replicas: Held, open_page
     assert np.unique(request.mask_image).tolist() == [0, 255]
     assert request.mask_image[16, 16] == 255
     assert request.mask_image[0, 0] == 0
+
+
+@pytest.fixture
+def enlarging(replicas: Held) -> None:
+    """Two upscalers; fakes that enlarge by two."""
+    replicas.enlarges_by = 2
+    for name in ("x2", "y2"):
+        replicas.states[name] = ModelRecord(name, "ready", "upscaler", 1, f"version of {name}", variant={"scale": 2})
+
+
+def test_nothing_enlarges_where_there_is_no_upscaler(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    generate(page)
+    page.locator("button.thumb").first.click()
+    page.get_by_role("button", name="Start from this").wait_for()
+    assert page.get_by_role("button", name="Enlarge").count() == 0
+
+
+@pytest.mark.usefixtures("enlarging")
+def test_a_finished_image_is_enlarged_and_enters_the_gallery(
+    url: str, replicas: Held, open_page: OpenPage, tmp_path: Path
+) -> None:
+    page = open_page(url)
+    page.get_by_label("Seed", exact=True).fill("41")
+    page.get_by_label("+1").check(force=True)
+    generate(page)
+    page.get_by_text("Image done in").wait_for()
+    replicas.gate.clear()
+    page.get_by_label("Enlarge with").select_option("y2")
+    page.locator(".stage").get_by_role("button", name="Enlarge").click()
+    page.get_by_text("Tile 1 of 4").wait_for()
+    page.reload()
+    page.get_by_text("Tile 1 of 4").wait_for()
+    replicas.gate.set()
+    page.get_by_text("2 images", exact=True).wait_for()
+    first, second = replicas.requests
+    assert (first.model, second.model, second.prompt.strip()) == ("flux", "y2", "")
+    assert second.init_image.shape == (8, 16, 3)
+    assert page.get_by_label("Seed", exact=True).input_value() == "42"  # as the first image left it
+    page.locator("button.thumb").first.click()
+    dialog = page.locator("dialog")
+    facts = dict(zip(dialog.locator("dt").all_inner_texts(), dialog.locator("dd").all_inner_texts(), strict=True))
+    told = {name: facts[name] for name in ("Model", "Prompt", "Size", "Enlarged from")}
+    assert told == {
+        "Model": "y2",
+        "Prompt": "a lighthouse",
+        "Size": "32 \N{MULTIPLICATION SIGN} 16",
+        "Enlarged from": "flux · 16 \N{MULTIPLICATION SIGN} 8 · Seed 41",
+    }
+    assert dialog.get_by_label("Enlarge with").input_value() == "y2"  # kept over the reload
+    with page.expect_download() as saved:
+        dialog.get_by_role("button", name="Download").click()
+    saved.value.save_as(tmp_path / "large.png")
+    dialog.get_by_role("button", name="Reuse parameters").click()
+    closed(page)
+    assert page.get_by_label("Model", exact=True).input_value() == "flux"
+    assert page.get_by_label("Seed", exact=True).input_value() == "41"
+    page.set_input_files("input[type=file]", tmp_path / "large.png")  # made by an upscaler: no parameters of a prompt
+    page.get_by_role("button", name="Paint a mask").wait_for()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a lighthouse"
+
+
+@pytest.mark.usefixtures("enlarging")
+def test_an_image_of_the_gallery_is_enlarged_beside_a_grid_and_errors_are_text(
+    url: str, replicas: Held, open_page: OpenPage
+) -> None:
+    page = open_page(url)
+    page.get_by_label("Prompt", exact=True).fill("a tree")
+    page.get_by_role("button", name="Grid").click()
+    page.get_by_label("Values").first.fill("3-4")
+    page.get_by_role("button", name="Generate 2").click()
+    wait_until(lambda: page.locator(".thumbs img").count() == 2, "the gallery has both")
+    replicas.error = ValueError(HOSTILE)
+    page.locator("button.thumb").first.click()
+    dialog = page.locator("dialog")
+    dialog.get_by_label("Enlarge with").press("ArrowDown")  # turns no page
+    assert dialog.get_by_text("1 / 2").count() == 1
+    dialog.get_by_role("button", name="Enlarge").press("Enter")
+    page.get_by_role("alert").wait_for()
+    assert page.locator(".sheet .tile").count() == 2
+    replicas.error = None
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("3 images", exact=True).wait_for()
+    assert [request.model for request in replicas.requests] == ["flux", "flux", "y2", "y2"]
+    assert "pwned" not in page.title()
+
+
+def test_an_ip_adapter_reads_its_image(url: str, replicas: Held, open_page: OpenPage, tmp_path: Path) -> None:
+    model = replicas.states["flux"]
+    entry = model.entry.model_copy(update={"id": "xl"})
+    replicas.states["xl"] = replace(model, id="xl", entry=entry, class_name="StableDiffusionXLPipeline")
+    adapter = replicas.states["bold"]
+    entry = adapter.entry.model_copy(update={"id": "look", "base": ("xl",)})
+    replicas.states["look"] = replace(adapter, id="look", kind="ip_adapter", entry=entry)
+    file = tmp_path / "look.png"
+    file.write_bytes(encode_image(np.full((12, 20, 3), 90, np.uint8), "png"))
+    page = open_page(url)
+    page.locator(".near").first.wait_for()
+    assert page.get_by_role("group", name="IP-Adapter").count() == 0  # flux has none
+    page.get_by_label("Model", exact=True).fill("xl")
+    page.keyboard.press("Enter")
+    section = page.get_by_role("group", name="IP-Adapter").first
+    section.get_by_label("look").check(force=True)
+    section.get_by_label("Image as a part of the prompt").set_input_files(file)
+    section.get_by_role("img", name="Image as a part of the prompt").wait_for()
+    section.get_by_label("Scale").first.fill("0.6")
+    generate(page)
+    page.get_by_text("Image done in").wait_for()
+    (use,) = replicas.requests[0].ip_adapter
+    assert (use.name, use.scale, use.image.shape) == ("look", 0.6, (12, 20, 3))
+    page.locator("button.thumb").first.click()
+    assert "look 0.6" in page.locator("dialog dd").all_inner_texts()
+    page.keyboard.press("Escape")
+    closed(page)
+    section.get_by_label("None").check(force=True)
+    page.locator("button.thumb").first.click()
+    page.get_by_role("button", name="Reuse parameters").click()
+    closed(page)
+    assert section.get_by_label("Scale").first.input_value() == "0.6"
+    page.get_by_label("Model", exact=True).fill("other-flux")  # which has none: it is not sent
+    page.keyboard.press("Enter")
+    generate(page)
+    page.get_by_text("2 images", exact=True).wait_for()
+    assert (replicas.requests[1].model, replicas.requests[1].ip_adapter) == ("other-flux", ())
 
 
 def test_a_grid_asks_for_each_cell(url: str, replicas: Held, open_page: OpenPage) -> None:

@@ -43,16 +43,17 @@ function headersOf(options) {
   const headers = new Headers(options.headers);
   const key = keys.get();
   if (key) headers.set("authorization", `Bearer ${key}`);
-  if (options.json !== undefined) headers.set("content-type", "application/json");
+  if (options.json !== undefined) headers.set("content-type", "application/json"); // of a form, the browser says it
   return headers;
 }
 
 async function send(path, options) {
+  const body = options.form ?? (options.json === undefined ? undefined : JSON.stringify(options.json));
   try {
     return await fetch(new URL(`../${path}`, import.meta.url), {
-      method: options.method ?? (options.json === undefined ? "GET" : "POST"),
+      method: options.method ?? (body === undefined ? "GET" : "POST"),
       headers: headersOf(options),
-      body: options.json === undefined ? undefined : JSON.stringify(options.json),
+      body,
       signal: options.signal,
       credentials: "same-origin",
       cache: "no-store",

@@ -19,8 +19,8 @@ import {
   useState,
   useUrl,
 } from "./parts.js";
-import { EMPTY, MAX_SEED, SCHEDULERS, checkedForm, drawSeed, formWith, parametersOf, sizesOf } from "./form.js";
-import { Gallery } from "./gallery.js";
+import { EMPTY, MAX_SEED, SCHEDULERS, checkedForm, drawSeed, enlarged, formWith, originOf, parametersOf, sizesOf } from "./form.js";
+import { Enlarge, Gallery } from "./gallery.js";
 import { GalleryStore } from "./gallery_store.js";
 import { GridFields, cellsOf, sheetOf } from "./grid.js";
 import { MAX_FILE_BYTES, download, parametersOf as parametersOfFile } from "./image_files.js";
@@ -32,7 +32,7 @@ import { texts } from "./texts.js";
 const words = texts.create;
 const store = new GalleryStore();
 const MAX_CELLS = 64;
-const NO_IMAGES = { start: null, mask: null, control: null };
+const NO_IMAGES = { start: null, mask: null, control: null, ipAdapter: null };
 
 function Create() {
   const all = useModels();
@@ -49,7 +49,7 @@ function Create() {
   }, [models?.length, Boolean(model)]);
   useEffect(() => void store.all().then(setEntries), []);
   const set = (change) => setForm((old) => ({ ...old, ...change }));
-  const takeFile = (file, place) => useFile(file, place, { models, setForm, setImages });
+  const takeFile = (file, place) => useFile(file, place, { all, models, setForm, setImages });
   const generate = () => {
     const requests = requestsOf({ form, model, images, grid, all });
     if (requests.length) jobs.start(requests);
@@ -57,23 +57,37 @@ function Create() {
     if (form.seedMode === "drawn" || form.seed === null) set({ seed: requests.at(-1)?.parameters.seed ?? form.seed });
   };
   const reuse = (entry) => {
-    setForm((old) => formWith(old, entry.parameters));
+    setForm((old) => formWith(old, originOf(entry.parameters)));
     document.getElementById("main").scrollIntoView({ block: "start" });
   };
   const start = (blob) => setImages((old) => ({ ...old, start: blob, mask: null }));
+  const enlarging = useEnlarging(all, jobs);
   useDrops((file) => takeFile(file, null));
   const props = { form, set, model, models, all, images, setImages, takeFile, grid, setGrid, generate, jobs };
   return html`<h1 class="unseen">Create</h1>
     <div class="create">
       <${Form} ...${props} />
       <div class="work">
-        <${Stage} jobs=${jobs} />
-        <${Gallery} entries=${entries} setEntries=${setEntries} store=${store} onReuse=${reuse} onStart=${start} />
+        <${Stage} jobs=${jobs} enlarging=${enlarging} />
+        <${Gallery} entries=${entries} setEntries=${setEntries} store=${store} enlarging=${enlarging} onReuse=${reuse} onStart=${start} />
       </div>
     </div>`;
 }
 
 const isAway = (model) => model.state === "unavailable" && (model.kind === null || model.kind === "diffusion") && !model.base.length;
+
+// Return the networks that enlarge, which one is chosen, and what begins it; null where there are none.
+function useEnlarging(all, jobs) {
+  const [last, choose] = useKept("upscaler", "");
+  const upscalers = (all ?? []).filter(makes("/v1/images/variations")).map((one) => one.id);
+  if (!upscalers.length) return null;
+  const chosen = upscalers.includes(last) ? last : upscalers[0];
+  const begin = ({ file, width, height, parameters }) => {
+    jobs.enlarge({ parameters: enlarged(parameters, chosen), images: { start: file }, shape: { width, height } });
+    document.querySelector(".stage").scrollIntoView({ block: "nearest" });
+  };
+  return { upscalers, chosen, choose, begin };
+}
 
 function useJobs(redraw, setEntries, setForm) {
   const jobs = useRef();
@@ -83,6 +97,7 @@ function useJobs(redraw, setEntries, setForm) {
       job.entry = entry;
       setEntries((old) => [entry, ...old.filter((one) => one.key !== entry.key)]);
       if (!(await store.put(entry))) tell(texts.errors.noStorage, { isError: true });
+      if (job.parameters.source) return;
       setForm((old) => (old.seedMode === "next" ? { ...old, seed: ((old.seed ?? entry.parameters.seed) + 1) % MAX_SEED } : old));
     };
     jobs.current = new Jobs({ onDone, onChange: redraw });
@@ -112,7 +127,10 @@ function requestsOf({ form, model, images, grid, all }) {
   const isPipeline = model.kind === "pipeline";
   const used = {};
   if (!isPipeline && images.start) Object.assign(used, { start: images.start, mask: images.mask ?? undefined });
-  if (!isPipeline && images.control && form.control) used.control = images.control;
+  for (const [place, kind] of Object.entries(READING)) {
+    const isTaken = adaptersOf(all, model, kind).some((one) => one.id === form[place]);
+    if (!isPipeline && images[place] && isTaken) used[place] = images[place];
+  }
   const first = form.seedMode === "drawn" || form.seed === null ? drawSeed() : form.seed;
   const made = (change = {}, seed = first, cell = null) => {
     const own = fitting({ ...form, ...change, loras: change.loras ?? form.loras }, model, all);
@@ -122,6 +140,7 @@ function requestsOf({ form, model, images, grid, all }) {
       const { control: name, controlScale: scale, controlStart: start, controlEnd: end } = form;
       parameters.control = { name, scale, start, end };
     }
+    if (used.ipAdapter) parameters.ipAdapter = { name: form.ipAdapter, scale: form.ipAdapterScale };
     return { parameters, images: used, isPipeline, cell, shape: shapeOf(parameters, model) };
   };
   if (grid) return cellsOf(grid, form).map(({ change, cell }) => made(change, change.seed ?? first, cell));
@@ -140,12 +159,12 @@ function fitting(form, model, all) {
 }
 
 // Take a file: its parameters where it carries some, else an image to start from. `place` says where it was dropped.
-async function useFile(file, place, { models, setForm, setImages }) {
+async function useFile(file, place, { all, models, setForm, setImages }) {
   if (file.size > MAX_FILE_BYTES) return tell(texts.errors.tooLarge(file.name), { isError: true });
   if (!(await isImage(file))) return tell(texts.errors.notAnImage(file.name), { isError: true });
   if (place) return setImages((old) => ({ ...old, [place]: file, ...(place === "start" ? { mask: null } : {}) }));
   const parameters = await parametersOfFile(file);
-  if (!parameters) {
+  if (!parameters || all?.some((one) => one.id === parameters.model && one.kind === "upscaler")) {
     setImages((old) => ({ ...old, start: file, mask: null }));
     return tell(words.usedAsStart(file.name));
   }
@@ -191,12 +210,14 @@ function Form({ form, set, model, models, all, images, setImages, takeFile, grid
   </form>`;
 }
 
+// Adapters that read an image: their places in the form, and their kinds.
+const READING = { control: "controlnet", ipAdapter: "ip_adapter" };
+
 const adaptersOf = (all, model, kind) => (all ?? []).filter((one) => one.kind === kind && model && one.base.includes(model.id));
 
 function ImageFields({ form, set, model, all, images, setImages, takeFile }) {
   const defaults = model?.defaults ?? {};
   const loras = adaptersOf(all, model, "adapter");
-  const controls = adaptersOf(all, model, "controlnet");
   const isNegative = defaults.guidance_scale !== undefined || form.negative;
   return html`<${SizeField} form=${form} set=${set} model=${model} />
     <div class="pair">
@@ -206,7 +227,13 @@ function ImageFields({ form, set, model, all, images, setImages, takeFile }) {
     <${SeedField} form=${form} set=${set} />
     ${loras.length > 0 && html`<${LoraFields} loras=${loras} form=${form} set=${set} />`}
     <${StartField} ...${{ form, set, images, setImages, takeFile }} />
-    ${controls.length > 0 && html`<${ControlFields} ...${{ controls, form, set, images, setImages, takeFile }} />`}
+    <${ReadingFields} place="control" ...${{ all, model, form, set, images, setImages, takeFile }}>
+      <div class="pair">
+        <${Slider} label=${words.controlStart} value=${form.controlStart} min="0" max="1" step="0.05" onInput=${(v) => set({ controlStart: clamp(v ?? 0, 0, 1) })} />
+        <${Slider} label=${words.controlEnd} value=${form.controlEnd} min="0" max="1" step="0.05" onInput=${(v) => set({ controlEnd: clamp(v ?? 1, 0, 1) })} />
+      </div>
+    <//>
+    <${ReadingFields} place="ipAdapter" ...${{ all, model, form, set, images, setImages, takeFile }} />
     <details open=${Boolean(isNegative || form.scheduler)}>
       <summary>${words.more}</summary>
       <div class="fields">
@@ -299,18 +326,19 @@ function StartField({ form, set, images, setImages, takeFile }) {
   </fieldset>`;
 }
 
-function ControlFields({ controls, form, set, images, setImages, takeFile }) {
-  const chosen = controls.some((one) => one.id === form.control) ? form.control : "";
+// The adapters of one kind that read an image: which of them, its image, and its scale. Nothing where the model has none.
+function ReadingFields({ place, all, model, form, set, images, setImages, takeFile, children }) {
+  const names = adaptersOf(all, model, READING[place]).map((one) => one.id);
+  const chosen = names.includes(form[place]) ? form[place] : "";
+  const scale = `${place}Scale`;
+  if (!names.length) return null;
   return html`<fieldset class="group">
-    <legend>${words.control}</legend>
-    <${Choices} className="segments" label=${words.control} value=${chosen} onChange=${(control) => set({ control })} choices=${[["", words.controlNone], ...controls.map((one) => [one.id, one.id])]} />
+    <legend>${words[place]}</legend>
+    <${Choices} className="segments" label=${words[place]} value=${chosen} onChange=${(name) => set({ [place]: name })} choices=${[["", words.noAdapter], ...names.map((name) => [name, name])]} />
     ${chosen &&
-    html`<${ImageBox} image=${images.control} label=${words.controlImage} onFile=${(file) => takeFile(file, "control")} onRemove=${() => setImages((old) => ({ ...old, control: null }))} />
-      <${Slider} label=${words.scale} value=${form.controlScale} min="0" max="2" step="0.05" onInput=${(controlScale) => set({ controlScale: controlScale ?? 1 })} />
-      <div class="pair">
-        <${Slider} label=${words.controlStart} value=${form.controlStart} min="0" max="1" step="0.05" onInput=${(v) => set({ controlStart: clamp(v ?? 0, 0, 1) })} />
-        <${Slider} label=${words.controlEnd} value=${form.controlEnd} min="0" max="1" step="0.05" onInput=${(v) => set({ controlEnd: clamp(v ?? 1, 0, 1) })} />
-      </div>`}
+    html`<${ImageBox} image=${images[place]} label=${words[`${place}Image`]} onFile=${(file) => takeFile(file, place)} onRemove=${() => setImages((old) => ({ ...old, [place]: null }))} />
+      <${Slider} label=${words.scale} value=${form[scale]} min="0" max="2" step="0.05" onInput=${(value) => set({ [scale]: value ?? 1 })} />
+      ${children}`}
   </fieldset>`;
 }
 
@@ -338,15 +366,15 @@ function ImageBox({ image, mask, label, onFile, onRemove }) {
 }
 
 // What was asked for last: one image large, several side by side, a grid with its labels.
-function Stage({ jobs }) {
+function Stage({ jobs, enlarging }) {
   const { list } = jobs;
-  const isGrid = list.some((job) => job.cell);
+  const cells = list.filter((job) => job.cell);
   if (!list.length) {
     return html`<section class="stage empty" aria-label=${words.generate}><div class="frame"><p>${words.empty}</p></div></section>`;
   }
-  const tiles = list.map((job) => html`<${Tile} key=${job.id} job=${job} jobs=${jobs} />`);
-  return html`<section class=${`stage ${list.length > 1 ? "many" : "one"}`} aria-label=${words.generate} aria-busy=${jobs.inProgress.length > 0}>
-    ${isGrid ? html`<${Sheet} list=${list} jobs=${jobs} />` : tiles}
+  const tiles = list.filter((job) => !job.cell).map((job) => html`<${Tile} key=${job.id} job=${job} jobs=${jobs} enlarging=${enlarging} />`);
+  return html`<section class=${`stage ${list.length > 1 || cells.length ? "many" : "one"}`} aria-label=${words.generate} aria-busy=${jobs.inProgress.length > 0}>
+    ${tiles} ${cells.length > 0 && html`<${Sheet} list=${cells} jobs=${jobs} />`}
   </section>`;
 }
 
@@ -373,12 +401,13 @@ function Sheet({ list, jobs }) {
 const showSharp = ({ target }) => target.classList.toggle("pixels", sharp({ width: target.naturalWidth, height: target.naturalHeight }) !== "");
 const STATES = { cancelled: words.cancelled, failed: words.failed };
 
-function Tile({ job, jobs }) {
+function Tile({ job, jobs, enlarging }) {
   const { parameters, state, step, steps, leftS, preview, error } = job;
   const ratio = `${job.shape?.width ?? 1} / ${job.shape?.height ?? 1}`;
   const isOn = state === "waiting" || state === "running";
   const left = leftS ? `, ${words.left(seconds(leftS))}` : "";
-  const says = isOn ? (steps ? words.step(step, steps) + left : words.waiting) : STATES[state];
+  const stepOf = parameters.source ? words.tile : words.step;
+  const says = isOn ? (steps ? stepOf(step, steps) + left : words.waiting) : STATES[state];
   return html`<figure class=${`tile ${state}`}>
     <div class="frame" style=${{ aspectRatio: ratio }}>
       ${preview && html`<img src=${preview} alt=${parameters.prompt} onLoad=${showSharp} />`}
@@ -389,6 +418,7 @@ function Tile({ job, jobs }) {
       <span aria-live="polite">${says ?? html`<${Made} job=${job} />`}</span>
       ${isOn && html`<button class="quiet" onClick=${() => jobs.cancel(job)}>${words.cancel}</button>`}
       ${STATES[state] && html`<button class="quiet" onClick=${() => jobs.retry(job)}>${words.retry}</button>`}
+      ${enlarging && job.entry && html`<${Enlarge} entry=${job.entry} enlarging=${enlarging} />`}
     </figcaption>
   </figure>`;
 }
@@ -396,7 +426,8 @@ function Tile({ job, jobs }) {
 function Made({ job }) {
   const { entry } = job;
   if (job.cell) return entry ? seconds(entry.tookS) : "";
-  const facts = entry && [words.done(seconds(entry.tookS)), `${texts.facts.seed} ${entry.parameters.seed ?? ""}`, ...entry.warnings];
+  const seed = entry?.parameters.seed;
+  const facts = entry && [words.done(seconds(entry.tookS)), seed === undefined ? "" : `${texts.facts.seed} ${seed}`, ...entry.warnings].filter(Boolean);
   return html`${facts ? facts.join(" · ") : ""}`;
 }
 

@@ -20,8 +20,11 @@ export const EMPTY = {
   controlScale: 1,
   controlStart: 0,
   controlEnd: 1,
+  ipAdapter: "",
+  ipAdapterScale: 1,
 };
 export const MAX_SEED = 2 ** 32;
+const STREAMED = { stream: true, progress: true };
 const SHAPES = [
   ["1:1", 1, 1],
   ["4:3", 4, 3],
@@ -90,11 +93,11 @@ export function parametersOf(form, model, seed) {
   return parameters;
 }
 
-// Return the body of a request. `images` are blobs: `start`, `mask` and `control`, each where there is one.
+// Return the body of a request. `images` are blobs: `start`, `mask`, `control`, `ipAdapter`, each where there is one.
 export async function bodyOf(parameters, images, isPipeline) {
   const { model, prompt, seed } = parameters;
   if (isPipeline) return { model, prompt };
-  const body = { model, prompt, seed, stream: true, progress: true, resumable: true, partial_images: 3 };
+  const body = { model, prompt, seed, ...STREAMED, partial_images: 3 };
   const fields = { negative: "negative_prompt", steps: "num_inference_steps", guidance: "guidance_scale" };
   for (const [name, field] of Object.entries(fields)) if (parameters[name] !== undefined) body[field] = parameters[name];
   for (const name of ["width", "height", "scheduler"]) if (parameters[name]) body[name] = parameters[name];
@@ -108,13 +111,33 @@ export async function bodyOf(parameters, images, isPipeline) {
     const { name, scale, start, end } = parameters.control;
     body.control = [{ name, scale, start, end, image: await base64Of(images.control) }];
   }
+  if (images.ipAdapter) body.ip_adapter = [{ ...parameters.ipAdapter, image: await base64Of(images.ipAdapter) }];
   return body;
+}
+
+// Return the parameters of an image that a network enlarges: those of the image that it was are its `source`.
+export const enlarged = (source, model) => ({ model, prompt: source.prompt, source });
+
+// Return the parameters of the image that was made from a prompt, however often it was enlarged since.
+export function originOf(parameters) {
+  let origin = parameters;
+  while (origin.source) origin = origin.source;
+  return origin;
+}
+
+// Return the form of a request to enlarge the image `start`.
+export function enlargementOf({ model }, { start }) {
+  const form = new FormData();
+  for (const [name, value] of Object.entries({ model, ...STREAMED })) form.set(name, value);
+  if (start) form.set("image", start, "image.png"); // a reload loses it
+  return form;
 }
 
 // Return the form with an image's parameters in it.
 export function formWith(form, parameters) {
   const blank = { ...EMPTY, seedMode: "kept", count: 1, strength: form.strength };
-  const { control, ...rest } = parameters;
-  const named = control ? { control: control.name, controlScale: control.scale, controlStart: control.start, controlEnd: control.end } : {};
+  const { control, ipAdapter, ...rest } = parameters;
+  const named = ipAdapter ? { ipAdapter: ipAdapter.name, ipAdapterScale: ipAdapter.scale } : {};
+  if (control) Object.assign(named, { control: control.name, controlScale: control.scale, controlStart: control.start, controlEnd: control.end });
   return checkedForm({ ...blank, ...rest, ...named, model: parameters.model || form.model });
 }

@@ -7,7 +7,7 @@ import { texts } from "./texts.js";
 const words = texts.gallery;
 const PAGE = 60;
 
-export function Gallery({ entries, setEntries, store, onReuse, onStart }) {
+export function Gallery({ entries, setEntries, store, enlarging, onReuse, onStart }) {
   const [shown, setShown] = useState(PAGE);
   const [viewed, setViewed] = useState(null);
   const [compared, setCompared] = useState(null); // keys, while two are being chosen
@@ -30,6 +30,7 @@ export function Gallery({ entries, setEntries, store, onReuse, onStart }) {
   const entry = entries.find((one) => one.key === viewed);
   const pair = compared?.map((key) => entries.find((one) => one.key === key)).filter(Boolean) ?? [];
   const act = { onReuse: (one) => (setViewed(null), onReuse(one)), onStart: (one) => (setViewed(null), onStart(one.file)) };
+  const enlargingHere = enlarging && { ...enlarging, begin: (one) => (setViewed(null), enlarging.begin(one)) };
   return html`<section class="gallery" aria-label=${words.title}>
     <div class="section-head">
       <h2>${words.title}</h2>
@@ -44,7 +45,7 @@ export function Gallery({ entries, setEntries, store, onReuse, onStart }) {
       ${entries.slice(0, shown).map((one) => html`<li key=${one.key}><${Thumb} entry=${one} isPicked=${compared?.includes(one.key)} onPick=${pick} /></li>`)}
     </ul>
     ${shown < entries.length && html`<button onClick=${() => setShown(shown + PAGE)}>${words.more}</button>`}
-    ${entry && html`<${Viewer} key=${entry.key} entry=${entry} entries=${entries} onView=${setViewed} onRemove=${remove} ...${act} onClose=${() => setViewed(null)} />`}
+    ${entry && html`<${Viewer} key=${entry.key} entry=${entry} entries=${entries} onView=${setViewed} onRemove=${remove} enlarging=${enlargingHere} ...${act} onClose=${() => setViewed(null)} />`}
     ${pair.length === 2 && html`<${Comparison} pair=${pair} onClose=${() => setCompared([])} />`}
   </section>`;
 }
@@ -57,7 +58,18 @@ function Thumb({ entry, isPicked, onPick }) {
   </button>`;
 }
 
-function Viewer({ entry, entries, onView, onReuse, onStart, onRemove, onClose }) {
+// The button that has an image enlarged, and the choice of the network where there are several.
+export function Enlarge({ entry, enlarging: { upscalers, chosen, choose, begin } }) {
+  const stay = (event) => event.stopPropagation(); // arrow keys choose here, and turn no pages
+  return html`<span class="enlarge">
+    ${upscalers.length > 1 && html`<select aria-label=${words.enlargeWith} onKeyDown=${stay} onChange=${(e) => choose(e.target.value)}>
+      ${upscalers.map((name) => html`<option key=${name} value=${name} selected=${name === chosen}>${name}</option>`)}
+    </select>`}
+    <button type="button" title=${`${words.enlargeWith} ${chosen}`} onClick=${() => begin(entry)}>${icon("enlarge")}<span>${words.enlarge}</span></button>
+  </span>`;
+}
+
+function Viewer({ entry, entries, enlarging, onView, onReuse, onStart, onRemove, onClose }) {
   const url = useUrl(entry.file);
   const place = entries.indexOf(entry);
   const go = (step) => entries[place + step] && onView(entries[place + step].key);
@@ -79,6 +91,7 @@ function Viewer({ entry, entries, onView, onReuse, onStart, onRemove, onClose })
         <div class="row wrap">
           <button class="primary" onClick=${() => onReuse(entry)}>${icon("reuse")}<span>${words.reuse}</span></button>
           <button onClick=${() => onStart(entry)}>${icon("image")}<span>${words.start}</span></button>
+          ${enlarging && html`<${Enlarge} entry=${entry} enlarging=${enlarging} />`}
           <button onClick=${() => download(entry.file, name)}>${icon("download")}<span>${words.download}</span></button>
           <button class="quiet" onClick=${() => onRemove(entry)}>${icon("trash")}<span>${words.remove}</span></button>
         </div>
@@ -109,12 +122,19 @@ function rowsOf(entry) {
     [facts.scheduler, told.scheduler],
     [facts.lora, told.loras && Object.entries(told.loras).map(([name, scale]) => `${name} ${scale}`).join(", ")],
     [facts.control, told.control && `${told.control.name} ${told.control.scale}`],
+    [facts.ip_adapter, told.ipAdapter && `${told.ipAdapter.name} ${told.ipAdapter.scale}`],
     [facts.strength, told.strength],
+    [facts.source, told.source && sourceOf(told.source)],
     [words.took, entry.tookS ? seconds(entry.tookS) : undefined],
     [words.made, new Date(entry.at).toLocaleString()],
     [words.warnings, entry.warnings?.join("; ")],
   ];
   return rows.filter(([, value]) => value !== undefined && value !== "").map(([name, value]) => [name, String(value)]);
+}
+
+function sourceOf({ model, width, height, seed }) {
+  const size = width && height ? `${width} × ${height}` : "";
+  return [model, size, seed === undefined ? "" : `${texts.facts.seed} ${seed}`].filter(Boolean).join(" · ");
 }
 
 // Two images over each other, divided where the slider stands.

@@ -1,7 +1,7 @@
 // Images that are being made: each a stream that goes on when its connection breaks, or the page is loaded again.
 
 import { ApiError, errorOfEvent, eventsOf, getJson, isAbort, request, sleep } from "./api.js";
-import { bodyOf } from "./form.js";
+import { bodyOf, enlargementOf } from "./form.js";
 import { blobOf } from "./image_files.js";
 import { texts } from "./texts.js";
 
@@ -27,6 +27,15 @@ export class Jobs {
   start(requests) {
     for (const job of this.list) if (!this.inProgress.includes(job)) URL.revokeObjectURL(job.preview);
     this.list = [...this.inProgress, ...requests.map((one) => this.made(one))];
+    this.fill();
+    this.changed();
+  }
+
+  // Begin an image that is made of another one, which is shown until then. Those that are shown stay.
+  enlarge(one) {
+    const job = this.made(one);
+    this.show(job, job.images.start);
+    this.list = [job, ...this.list];
     this.fill();
     this.changed();
   }
@@ -96,18 +105,26 @@ export class Jobs {
   }
 
   async begun(job) {
-    const json = await bodyOf(job.parameters, job.images, false);
-    const signal = job.leaving.signal;
     let response;
     try {
-      response = await request("v1/images/generations", { json, signal });
+      response = await this.asked(job, true);
     } catch (error) {
       if (!/resumable/.test(error.message)) throw error; // several ingresses, or as many streams as may be
-      response = await request("v1/images/generations", { json: { ...json, resumable: undefined }, signal });
+      response = await this.asked(job, false);
     }
     job.stream = response.headers.get("content-location")?.split("/").at(-1) ?? "";
     this.changed();
     return response;
+  }
+
+  async asked({ parameters, images, leaving: { signal } }, resumable) {
+    if (!parameters.source) {
+      const json = { ...(await bodyOf(parameters, images, false)), resumable };
+      return request("v1/images/generations", { json, signal });
+    }
+    const form = enlargementOf(parameters, images);
+    form.set("resumable", resumable);
+    return request("v1/images/variations", { form, signal });
   }
 
   async resumed(job) {

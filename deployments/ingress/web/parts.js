@@ -114,6 +114,7 @@ const ICONS = {
   brush: "M4 20c3 0 4-1.5 4-3.5A2.5 2.5 0 0 1 12 15l8-9a1.5 1.5 0 0 0-2-2l-9 8a2.5 2.5 0 0 0-1 4",
   send: "M5 12h13M12 5l7 7-7 7",
   grid: "M4 4h6v6H4zM14 4h6v6h-6zM4 14h6v6H4zM14 14h6v6h-6z",
+  enlarge: "M14 4h6v6M20 4l-7 7M10 20H4v-6M4 20l7-7",
   copy: "M9 9h11v11H9zM5 15H4V4h11v1",
 };
 

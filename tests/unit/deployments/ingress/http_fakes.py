@@ -149,7 +149,7 @@ class Replicas:
 
     async def on_generate(self, request: ImageRequest) -> ImageResult:
         self._arrived(request)
-        scale = self.enlarges_by
+        scale = self.enlarges_by if self.states[request.model].kind == "upscaler" else 1
         size = (request.height or 8) * scale, (request.width or 8) * scale, 3
         images = [np.full(size, 10 * i, np.uint8) for i in range(request.n)]
         times: Any = {"denoise": 2.0, "total": 3.0}
