@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from weights.memory.lifetimes import Lifetime
 
 ALIGNMENT = 256
 
 
-def best_fit_bytes(lifetimes: Sequence[Lifetime[Hashable]]) -> int:
+def best_fit_bytes(lifetimes: Sequence[Lifetime[Any]]) -> int:
     """Return the size of the arena: each goes into the smallest free block that holds it, else onto the end."""
     events = sorted(
         [(one.first, 1, n) for n, one in enumerate(lifetimes)] + [(one.last, 2, n) for n, one in enumerate(lifetimes)]
