@@ -82,7 +82,9 @@ def test_metadata_and_configuration_tell_names_types_and_ranges(observed: Observ
     assert [spec["data_type"] for spec in config["input"]] == ["TYPE_INT64", "TYPE_INT64"]
 
 
-@pytest.mark.parametrize(("name", "model"), [("rows", "program-bert"), ("tuned", "program-tuned")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("rows", "program-bert"), ("tuned", "program-tuned"), ("onnx", "program-onnx")]
+)
 def test_rows_are_those_of_transformers(
     observed: Observed, transport: str, cluster: Cluster, questions: dict[str, Any], name: str, model: str
 ) -> None:
@@ -124,7 +126,9 @@ def test_a_pipeline_of_programs_is_stock(observed: Observed, transport: str, clu
 
 def test_fine_tunes_share_one_graph(observed: Observed, cluster: Cluster) -> None:
     assert observed["http.tuned"]
-    assert encoder(cluster)["program_graphs"] == 2  # BERT's and the classifier's, of three programs
+    assert (
+        encoder(cluster)["program_graphs"] == 2
+    )  # BERT's and the classifier's, of three programs; the ONNX model has a session
 
 
 def test_what_is_beyond_the_range_is_refused_with_it(observed: Observed, transport: str) -> None:
@@ -136,6 +140,11 @@ def test_what_is_beyond_the_range_is_refused_with_it(observed: Observed, transpo
     status = "400" if transport == "http" else "StatusCode.INVALID_ARGUMENT"
     for name in ("too_long", "too_many", "beyond_the_table", "too_long_in_a_pipeline"):
         assert status in observed[f"{transport}.{name}"]
+
+
+def test_an_onnx_model_refuses_what_is_beyond_its_range(observed: Observed, transport: str) -> None:
+    ranges = f"size 49 in dimension 1, the program takes 1 to {MAX_LENGTH} (input_ids.1)"
+    assert ranges in observed[f"{transport}.too_long_for_onnx"]
 
 
 def test_a_program_cannot_be_registered_by_its_path_alone(cluster: Cluster) -> None:
