@@ -44,19 +44,9 @@ def encoder(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def counted(cluster: Cluster) -> dict[str, Any]:
-    """What the text encoder had done before, and after `observed`."""
-    return {"before": encoder(cluster)["batching"]}
-
-
-@pytest.fixture(scope="module")
-def observed(
-    cluster: Cluster, questions: dict[str, Any], counted: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Observed:
+def observed(cluster: Cluster, questions: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Observed:
     folder: Path = tmp_path_factory.mktemp("programs")
-    found = judge("triton_programs", "protocol", cluster.url, cluster.grpc, folder, {"programs": questions})
-    counted["after"] = encoder(cluster)["batching"]
-    return found
+    return judge("triton_programs", "protocol", cluster.url, cluster.grpc, folder, {"programs": questions})
 
 
 def pooled(cluster: Cluster, model: str, rows: list[list[int]]) -> np.ndarray:
@@ -107,10 +97,10 @@ def test_twenty_clients_at_once_get_what_each_would_alone(
     np.testing.assert_allclose(ours, pooled(cluster, "program-bert", rows), **CLOSE)
 
 
-def test_their_requests_share_batches(observed: Observed, counted: dict[str, Any]) -> None:
-    assert observed["http.clients"]
-    num_requests, num_batches = (counted["after"][name] - counted["before"][name] for name in ("requests", "batches"))
-    assert num_batches < num_requests
+def test_their_requests_share_batches(observed: Observed, transport: str, questions: dict[str, Any]) -> None:
+    counted = observed[f"{transport}.clients"]
+    assert (counted["requests"], counted["items"]) == (20, sum(map(len, questions["batches"])))
+    assert counted["batches"] < 20
 
 
 def test_a_pipeline_of_programs_is_stock(observed: Observed, transport: str, cluster: Cluster) -> None:

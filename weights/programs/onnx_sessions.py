@@ -2,6 +2,7 @@
 
 What onnxruntime has of its own beside the weights: what `graph_for_session` leaves in the graph, and what it computes
 of weights alone when it opens a session (a transposed matrix). Prepacking would copy every matrix, and is off.
+While a session opens, it copies all weights, and lets go of the copy.
 """
 
 from __future__ import annotations

@@ -287,6 +287,17 @@ def test_outputs_that_are_not_as_the_model_says_are_refused(fresh: Stored) -> No
         run_jobs(jobs_of(program, {"x": torch.tensor([[1, 1, 0, 1]])}))
 
 
+def test_memory_that_is_not_there_is_no_error_of_the_values(fresh: Stored) -> None:
+    repeats = model_of(
+        [helper.make_node("Expand", ["x", "sizes"], ["y"])],
+        {"x": ["n", 1]},
+        {"y": ["n", "wide"]},
+        {"sizes": np.array([1, 1 << 50])},  # beyond any address space
+    )
+    with pytest.raises(MemoryError, match="alloc"):
+        fresh.put("m", repeats).bind("m")({"x": torch.ones(1, 1)})
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
