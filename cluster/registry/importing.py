@@ -11,6 +11,7 @@ import builtins
 import contextlib
 import ctypes
 import importlib
+import importlib.util
 import os
 import resource
 import signal
@@ -177,14 +178,16 @@ def owned_program(store: WeightStore | None, entry: Entry, path: Path) -> ModelS
     """
     if isinstance(entry, AdapterConfig):
         raise ModelUnservable(f"{path}: a program, no adapter: neither a LoRA nor a ControlNet")
-    if path.suffix == ".onnx":
-        raise ModelUnservable(f"{path}: an ONNX model can be stored and loaded, not served")
+    is_onnx = path.suffix == ".onnx"
+    if is_onnx and importlib.util.find_spec("onnxruntime") is None:
+        raise ModelUnservable(f"{path}: an ONNX model needs onnxruntime to be served: pip install 'atelier[onnx]'")
     manifest = store.find_manifest(entry.id) if store else None
     if not store or not manifest or manifest.kind != "program" or Path(manifest.source) not in (path, path.resolve()):
-        where = f" --store {store.path}" if store else ""
+        options = ("" if is_onnx else " --allow-torch") + (f" --store {store.path}" if store else "")
+        why = "may take any time and memory" if is_onnx else "may run code"
         raise ModelUnservable(
-            f"{path}: a program may run code when it is opened, so only the store's owner brings it in: "
-            f"atelier weights externalize {path} --model {entry.id} --allow-torch{where}"
+            f"{path}: a program {why} when it is opened, so only the store's owner brings it in: "
+            f"atelier weights externalize {path} --model {entry.id}{options}"
         )
     if not store.has_packs(manifest):
         raise ModelUnservable(f"{path}: the store has lost its weights; import it again")

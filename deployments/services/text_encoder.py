@@ -21,7 +21,7 @@ from configs.cluster import ClusterConfig
 from configs.model import LongText
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
-from deployments.engines.programs.bound import BoundProgram
+from deployments.engines.programs.bound import ServedProgram
 from deployments.engines.programs.rows import ProgramJob, answer_of, jobs_of, jobs_of_rows, run_jobs, tensor_of
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
@@ -232,7 +232,7 @@ class TextEncoderService(ModelReplica):
         return asyncio.to_thread(encode_batch, cast("Sequence[TextJob]", jobs), counter=self._padding)
 
 
-def _jobs_of_arrays(program: BoundProgram, arrays: Mapping[str, npt.NDArray[Any]]) -> list[ProgramJob]:
+def _jobs_of_arrays(program: ServedProgram, arrays: Mapping[str, npt.NDArray[Any]]) -> list[ProgramJob]:
     return jobs_of(program, {name: tensor_of(array) for name, array in arrays.items()})
 
 

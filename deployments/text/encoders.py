@@ -18,7 +18,7 @@ from torch import nn
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.nn.lora import FittedPairs
-from deployments.engines.programs.bound import BoundProgram, BoundPrograms
+from deployments.engines.programs.bound import BoundPrograms, ServedProgram
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
@@ -155,7 +155,7 @@ class TextEncoderBuilder:
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
-    ) -> KeyedEncoder | DenseHead | BoundProgram | LoraAdapter | nn.Module:
+    ) -> KeyedEncoder | DenseHead | ServedProgram | LoraAdapter | nn.Module:
         """Build the component over its tensors; of a stock pipeline the plain module.
 
         Raises EngineError, AdapterError for a LoRA, and FormatError for a program.
@@ -199,7 +199,7 @@ class TextEncoderBuilder:
         folder = skeleton / encoder_files.tokenizer_folder(component.folder)
         self._keep(folder, load_tokenizer(folder))
 
-    def retire(self, thing: KeyedEncoder | DenseHead | BoundProgram | LoraAdapter | nn.Module) -> None:
+    def retire(self, thing: KeyedEncoder | DenseHead | ServedProgram | LoraAdapter | nn.Module) -> None:
         """Take back what nobody leases any more, unless it still computes for a request that was cancelled."""
         if isinstance(thing, nn.Module):
             self.skeletons.retire_module(thing)

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from integration import span_files
 from integration.echo_functions import echo_pipelines
 from integration.harness import DEMO_MODELS, MINILM, ROOT, SEER, Cluster
 from integration.judging import held_out_texts
-from kit.programs import Classifier, export_bert, export_classifier, tiny_bert
+from kit.programs import Classifier, export_bert, export_classifier, onnx_bert, tiny_bert
 from kit.seeding import seeded_rng
 from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
@@ -134,7 +135,10 @@ def _config(folder: Path) -> ClusterConfig:
 
 
 def _programs(folder: Path) -> list[dict[str, str]]:
-    """Two BERTs of one program and a classifier, in the store as its owner brings them there, and as stock too."""
+    """BERTs and a classifier, in the store as its owner brings them there, and as stock too.
+
+    Two BERTs are of one program, a third is an ONNX model.
+    """
     torch.manual_seed(int(seeded_rng().integers(2**31)))
     exported = {"program-classifier": export_classifier(classifier := Classifier())}
     torch.save(classifier.state_dict(), folder / "classifier.pt")
@@ -146,7 +150,11 @@ def _programs(folder: Path) -> list[dict[str, str]]:
     for name, program in exported.items():
         torch.export.save(program, folder / f"{name}.pt2")
         import_model(store, name, folder / f"{name}.pt2", allow_torch=True)
-    return [{"id": name, "path": str(folder / f"{name}.pt2")} for name in exported]
+    (bert := tiny_bert(6000)).save_pretrained(folder / "program-onnx")
+    onnx.save(onnx_bert(bert), folder / "program-onnx.onnx")
+    import_model(store, "program-onnx", folder / "program-onnx.onnx")
+    paths = {name: f"{name}.pt2" for name in exported} | {"program-onnx": "program-onnx.onnx"}
+    return [{"id": name, "path": str(folder / path)} for name, path in paths.items()]
 
 
 def _sentence_transformer(folder: Path) -> Path:

@@ -44,19 +44,9 @@ def encoder(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def counted(cluster: Cluster) -> dict[str, Any]:
-    """What the text encoder had done before, and after `observed`."""
-    return {"before": encoder(cluster)["batching"]}
-
-
-@pytest.fixture(scope="module")
-def observed(
-    cluster: Cluster, questions: dict[str, Any], counted: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Observed:
+def observed(cluster: Cluster, questions: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Observed:
     folder: Path = tmp_path_factory.mktemp("programs")
-    found = judge("triton_programs", "protocol", cluster.url, cluster.grpc, folder, {"programs": questions})
-    counted["after"] = encoder(cluster)["batching"]
-    return found
+    return judge("triton_programs", "protocol", cluster.url, cluster.grpc, folder, {"programs": questions})
 
 
 def pooled(cluster: Cluster, model: str, rows: list[list[int]]) -> np.ndarray:
@@ -82,7 +72,9 @@ def test_metadata_and_configuration_tell_names_types_and_ranges(observed: Observ
     assert [spec["data_type"] for spec in config["input"]] == ["TYPE_INT64", "TYPE_INT64"]
 
 
-@pytest.mark.parametrize(("name", "model"), [("rows", "program-bert"), ("tuned", "program-tuned")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("rows", "program-bert"), ("tuned", "program-tuned"), ("onnx", "program-onnx")]
+)
 def test_rows_are_those_of_transformers(
     observed: Observed, transport: str, cluster: Cluster, questions: dict[str, Any], name: str, model: str
 ) -> None:
@@ -105,10 +97,10 @@ def test_twenty_clients_at_once_get_what_each_would_alone(
     np.testing.assert_allclose(ours, pooled(cluster, "program-bert", rows), **CLOSE)
 
 
-def test_their_requests_share_batches(observed: Observed, counted: dict[str, Any]) -> None:
-    assert observed["http.clients"]
-    num_requests, num_batches = (counted["after"][name] - counted["before"][name] for name in ("requests", "batches"))
-    assert num_batches < num_requests
+def test_their_requests_share_batches(observed: Observed, transport: str, questions: dict[str, Any]) -> None:
+    counted = observed[f"{transport}.clients"]
+    assert (counted["requests"], counted["items"]) == (20, sum(map(len, questions["batches"])))
+    assert counted["batches"] < 20
 
 
 def test_a_pipeline_of_programs_is_stock(observed: Observed, transport: str, cluster: Cluster) -> None:
@@ -124,7 +116,9 @@ def test_a_pipeline_of_programs_is_stock(observed: Observed, transport: str, clu
 
 def test_fine_tunes_share_one_graph(observed: Observed, cluster: Cluster) -> None:
     assert observed["http.tuned"]
-    assert encoder(cluster)["program_graphs"] == 2  # BERT's and the classifier's, of three programs
+    assert (
+        encoder(cluster)["program_graphs"] == 2
+    )  # BERT's and the classifier's, of three programs; the ONNX model has a session
 
 
 def test_what_is_beyond_the_range_is_refused_with_it(observed: Observed, transport: str) -> None:
@@ -136,6 +130,11 @@ def test_what_is_beyond_the_range_is_refused_with_it(observed: Observed, transpo
     status = "400" if transport == "http" else "StatusCode.INVALID_ARGUMENT"
     for name in ("too_long", "too_many", "beyond_the_table", "too_long_in_a_pipeline"):
         assert status in observed[f"{transport}.{name}"]
+
+
+def test_an_onnx_model_refuses_what_is_beyond_its_range(observed: Observed, transport: str) -> None:
+    ranges = f"size 49 in dimension 1, the program takes 1 to {MAX_LENGTH} (input_ids.1)"
+    assert ranges in observed[f"{transport}.too_long_for_onnx"]
 
 
 def test_a_program_cannot_be_registered_by_its_path_alone(cluster: Cluster) -> None:

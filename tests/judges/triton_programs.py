@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,9 +27,11 @@ def of(client: Client) -> Iterator[Observation]:
     yield "rows", lambda: _kept(client, "rows", _ran(client, _inputs(ASKED["batches"][0])))
     yield "without_mask", lambda: _kept(client, "plain", _ran(client, {"input_ids": _ids(ASKED["even"])}))
     yield "tuned", lambda: _kept(client, "tuned", _ran(client, _inputs(ASKED["batches"][0]), "program-tuned"))
+    yield "onnx", lambda: _kept(client, "onnx", _ran(client, _inputs(ASKED["batches"][0]), "program-onnx"))
     yield "clients", lambda: _clients(client)
     yield "pipeline", lambda: _pipeline(client)
     yield "too_long", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((1, 49), np.int64)}))
+    yield "too_long_for_onnx", lambda: error_text(lambda: _ran(client, _inputs([[1] * 49]), "program-onnx"))
     yield "too_many", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((9, 3), np.int64)}))
     yield "beyond_the_table", lambda: error_text(lambda: _ran(client, {"input_ids": np.full((1, 3), 6000)}))
     yield "too_long_in_a_pipeline", lambda: error_text(lambda: _labelled(client, ["word " * 60]))
@@ -53,13 +57,20 @@ def _kept(client: Client, name: str, array: np.ndarray) -> list[int]:
     return WHERE.keep(f"{client.name}_{name}", array)
 
 
-def _clients(client: Client) -> list[int]:
-    """Twenty clients of 1, 4 or 8 rows, all at once."""
-    batches = ASKED["batches"]
+def _clients(client: Client) -> dict[str, Any]:
+    """Twenty clients of 1, 4 or 8 rows, all at once; what the text encoder counted meanwhile is of them alone."""
+    before, batches = _counts(), ASKED["batches"]
     clients = [type(client)(WHERE) for _ in batches]
     with ThreadPoolExecutor(len(batches)) as pool:
         found = list(pool.map(lambda one: _ran(one[0], _inputs(one[1])), zip(clients, batches, strict=True)))
-    return _kept(client, "clients", np.concatenate(found))
+    counted = {name: number - before[name] for name, number in _counts().items()}
+    return {"shape": _kept(client, "clients", np.concatenate(found))} | counted
+
+
+def _counts() -> dict[str, int]:
+    with urllib.request.urlopen(f"{WHERE.url}/admin/cluster", timeout=30) as answer:
+        (encoder,) = json.load(answer)["text_encoders"]
+    return {name: encoder["batching"][name] for name in ("requests", "items", "batches")}
 
 
 def _labelled(client: Client, given: list[str]) -> np.ndarray:

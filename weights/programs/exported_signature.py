@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from weights.errors import WeightsError
-from weights.programs.signature import UNBOUNDED, ProgramSignature, ProgramTensor, named_shapes
+from weights.programs.signature import SERVED_DTYPES, UNBOUNDED, ProgramSignature, ProgramTensor, named_shapes
 from weights.torch_dtypes import DTYPE_NAMES
-
-# Those that the Open Inference Protocol has, too.
-_SERVED_DTYPES: Final = frozenset(
-    ("BOOL", "U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")
-)
 
 
 def read_signature(program: ExportedProgram, mutated: Iterable[str]) -> ProgramSignature:
@@ -104,7 +99,7 @@ def _renamed(shape: Iterable[int | str], names: dict[str, str]) -> tuple[int | s
 
 def _dtype(name: str, value: torch.Tensor) -> str:
     found = DTYPE_NAMES.get(value.dtype, "")
-    if found not in _SERVED_DTYPES:
+    if found not in SERVED_DTYPES:
         raise WeightsError(f"its tensor {name!r} is of type {value.dtype}, which requests cannot have")
     return found
 

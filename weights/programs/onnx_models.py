@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import torch
 
 from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
 from weights.loading.placement import windows
-from weights.manifest import Layout, Manifest, TensorRef
-from weights.programs.signature import COMPONENT
-from weights.programs.storing import MemoryTensor, published, store_program, stored_program
+from weights.manifest import Component, Layout, Manifest, TensorRef
+from weights.programs.onnx_sessions import onnxruntime, open_session
+from weights.programs.onnx_signature import read_onnx_signature
+from weights.programs.signature import COMPONENT, SIGNATURE, UNSERVABLE
+from weights.programs.storing import MemoryTensor, checked_graph, published, store_program, stored_program
 from weights.provider import ExtentProvider, LocalExtents
 from weights.store import WeightStore
+from weights.torch_dtypes import DTYPE_NAMES
 
-__all__ = ["externalize_onnx", "load_onnx", "write_onnx"]
+__all__ = ["externalize_onnx", "graph_for_session", "load_onnx", "write_onnx"]
 
 if TYPE_CHECKING:
     from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
@@ -67,12 +73,14 @@ def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layo
     Tensors are initializers, also those of subgraphs, and attributes of at least MIN_EXTERNAL_BYTES, from the model
     file or from external data in its folder. Those of a dtype that the store has no name for (4-bit integers,
     strings, ...) stay in the graph and are listed in the component's metadata["inline"].
+    The metadata say what it takes and gives, or why it cannot be served.
     Raises FormatError for a damaged model and for external data outside of the folder, WeightsError without `onnx`.
     """
     _onnx()
     proto = _parse(path, _read(path))
     tensors: dict[str, SourceTensor] = {}
     kept = []
+    signature = _signature(proto)
     for name, tensor, is_initializer in _all_tensors(proto):
         source = _tensor_source(path, name, tensor)
         if source is None:
@@ -83,7 +91,9 @@ def externalize_onnx(store: WeightStore, model: str, path: Path, *, layout: Layo
         tensors[name] = source
         _set_location(tensor, name, 0, source.nbytes)
     graph = (_MODEL_FILE, _serialized(path, proto))
-    metadata = {_INLINE: json.dumps(kept)}
+    if SIGNATURE in signature and (reason := _why_not_run(path, proto, tensors)):
+        signature = {UNSERVABLE: reason}
+    metadata = {_INLINE: json.dumps(kept), **signature}
     return store_program(store, model, str(path), graph, tensors, "onnx", metadata=metadata, layout=layout)
 
 
@@ -138,6 +148,76 @@ def write_onnx(
     _write(target, _serialized(target, proto))
 
 
+def graph_for_session(
+    component: Component, folder: Path, tensors: Mapping[str, torch.Tensor]
+) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return the graph of the skeleton `folder` for `open_session`, and the initializers that it has outside, by name.
+
+    Those are of the main graph and at least MIN_EXTERNAL_BYTES, and are not copied. Raises StoreError and FormatError
+    for a damaged graph and for one that takes other tensors.
+    """
+    path = folder / _MODEL_FILE
+    proto = _parse(path, checked_graph(component, path))
+    outside = {}
+    for name, tensor, is_outside in _external_tensors(path, proto):
+        stored = tensors.get(name)
+        if stored is None:
+            raise FormatError(f"{path}: tensor {shown(name)} is not in the store")
+        dtype, shape = DTYPE_NAMES.get(stored.dtype), list(stored.shape)
+        if (dtype, shape) != (_DTYPES.get(tensor.data_type), list(tensor.dims)):
+            raise FormatError(
+                f"{path}: tensor {shown(name)} is {dtype} {shape}, the graph takes {_DTYPES.get(tensor.data_type)} "
+                f"{shown(list(tensor.dims))}"
+            )
+        if is_outside:
+            outside[tensor.name] = stored
+        else:
+            _set_raw(tensor, stored.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
+    return _serialized(path, proto), outside
+
+
+def _external_tensors(path: Path, proto: ModelProto) -> Iterator[tuple[str, TensorProto, bool]]:
+    """Yield (name in the store, tensor, is handed to a session apart) of a graph's tensors that are stored."""
+    num_own = len(proto.graph.initializer)  # they come first
+    for number, (_, tensor, _) in enumerate(_all_tensors(proto)):
+        if _is_external(tensor):
+            is_large = _nbytes(path, _text(tensor.name), tensor) >= MIN_EXTERNAL_BYTES
+            yield _location_of(tensor).get("location", ""), tensor, is_large and number < num_own
+
+
+def _signature(proto: ModelProto) -> dict[str, str]:
+    """Return the metadata that says what the model takes and gives, or why it cannot be served."""
+    try:
+        return {SIGNATURE: read_onnx_signature(proto, _DTYPES).to_json()}
+    except WeightsError as error:
+        return {UNSERVABLE: str(error)}
+
+
+def _why_not_run(path: Path, proto: ModelProto, tensors: Mapping[str, SourceTensor]) -> str:
+    """Return why onnxruntime cannot run a graph with these tensors outside; "" where it can, or is not here to tell.
+
+    Nothing is computed, so zeros stand for the weights: memory that nobody writes to takes none.
+    """
+    try:
+        package = onnxruntime()
+    except WeightsError:
+        return ""
+    graph = type(proto)()
+    graph.CopyFrom(proto)
+    values = {}
+    for name, tensor, is_outside in _external_tensors(path, graph):
+        if is_outside:
+            zeros = np.zeros(tuple(tensor.dims), f"u{ITEM_BYTES[tensors[name].dtype]}")
+            values[tensor.name] = package.OrtValue.ortvalue_from_numpy_with_onnx_type(zeros, tensor.data_type)
+        else:
+            _set_raw(tensor, bytes(tensors[name].read()))
+    try:
+        open_session(path, _serialized(path, graph), values, optimized=False)
+    except WeightsError as error:
+        return str(error).removeprefix(f"{path}: ")
+    return ""
+
+
 def _stored(store: WeightStore, model: str) -> tuple[ModelProto, list[tuple[TensorProto, TensorRef, bool]]]:
     """Return the graph of the skeleton, and its tensors that are in the store."""
     component, path, contents = stored_program(store, model, _MODEL_FILE, "an ONNX model")
@@ -186,7 +266,7 @@ def _onnx() -> Any:
     try:
         return importlib.import_module("onnx")
     except ImportError:
-        raise WeightsError("ONNX models need the onnx package: pip install atelier[onnx]") from None
+        raise WeightsError("ONNX models need the onnx package: pip install 'atelier[onnx]'") from None
 
 
 def _decode_error() -> type[Exception]:

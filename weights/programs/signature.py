@@ -19,6 +19,10 @@ COMPONENT: Final = "program"  # the only one of a program
 SIGNATURE: Final = "signature"  # metadata of a program that can be served: this, as JSON
 UNSERVABLE: Final = "unservable"  # metadata of one that cannot: why
 BATCH: Final = "batch"
+# Those that the Open Inference Protocol has, too.
+SERVED_DTYPES: Final = frozenset(
+    ("BOOL", "U8", "U16", "U32", "U64", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")
+)
 UNBOUNDED: Final = 8192  # the largest size where the program names none: memory has an end
 
 
@@ -136,8 +140,6 @@ def signature_of(component: Component) -> ProgramSignature:
     if reason := component.metadata.get(UNSERVABLE):
         raise FormatError(reason)
     text = component.metadata.get(SIGNATURE)
-    if component.format == "onnx":
-        raise FormatError("an ONNX model can be stored and loaded, not served; programs of torch.export are")
     if text is None:
         raise FormatError("it was stored without its signature, by an earlier version; import it again")
     try:

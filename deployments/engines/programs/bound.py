@@ -1,4 +1,4 @@
-"""A torch.export program over tensors that exist already: a graph without weights, called with them.
+"""A program over tensors that exist already: of torch.export a graph without weights, called with them.
 
 Fine-tunes of one program have one graph, so a switch between them is another list of tensors: nothing is loaded.
 """
@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import fx
@@ -18,16 +18,34 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 
 from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.programs.onnx_program import open_onnx
 from weights.manifest import Component
 from weights.programs.exported import bound_tensors, open_graph
+from weights.programs.onnx_sessions import onnxruntime
 from weights.programs.signature import ProgramSignature, signature_of
 
 MAX_GRAPHS: Final = 32
 
 
+class ServedProgram(Protocol):
+    """A program with its tensors, of any kind. Stateless, so threads may call it at once."""
+
+    @property
+    def signature(self) -> ProgramSignature: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the outputs for all inputs of the signature, which have its types and sizes, on its device.
+
+        HAZARD: an output may be a view of an input or of the weights: nobody may write to it.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundProgram:
-    """A program with its tensors. Stateless, so threads may call it at once.
+    """A program of torch.export with its tensors.
 
     `arguments` are those of the graph, None at the places of `inputs`, which are by name.
     """
@@ -40,10 +58,7 @@ class BoundProgram:
     device: torch.device
 
     def __call__(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the outputs for all inputs of the signature, which have its types and sizes, on its device.
-
-        HAZARD: an output may be a view of an input or of the weights: nobody may write to it.
-        """
+        """Return the outputs, as `ServedProgram` says."""
         arguments = list(self.arguments)
         for name, place in self.inputs.items():
             arguments[place] = given[name]
@@ -60,12 +75,14 @@ class BoundPrograms:
         self._lock = threading.Lock()
         self._graphs: OrderedDict[tuple[str, str], ExportedProgram] = OrderedDict()
 
-    def bind(self, component: Component, folder: Path, tensors: Mapping[str, torch.Tensor]) -> BoundProgram:
+    def bind(self, component: Component, folder: Path, tensors: Mapping[str, torch.Tensor]) -> ServedProgram:
         """Return the program of the skeleton `folder` over its tensors, on their device. Nothing is copied.
 
         Raises FormatError and StoreError for a graph that is damaged, whose operators are missing here, or that takes
-        other tensors.
+        other tensors, WeightsError for an ONNX model without onnxruntime.
         """
+        if component.format == "onnx":
+            return open_onnx(component, folder, tensors)
         signature = signature_of(component)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
         program = self._graph(component, folder, device)
@@ -86,6 +103,9 @@ class BoundPrograms:
     def prepare(self, component: Component, folder: Path) -> None:
         """Read the graph before it is needed. Raises as `bind` does."""
         signature_of(component)
+        if component.format == "onnx":
+            onnxruntime()  # a session is of its weights
+            return
         self._graph(component, folder, torch.device("cpu"))
 
     def num_graphs(self) -> int:

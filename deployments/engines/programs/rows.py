@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from deployments.engines.memory_limits import is_out_of_memory
-from deployments.engines.programs.bound import BoundProgram
+from deployments.engines.programs.bound import ServedProgram
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.forward_plan import plan_forwards
 from weights.programs.signature import BATCH, ProgramTensor
@@ -30,7 +30,7 @@ class ProgramJob:
     `sizes` are what the sizes that have names are here.
     """
 
-    program: BoundProgram
+    program: ServedProgram
     inputs: Tensors
     sizes: Mapping[str, int]
 
@@ -73,7 +73,7 @@ def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return here.numpy()
 
 
-def answer_of(program: BoundProgram, found: Sequence[Tensors]) -> dict[str, npt.NDArray[Any]]:
+def answer_of(program: ServedProgram, found: Sequence[Tensors]) -> dict[str, npt.NDArray[Any]]:
     """Return the outputs of a request from those of its jobs."""
     if not program.signature.has_batch:
         return {name: array_of(tensor) for name, tensor in found[0].items()}
@@ -81,7 +81,7 @@ def answer_of(program: BoundProgram, found: Sequence[Tensors]) -> dict[str, npt.
     return {name: array_of(torch.stack([row[name] for row in found])) for name in names}
 
 
-def jobs_of(program: BoundProgram, inputs: Tensors) -> list[ProgramJob]:
+def jobs_of(program: ServedProgram, inputs: Tensors) -> list[ProgramJob]:
     """Return the jobs of one request: one for each row, or one alone. Raises EngineError for what does not fit."""
     signature = program.signature
     if unknown := sorted(inputs.keys() - {one.name for one in signature.inputs}):
@@ -101,7 +101,9 @@ def jobs_of(program: BoundProgram, inputs: Tensors) -> list[ProgramJob]:
     return [ProgramJob(program, {name: tensor[at] for name, tensor in inputs.items()}, sizes) for at in rows]
 
 
-def jobs_of_rows(program: BoundProgram, rows: Mapping[str, Sequence[torch.Tensor]], first: int = 0) -> list[ProgramJob]:
+def jobs_of_rows(
+    program: ServedProgram, rows: Mapping[str, Sequence[torch.Tensor]], first: int = 0
+) -> list[ProgramJob]:
     """Return a job for each item, whose sizes may differ, of a program of rows. `first` is the number of the first one.
 
     Raises EngineError as `jobs_of` does, with the number of the item.
@@ -172,7 +174,7 @@ def _cut(row: torch.Tensor, places: Sequence[tuple[int, str]], sizes: Mapping[st
     return row
 
 
-def _called(program: BoundProgram, given: Tensors) -> dict[str, torch.Tensor]:
+def _called(program: ServedProgram, given: Tensors) -> dict[str, torch.Tensor]:
     try:
         return program({name: tensor.to(program.device) for name, tensor in given.items()})
     except _OF_VALUES as error:

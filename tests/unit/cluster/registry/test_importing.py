@@ -19,7 +19,7 @@ from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
 from cluster.errors import ImportFailed, ModelUnservable, WeightsUnavailable
-from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint
+from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettings, import_checkpoint, owned_program
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
@@ -96,9 +96,30 @@ def test_what_no_engine_could_run_is_refused_before_its_weights_are_read(
         process.import_model(entry)
     program = tmp_path / "graph.onnx"
     program.write_bytes(b"")
-    with pytest.raises(ModelUnservable, match=r"graph.onnx: an ONNX model can be stored and loaded, not served"):
+    with pytest.raises(
+        ModelUnservable, match=r"graph.onnx: a program may take any time .*externalize .*--model p --store"
+    ):
         process.import_model(ModelConfig(id="p", path=program))
     assert WeightStore(tmp_path / "store").model_names() == []
+
+
+def test_an_onnx_model_is_served_where_its_owner_has_brought_it_in(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnx import TensorProto, helper, save
+
+    path, store = tmp_path / "relu.onnx", WeightStore(tmp_path / "store")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 4]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Relu", ["x"], ["y"])], "g", values[:1], values[1:])
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path)
+    import_model(store, "relu", path)
+    entry = ModelConfig(id="relu", path=path)
+    found = start(check="deployments.engines.servable:why_unservable").import_model(entry)
+    assert found.signature is not None
+    assert found.signature.ranges_text() == "batch 1 to 8192"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelUnservable, match=r"needs onnxruntime to be served: pip install 'atelier\[onnx\]'"):
+        owned_program(store, entry, path)
 
 
 @pytest.mark.slow
