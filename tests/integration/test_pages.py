@@ -71,7 +71,7 @@ def test_the_cluster_page_shows_a_switch_as_it_happens(cluster: Cluster, open_pa
     body = {"model": "digits-sdxl", "prompt": "a handwritten two", "num_inference_steps": 4}
     httpx.post(f"{cluster.url}/v1/images/generations", json=body, timeout=120).raise_for_status()
     page.locator(".decisions").get_by_text("→ digits-sdxl").first.wait_for()
-    row = page.get_by_role("row", name=re.compile("^digits-sdxl"))
+    row = page.get_by_role("row", name=re.compile(r"^digits-sdxl(?!-)"))
     row.get_by_text("ready", exact=True).wait_for()
     row.get_by_role("button", name="Pin digits-sdxl").click()
     row.get_by_role("button", name="Unpin digits-sdxl").click()
