@@ -16,7 +16,7 @@ from kit.waiting import until
 from safetensors.torch import load_file, save_file
 
 # Half a worker each: two workers start four of them.
-LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200, "n": 8}
+LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 300, "n": 8}
 SHORT = {"model": "digits-flux", "prompt": "a handwritten six", "num_inference_steps": 4}
 BOUND_S = 40.0
 GONE_S = 3.0  # for what was cancelled: it was at the end of a step
