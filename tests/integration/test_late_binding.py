@@ -16,7 +16,7 @@ from kit.waiting import until
 from safetensors.torch import load_file, save_file
 
 # Half a worker each: two workers start four of them.
-LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 300, "n": 8}
+LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200, "n": 8}
 SHORT = {"model": "digits-flux", "prompt": "a handwritten six", "num_inference_steps": 4}
 BOUND_S = 40.0
 GONE_S = 3.0  # for what was cancelled: it was at the end of a step
@@ -144,11 +144,11 @@ async def test_who_waits_keeps_the_version_of_a_model_that_changes_or_goes(queue
         first = await queue.text("swap")
         async with queue.filled():
             old = [queue.complete("swap") for _ in range(6)]
-            await until(lambda: waits_for(queue, "swap", 6), "requests that wait")
+            await until(lambda: waits_for(queue, "swap", 4), "requests that wait")
             shifted_adder(folder, 2)
             (await queue.http.post("/admin/models", json=register)).raise_for_status()
             new = [queue.complete("swap") for _ in range(6)]
-            await until(lambda: waits_for(queue, "swap", 12), "requests for the new version")
+            await until(lambda: waits_for(queue, "swap", 8), "requests for the new version")
         second = await queue.text("swap")
         assert first != second
         found = [answer.json()["choices"][0]["text"] for answer in await asyncio.gather(*old, *new)]
@@ -156,7 +156,7 @@ async def test_who_waits_keeps_the_version_of_a_model_that_changes_or_goes(queue
 
         async with queue.filled():
             last = [queue.complete("swap") for _ in range(6)]
-            await until(lambda: waits_for(queue, "swap", 6), "requests that wait")
+            await until(lambda: waits_for(queue, "swap", 4), "requests that wait")
             (await queue.http.delete("/admin/models/swap")).raise_for_status()
             assert (await queue.complete("swap")).status_code == 404
         answers = await asyncio.gather(*last)
@@ -165,8 +165,9 @@ async def test_who_waits_keeps_the_version_of_a_model_that_changes_or_goes(queue
         await queue.http.delete("/admin/models/swap", params={"purge": "true"})
 
 
-async def waits_for(queue: Queue, model: str, number: int) -> bool:
-    return any(one["model"] == model and one["waiting"] == number for one in (await queue.shown())["models"])
+async def waits_for(queue: Queue, model: str, least: int) -> bool:
+    """Return whether so many requests of a model wait: an image that ends lets one or two of them start."""
+    return any(one["model"] == model and one["waiting"] >= least for one in (await queue.shown())["models"])
 
 
 def shifted_adder(folder: Path, shift: int) -> Path:
