@@ -179,7 +179,7 @@ class ModuleCache:
 
     @property
     def footprints(self) -> FootprintBook | None:
-        """What forwards take of the device; None where nobody counts it."""
+        """Return the memory that forwards take of the device; None where nobody counts it."""
         return None if self.forward_memory is None else self._footprints
 
     def learn_defaults(self, manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""What is known of the memory of a replica's image models: learned once per structure and size, beside the requests."""
+"""Footprints of a replica's image models: learned once per structure and size, beside the requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("atelier.replica")
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What is known of one structure. `twin` is None until it is built, and where that failed."""
+    """The footprints of one structure. `twin` is None until it is built, and where that failed."""
 
     footprints: dict[Hashable, Footprint] = field(default_factory=dict)
     twin: PipelineTwin | None = None

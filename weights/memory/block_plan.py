@@ -43,7 +43,7 @@ class BlockPlan:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine moves and computes in a second: bytes over the link to a device, bytes of weights that the host
+    """Rates of a machine, for each second: bytes over the link to a device, bytes of weights that the host
     multiplies a row with, and operations of its products of many rows.
     """
 

@@ -1,4 +1,4 @@
-"""Which layers of a decoder compute on which device, and which on the host, whose memory has all of them. Pure.
+"""Places of a decoder's layers: on devices, or on the host, whose memory has all of them. Pure.
 
 Devices are filled from the last layer on: what is behind the layers (a norm, the head) is on the last device, so that
 a token's activations cross each border once.

@@ -1,4 +1,4 @@
-"""What this machine moves and computes in a second: measured once in a process, in a few hundredths of a second."""
+"""Rates of this machine, its link and its host: measured once in a process, in a few hundredths of a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a program takes and gives, in names, types and sizes: all that a server has to know without opening it. Pure.
+"""Signatures of programs: names, types and sizes, all that a server has to know without opening one. Pure.
 
 Sizes that may differ from request to request have names: "batch" is that of the rows, which are independent of each
 other; others are called by the input and dimension that they are first seen at ("input_ids.1").

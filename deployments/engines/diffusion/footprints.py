@@ -1,4 +1,4 @@
-"""What the forwards of a pipeline's denoiser and VAE take beside their weights, recorded on modules without any."""
+"""Footprints of a pipeline's denoiser and VAE: the memory of forwards, recorded on modules without weights."""
 
 from __future__ import annotations
 

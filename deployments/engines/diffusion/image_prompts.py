@@ -103,7 +103,7 @@ class ImagePrompt:
 
 
 class PromptedSpan(NamedTuple):
-    """What images add to the rows `start` to `stop` of a batch: layers, each list with its strength."""
+    """Additions of images to the rows `start` to `stop` of a batch: layers, each list with its strength."""
 
     uses: Sequence[tuple[Sequence[PromptedLayer], float]]
     start: int = 0

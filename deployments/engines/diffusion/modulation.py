@@ -58,7 +58,7 @@ class Modulation:
 
     @property
     def is_there(self) -> bool:
-        """Whether anything is computed ahead."""
+        """Return whether anything is computed ahead."""
         return bool(self._modules)
 
     def rows_of(self, group: Sequence[Condition]) -> tuple[torch.Tensor, ...]:

@@ -156,13 +156,13 @@ class Recorder(DispatchMode):
         nodes, at = self.recording.nodes, len(self.recording.nodes)
         if at >= MAX_NODES:
             raise RuntimeError(f"a forward of more than {MAX_NODES} operations is not recorded")
-        used = list(_tensors((args, kwargs)))
+        used = list(tensors_in((args, kwargs)))
         reads = {number for tensor in used if (number := self._number_of(tensor)) is not None}
         outside = (one for one in used if self._number_of(one) is None) if self._knows_given else ()
         given = {self._given_number(one.untyped_storage()) for one in outside}
         known = {id(tensor.untyped_storage()) for tensor in used}
         results = run(*args, **kwargs)
-        makes = [self._note_birth(one, at) for one in _tensors(results) if self._is_new(one, known)]
+        makes = [self._note_birth(one, at) for one in tensors_in(results) if self._is_new(one, known)]
         for number in reads:
             self.recording.buffers[number].last = at
         call = self._call(func, args, kwargs, results) if self._keeps_calls else None
@@ -187,7 +187,7 @@ class Recorder(DispatchMode):
         """Note that the forward has given `results`: what is let go of from here on outlives it."""
         self._alive.clear()
         if self._keeps_calls:  # nothing was let go of
-            outlive = {self._number_of(tensor) for tensor in _tensors(results)}
+            outlive = {self._number_of(tensor) for tensor in tensors_in(results)}
             for number, buffer in enumerate(self.recording.buffers):
                 buffer.died = None if number in outlive else buffer.last + 1
 
@@ -262,14 +262,15 @@ def _convolution(
 _FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {torch.ops.aten.mkldnn_convolution.default: _convolution}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in lists, tuples and mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, tuple | list):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_in(one)
     elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
+        yield from tensors_in(list(value.values()))
 
 
 def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> None:

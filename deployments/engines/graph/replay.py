@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import torch
 
-from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record
+from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
 from weights.torch_seam import is_written_to, out_form
 
@@ -211,7 +211,7 @@ def _copying(op: Any, results: Sequence[torch.Tensor]) -> Callable[..., None]:
     """Return the operation with its results copied to their places, where it has no form that writes there."""
 
     def run(*args: Any, **kwargs: Any) -> None:
-        for result, made in zip(results, _tensors(op(*args, **kwargs)), strict=True):
+        for result, made in zip(results, tensors_in(op(*args, **kwargs)), strict=True):
             result.copy_(made)
 
     return run
@@ -256,14 +256,6 @@ def _slots(value: Any) -> Iterator[Slot]:
             yield from _slots(one)
     elif isinstance(value, dict):
         yield from _slots(list(value.values()))
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for one in value:
-            yield from _tensors(one)
 
 
 def _is_of_tensors(results: Any) -> bool:

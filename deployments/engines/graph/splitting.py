@@ -1,4 +1,4 @@
-"""Which backend computes each operation of a graph, and what is copied between: ggml's scheduler in five passes. Pure.
+"""Splits of a graph over backends, and the copies between them: ggml's scheduler in five passes. Pure.
 
 1. assign: what its weights or its user have placed already; 2. expand: accelerators spread down and up, the host only
 into what is left; 3. upgrade: to a better backend that reads the same memory, and what is still open to where most of

@@ -1,4 +1,4 @@
-"""What is where, as Prometheus text: gauges made from one look at the cluster when the page is asked for.
+"""Residency as Prometheus text: gauges made from one look at the cluster when the page is asked for.
 
 A replica that has ended is on the next page no more; counted in its own process, it would stay on Ray's for a while.
 """

@@ -318,7 +318,7 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
 
     @router.get("/upscalers", response_model=list[WebuiUpscaler], responses=_LIST_ERRORS)
     async def upscaler_names() -> Response:
-        """What `upscaler_1` and `hr_upscaler` may be."""
+        """List what `upscaler_1` and `hr_upscaler` may be."""
         found = [
             WebuiUpscaler(name=name, model_name=None, model_path=None, model_url=None, scale=None)
             for name in await upscalers(service)

@@ -37,7 +37,7 @@ class Size(NamedTuple):
 
 
 class SecondPass(NamedTuple):
-    """What `enable_hr` asks for. A size of 0 is `scale` times that of the first pass; steps of None are those of it."""
+    """The second pass of `enable_hr`. A size of 0 is `scale` times that of the first; steps of None are those of it."""
 
     upscaler: str
     scale: float
