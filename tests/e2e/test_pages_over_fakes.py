@@ -219,6 +219,28 @@ def test_a_reload_in_the_middle_makes_no_image_twice(url: str, replicas: Held, o
     assert (len(replicas.requests), replicas.ended) == (1, ["made"])
 
 
+def test_what_lost_its_start_image_by_a_reload_is_not_asked_for_again(
+    url: str, replicas: Held, open_page: OpenPage, tmp_path: Path
+) -> None:
+    """It would be another image. Before the reload it may be tried again, with its image."""
+    file = tmp_path / "plain.png"
+    file.write_bytes(encode_image(np.full((32, 32, 3), 90, np.uint8), "png"))
+    replicas.gate.clear()
+    page = open_page(url)
+    page.set_input_files("input[type=file]", file)
+    page.get_by_role("button", name="Paint a mask").wait_for()
+    generate(page)
+    page.get_by_text("Step 1 of 4").wait_for()
+    cancel(page)
+    page.get_by_role("button", name="Try again").click()
+    page.get_by_text("Step 1 of 4").wait_for()
+    assert [request.init_image is None for request in replicas.requests] == [False, False]
+    page.reload()
+    page.get_by_text("Step 1 of 4").wait_for()
+    cancel(page)
+    assert page.get_by_role("button", name="Try again").count() == 0
+
+
 def test_two_tabs_make_images_beside_each_other(url: str, replicas: Held, open_page: OpenPage) -> None:
     first = open_page(url)
     second = open_page(url, first.context)

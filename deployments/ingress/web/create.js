@@ -417,7 +417,7 @@ function Tile({ job, jobs, enlarging }) {
     <figcaption>
       <span aria-live="polite">${says ?? html`<${Made} job=${job} />`}</span>
       ${isOn && html`<button class="quiet" onClick=${() => jobs.cancel(job)}>${words.cancel}</button>`}
-      ${STATES[state] && html`<button class="quiet" onClick=${() => jobs.retry(job)}>${words.retry}</button>`}
+      ${STATES[state] && !job.lacksImages && html`<button class="quiet" onClick=${() => jobs.retry(job)}>${words.retry}</button>`}
       ${enlarging && job.entry && html`<${Enlarge} entry=${job.entry} enlarging=${enlarging} />`}
     </figcaption>
   </figure>`;

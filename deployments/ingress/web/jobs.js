@@ -40,11 +40,12 @@ export class Jobs {
     this.changed();
   }
 
-  made({ parameters, images = {}, isPipeline = false, cell = null, shape = null }) {
+  made({ parameters, images = {}, lacksImages = false, isPipeline = false, cell = null, shape = null }) {
     return {
       id: ++this.number,
       parameters,
       images,
+      lacksImages,
       isPipeline,
       cell,
       shape,
@@ -171,7 +172,8 @@ export class Jobs {
     this.changed();
   }
 
-  // Take up the streams that this tab read when it was left.
+  // Take up the streams that this tab read when it was left. The images that they began from stayed behind: what lacks
+  // them would be another image when it is asked for again.
   restore() {
     let stored = [];
     try {
@@ -188,7 +190,9 @@ export class Jobs {
   }
 
   changed() {
-    const stored = this.inProgress.filter((job) => job.stream).map(({ parameters, stream, cell, shape }) => ({ parameters, stream, cell, shape }));
+    const stored = this.inProgress.filter((job) => job.stream).map(({ parameters, images, lacksImages, stream, cell, shape }) => {
+      return { parameters, lacksImages: lacksImages || Object.keys(images).length > 0, stream, cell, shape };
+    });
     try {
       if (stored.length) sessionStorage.setItem(STORED, JSON.stringify(stored));
       else sessionStorage.removeItem(STORED);
