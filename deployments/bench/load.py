@@ -217,6 +217,7 @@ def measure_load(
         bench = _Bench(given, Path(folder), peers)
         if source is None:
             shutil.rmtree(given)  # every loader has its own by now
+        os.sync()  # what is still being written would slow the reads, and memory for Ray's store is not free before
         tell(f"{bench.manifest.nbytes / 1e9:.2f} GB, copied for {3 + len(peers)} loaders")
         orders = _draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
         touch_memory(4 * bench.manifest.nbytes)
