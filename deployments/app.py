@@ -19,7 +19,7 @@ both come through here.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from ray import serve
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
@@ -34,7 +34,7 @@ from cluster.registry.actor import connect_registry, tell_registry
 from configs.changes import BEYOND, Concern
 from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
-from deployments.pipelines.checked_config import load_checked_config
+from deployments.pipelines.planning import load_checked_config
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 
 __all__ = ["AppArgs", "build_app", "start_control_plane", "versioned_app"]
@@ -43,10 +43,9 @@ _CONCERNS: Final = {"text_encoder": Concern.TEXT_ENCODER, "worker": Concern.WORK
 ENCODER_CHECK_S: Final = 2.0  # workers that wait for it learn from Serve's own checks that it is gone
 
 
-class AppArgs(BaseModel):
+class AppArgs(BaseModel, extra="forbid"):
     """Arguments of the builder: the path of a cluster YAML, or its contents."""
 
-    model_config = ConfigDict(extra="forbid")
     config: str | dict[str, Any]
 
 

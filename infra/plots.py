@@ -18,7 +18,7 @@ from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker
 from cluster.simulator.traces import poisson, zipf_shares
-from deployments.cli.pictures import write_file
+from deployments.cli.output import write_file
 from deployments.plots.benches import PLOTS
 
 GB: Final = 10**9

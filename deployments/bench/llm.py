@@ -24,8 +24,8 @@ from typing import Any, Final, Literal
 import torch
 
 from deployments.bench.batch_decoder import BatchDecoder, BatchToken
-from deployments.bench.llm_peer import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.bench.llm_serving import Serving, serve_arrivals, serving_figures, stream_beside_prompts
+from deployments.bench.peers import TOKENS, LlamaCpp, Transformers, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import KvDtype, plan_cache

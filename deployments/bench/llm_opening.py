@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from deployments.bench.llm_peer import TOKENS
+from deployments.bench.peers import TOKENS
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import cache_tensors

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from deployments.bench.llm_peer import TOKENS
+from deployments.bench.peers import TOKENS
 from deployments.engines.protocol import Engine, SamplingParams, TextDelta, TextRequest
 
 TextEngine = Engine[TextRequest, TextDelta]

@@ -26,7 +26,7 @@ from rich.table import Table
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
 from deployments.bench.figures import OnProgress, Parts
-from deployments.bench.peer import Peer
+from deployments.bench.peers import Peer
 from deployments.cli.client import Client
 from deployments.cli.running import cluster_up
 from deployments.engines.llm.chat import Message

@@ -7,9 +7,11 @@ object store whose pages come with their use: what is counted is what is there.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from rich.console import Console
+from rich.table import Table
 
 from deployments.bench.figures import OnProgress, Parts, summary
 from deployments.bench.machine import object_store_bytes, own_memory_bytes, private_ray, touch_memory, wait_for_quiet
-from deployments.bench.peer import Peer
-from deployments.bench.switch_node import Models, Node, node_of
-from deployments.bench.switch_simulated import measure_simulated
+from deployments.bench.peers import Peer
+from deployments.bench.switch_node import BenchNode, Models, node_of
+from deployments.bench.switch_simulated import measure_simulated, simulated_tables
 from deployments.bench.synthetic import ALIAS, FLUX, SDXL, TUNED, write_pipelines
 
 DEMO = {FLUX: "digits-flux", TUNED: "digits-flux-inverted", ALIAS: "digits-flux", SDXL: "digits-sdxl"}
@@ -35,6 +39,17 @@ NUM_REPLICAS = 4
 NODE_SHARE = 0.6  # of all models' bytes: what the keeper may hold while there is random switching
 WARM_UP = 40  # switches: every model several times
 STORE_SHARE = 0.7  # of the object store is a keeper's budget where nothing else is configured
+
+TARGETS_MS = {"new_replica": 50, "kept_skeleton": 5}
+LEGS = {
+    "switch_ms": "Atelier",
+    "touched_ms": "  every byte read",
+    "diffusers_ms": "diffusers, loaded",
+    "diffusers_touched_ms": "  every byte read",
+    "diffusers_freeing_ms": "  freeing the other",
+    "moved_ms": "diffusers, copied",
+    "lookup_ms": "diffusers, kept",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +112,7 @@ def _attaches(models: Models, settings: SwitchRounds) -> dict[str, Any]:
         return found | {"kept_skeleton": summary(kept)}
 
 
-def _new_attaches(node: Node, number: int, prepare: bool) -> list[float]:
+def _new_attaches(node: BenchNode, number: int, prepare: bool) -> list[float]:
     samples: list[float] = []
     while len(samples) < number:
         replicas = node.replicas(min(REPLICAS_AT_ONCE, number - len(samples)), node.models.nbytes(), prepare=prepare)
@@ -197,7 +212,7 @@ def _sibling(models: Models, rounds: int) -> dict[str, Any]:
     return {"bytes_different": different, "host": host, PRIVATE: device, "same_weights": same}
 
 
-def _host_sibling(node: Node, replica: Any) -> dict[str, Any]:
+def _host_sibling(node: BenchNode, replica: Any) -> dict[str, Any]:
     """Return `bytes_moved` from storage to the node, `mapped_bytes` into the replica, in whole extents."""
     different = node.models.different_bytes(TUNED, FLUX)
     ray.get(replica.switch.remote(FLUX))
@@ -311,7 +326,7 @@ def _churn(models: Models, num_switches: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
-def _settled(node: Node, replica: Any) -> dict[str, int]:
+def _settled(node: BenchNode, replica: Any) -> dict[str, int]:
     """Return memory with the Flux pipeline attached and nothing else going on."""
     ray.get(replica.switch.remote(FLUX, True))
     ray.get(replica.collect.remote())
@@ -321,3 +336,69 @@ def _settled(node: Node, replica: Any) -> dict[str, int]:
         "keeper_resident": node.keeper_stats().resident_bytes,
         "store": object_store_bytes(),
     }
+
+
+def print_switch_figures(figures: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(json.dumps(figures) + "\n")
+        return
+    console = Console()
+    sizes = figures["bytes"]
+    console.print(
+        f"Flux pipeline {sizes['flux'] / 1e9:.2f} GB in {figures['num_tensors']} tensors, "
+        f"SDXL {sizes['sdxl'] / 1e9:.2f} GB, all {sizes['all'] / 1e9:.2f} GB"
+    )
+    console.print(_attach_table(figures["attach_ms"]))
+    for title, legs in (("synthetic", figures), ("demo", figures["demo"])):
+        console.print(_legs_table(title, legs))
+        console.print(_bytes_table(title, legs["sibling"]))
+    for table in simulated_tables(figures["simulated"]):
+        console.print(table)
+    for line in _lines(figures):
+        console.print(line)
+
+
+def _attach_table(attaches: dict[str, Any]) -> Table:
+    table = _table("Attach of resident Flux", "", "p50 ms", "p95 ms", "range", "n", "target")
+    for name, found in attaches.items():
+        table.add_row(name, *_times(found), str(TARGETS_MS.get(name, "")))
+    return table
+
+
+def _legs_table(title: str, legs: dict[str, Any]) -> Table:
+    table = _table(f"flux -> sdxl -> flux, third leg ({title})", "", "p50 ms", "p95 ms", "range", "n", "x ours")
+    for name, text in LEGS.items():
+        table.add_row(text, *_times(legs[name]), f"{legs[name]['p50'] / legs['switch_ms']['p50']:.2f}")
+    return table
+
+
+def _bytes_table(title: str, sibling: dict[str, Any]) -> Table:
+    table = _table(f"flux -> flux-tuned ({title})", "", "bytes moved", "different", "ratio or time")
+    for tier in ("host", "cpu-private"):
+        found = sibling[tier]
+        table.add_row(tier, f"{found['bytes_moved']:,}", f"{sibling['bytes_different']:,}", f"{found['ratio']:.4f}")
+    for tier, same in sibling["same_weights"].items():
+        table.add_row(f"renamed: {tier}", f"{same['bytes_moved']:,}", "0", f"{same['ms']['p50']:.1f} ms")
+    return table
+
+
+def _lines(figures: dict[str, Any]) -> list[str]:
+    pss, flood, churn, recovery = (figures[name] for name in ("pss", "flood", "churn", "recovery"))
+    growth = ", ".join(f"{name} {nbytes / 1e6:+.1f} MB" for name, nbytes in churn["growth_bytes"].items())
+    return [
+        f"{pss['replicas']} replicas hold {pss['ratio']:.4f} copies (target 1.02), "
+        f"{pss['private_bytes'] / 1e6:.1f} MB of that their own",
+        f"{flood['callers']} callers of a cold model: {flood['read_ratio']:.2f} x its bytes read",
+        f"{churn['switches']} random switches, {churn['switches_per_s']:.1f} per s: {growth}",
+        f"keeper killed: attached elsewhere after {recovery['ms']['p50']:.0f} ms "
+        f"({recovery['ms']['low']:.0f} to {recovery['ms']['high']:.0f}), {recovery['read_bytes']:,} bytes read",
+    ]
+
+
+def _table(title: str, *headers: str) -> Table:
+    return Table(*headers, title=title, title_justify="left")
+
+
+def _times(found: dict[str, Any]) -> tuple[str, str, str, str]:
+    low, high = f"{found['low']:.2f}", f"{found['high']:.2f}"
+    return f"{found['p50']:.2f}", f"{found['p95']:.2f}", f"{low} to {high}", str(found["n"])

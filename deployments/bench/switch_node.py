@@ -56,7 +56,7 @@ class Models:
         )
 
 
-class Node:
+class BenchNode:
     """The keeper of a Ray node and its replicas. Ended by `close`."""
 
     def __init__(self, models: Models, budget_bytes: int) -> None:
@@ -99,9 +99,9 @@ class Node:
 
 
 @contextlib.contextmanager
-def node_of(models: Models, budget_bytes: int | None = None) -> Iterator[Node]:
+def node_of(models: Models, budget_bytes: int | None = None) -> Iterator[BenchNode]:
     """Start a node of its own; the default budget holds all models."""
-    node = Node(models, budget_bytes or models.nbytes())
+    node = BenchNode(models, budget_bytes or models.nbytes())
     try:
         yield node
     finally:

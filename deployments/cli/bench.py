@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from deployments.cli.bars import progress_bar
 from deployments.cli.cluster import DEFAULT_CONFIG, ConfigPath
-from deployments.cli.generate import OptionError
-from deployments.cli.output import Json
-from deployments.cli.pictures import check_plot, write_file
+from deployments.cli.output import Json, OptionError, check_plot, write_file
+from deployments.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from deployments.bench.llm import Case
@@ -77,8 +75,7 @@ def bench_switch(
 ) -> None:
     """Measure switches among models on one node: time, bytes moved, memory, recovery; beside diffusers."""
     check_plot(plot)
-    from deployments.bench.switch import SwitchRounds, measure_switch
-    from deployments.bench.switch_tables import print_switch_figures
+    from deployments.bench.switch import SwitchRounds, measure_switch, print_switch_figures
 
     settings = SwitchRounds(num_attaches=attaches, rounds=rounds, num_switches=switches)
     with progress_bar("measuring: writes some 6 GB, some minutes", "steps") as progress:

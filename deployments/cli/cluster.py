@@ -1,13 +1,19 @@
-"""The commands that start and stop clusters, and the one that renders a config for others to start."""
+"""The commands that start and stop clusters, render a config for others to start, and show the logs of starts.
+
+Logs of `atelier up --detach` are kept over starts and reboots, the oldest removed.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -17,12 +23,13 @@ import yaml
 from rich.console import Console
 from rich.text import Text
 
+from cluster.errors import SessionError
 from configs.errors import ConfigFileError
 from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
 from deployments.cli.output import Json, print_json, size
 from deployments.cli.progress import StartDisplay
-from deployments.cli.systemd import tell_systemd
+from weights.private_folder import private_folder, state_folder
 
 if TYPE_CHECKING:
     from cluster.session import SessionRecord
@@ -43,6 +50,12 @@ _POLL_S: Final = 0.2
 _HEADER: Final = (
     "# Rendered by `atelier render`; deploy with `serve deploy` or as the serveConfigV2 of a KubeRay RayService.\n"
 )
+
+_SOCKET: Final = "NOTIFY_SOCKET"
+
+KEPT: Final = 5  # earlier starts of a cluster
+RAY_LOGS: Final = Path("/tmp/ray/session_latest/logs")  # noqa: S108  # Ray's own place
+_CHUNK_BYTES: Final = 2**16
 
 
 @app.command()
@@ -83,7 +96,6 @@ def _end_deployed(name: str | None, address: str | None) -> None:
 
     Raises SessionError for one that is not there, and where nobody says which.
     """
-    from cluster.errors import SessionError
 
     names, problem = clusters_at(address or "auto")
     if not names and not (name or address):
@@ -195,7 +207,7 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
 def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
     """Load the config with the options of `up` and `apply`. Raises ConfigError when it may not start so."""
     from configs.loading import locate_problems
-    from deployments.ingress.access.keys_file import KeysFileError, read_key_store
+    from deployments.ingress.access.keys import KeysFileError, read_key_store
     from deployments.preflight import check_config
 
     config, _, found = check_config(path)
@@ -240,7 +252,7 @@ def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: flo
 
 def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
-    from deployments.cli.logs import begin_log
+    from deployments.cli.cluster import begin_log
 
     config = load_for_start(path, port, insecure)
     log = begin_log(config.name)
@@ -276,7 +288,6 @@ def _wait_for_record(
 
     The process itself knows when to give up. Raises SessionError with its last words.
     """
-    from cluster.errors import SessionError
     from cluster.session import record_folder, running_sessions
 
     num_shown = 0
@@ -296,3 +307,80 @@ def _lines(log: Path) -> list[str]:
     """Return the whole lines of a log; an error without its label, which the command that shows it writes itself."""
     text = log.read_text(errors="replace")
     return [line.removeprefix("error: ") for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def tell_systemd(state: str) -> None:
+    """Send a state, such as `READY=1`, as sd_notify(3) does. Without a service manager that listens, do nothing."""
+    address = os.environ.get(_SOCKET, "")
+    if address[:1] not in ("/", "@"):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
+
+
+def _log_file(name: str, folder: Path | None = None) -> Path:
+    """Return the log of a cluster's newest start. Raises SessionError when others could write there."""
+    try:
+        return private_folder(folder or state_folder()) / f"{name}.log"
+    except OSError as error:
+        raise SessionError(f"no place for logs: {error}") from None
+
+
+def begin_log(name: str, folder: Path | None = None) -> Path:
+    """Return the path of a log that is not there yet; those of earlier starts are numbered, and `KEPT` are kept."""
+    log = _log_file(name, folder)
+    for number in range(KEPT, 0, -1):
+        before = log if number == 1 else _earlier(log, number - 1)
+        if before.exists():
+            before.replace(_earlier(log, number))
+    return log
+
+
+def _earlier(log: Path, number: int) -> Path:
+    return log.with_name(f"{log.name}.{number}")
+
+
+def _known_logs(folder: Path | None = None) -> list[str]:
+    """Return the names of the clusters that have a log, the last one to write first."""
+    found = sorted((folder or state_folder()).glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
+    return [file.stem for file in found]
+
+
+def read_on(log: Path, pause_s: float = _POLL_S) -> Iterator[str]:
+    """Yield what the log has, then what comes, also after another start has begun a new file. Never ends."""
+    file = log.open(errors="replace")
+    while True:
+        while text := file.read(_CHUNK_BYTES):
+            yield text
+        time.sleep(pause_s)
+        if log.exists() and not os.path.samestat(os.fstat(file.fileno()), log.stat()):
+            file.close()
+            file = log.open(errors="replace")
+
+
+@app.command()
+def logs(
+    name: Annotated[str | None, typer.Argument(help="Cluster name; default: the one that wrote last.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    earlier: Annotated[int, typer.Option(min=0, max=KEPT, help="How many starts ago.")] = 0,
+) -> None:
+    """Print the log of a cluster that was started with `atelier up --detach`."""
+    known = _known_logs()
+    if name is None and known:
+        name = known[0]
+    if name is None or not re.fullmatch(r"[\w.-]+", name) or name not in known:
+        there = f"there are logs of {', '.join(known[:20])}" if known else "`atelier up --detach` writes one"
+        raise SessionError(f"no log of cluster {name!r}: {there}" if name else f"no log: {there}")
+    log = _log_file(name)
+    if earlier:
+        log = _earlier(log, earlier)
+        if not log.exists():
+            raise SessionError(f"no log of {earlier} starts ago: {log} is not there")
+    typer.echo(f"{log}; of Ray's processes: {RAY_LOGS}", err=True)
+    if follow and not earlier:
+        for text in read_on(log):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+    with log.open(errors="replace") as file:
+        while text := file.read(_CHUNK_BYTES):
+            sys.stdout.write(text)

@@ -11,17 +11,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from deployments.cli.bars import progress_bar
 from deployments.cli.client import Client, ClientError, Images, Key, Url, find_client
 from deployments.cli.cluster import DEFAULT_CONFIG
-from deployments.cli.output import Json, print_json
+from deployments.cli.output import Json, OptionError, print_json
+from deployments.cli.progress import progress_bar
 
 app = typer.Typer()
 _out = Console()
-
-
-class OptionError(Exception):
-    """An option that cannot be what was meant; the message names it."""
 
 
 @app.command()

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.filesize import decimal
 
-from deployments.cli.generate import OptionError
-from deployments.cli.output import Column, Json, Wide, print_json, print_line, print_table
-from deployments.cli.pictures import check_plot, write_file
+from deployments.cli.output import (
+    Column,
+    Json,
+    OptionError,
+    Wide,
+    check_plot,
+    print_json,
+    print_line,
+    print_table,
+    write_file,
+)
 from deployments.cli.weights import DEFAULT_STORE, StorePath
 
 if TYPE_CHECKING:

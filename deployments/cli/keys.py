@@ -11,8 +11,7 @@ import typer
 
 from configs.errors import ConfigError
 from deployments.cli.cluster import DEFAULT_CONFIG
-from deployments.cli.generate import OptionError
-from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table
+from deployments.cli.output import SHORT_HASH, Column, Json, OptionError, Wide, print_json, print_table
 
 app = typer.Typer(no_args_is_help=True, help="API keys: make, list and revoke them.")
 
@@ -49,8 +48,7 @@ def add(
     """Make a key and print it, this once: only its hash is kept."""
     from pydantic import ValidationError
 
-    from deployments.ingress.access.keys import KeyEntry, hash_of, new_key
-    from deployments.ingress.access.keys_file import add_key
+    from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, new_key
 
     path = _keys_file(config, file)
     key = new_key()
@@ -81,7 +79,7 @@ def list_keys(
     config: ConfigPath = DEFAULT_CONFIG, file: FilePath = None, wide: Wide = False, as_json: Json = False
 ) -> None:
     """List the keys. Lines that are wrong, and do not hold, are named; then the exit code is 1."""
-    from deployments.ingress.access.keys_file import described, read_key_store
+    from deployments.ingress.access.keys import described, read_key_store
 
     path = _keys_file(config, file)
     keys = read_key_store(path)
@@ -113,7 +111,7 @@ def list_keys(
 @app.command()
 def revoke(name: Name, config: ConfigPath = DEFAULT_CONFIG, file: FilePath = None) -> None:
     """Let a key hold no more. Requests that run finish; the next one is refused, also on an open stream."""
-    from deployments.ingress.access.keys_file import revoke_key
+    from deployments.ingress.access.keys import revoke_key
 
     path = _keys_file(config, file)
     revoke_key(path, name)

@@ -24,17 +24,15 @@ from deployments.cli import (
     generate,
     inspecting,
     keys,
-    logs,
     models,
     orders,
     quantize,
     simulate,
     status,
-    trace,
     weights,
 )
 from deployments.cli.client import ClientError
-from deployments.cli.generate import OptionError
+from deployments.cli.output import OptionError
 
 _app = typer.Typer(
     no_args_is_help=True,
@@ -57,7 +55,7 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, apply, doctor, logs, status, models, orders, generate, chat, quantize, simulate, trace):
+for group in (cluster, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")
@@ -69,7 +67,7 @@ def main() -> None:
     """Run the command line. Errors that people cause are one readable line, never a traceback."""
     from cluster.errors import ClusterError
     from deployments.errors import ServiceError
-    from deployments.ingress.access.keys_file import KeysFileError
+    from deployments.ingress.access.keys import KeysFileError
     from weights.errors import WeightsError
 
     try:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 from rich.console import Console
 
-from deployments.cli.bars import followed, progress_bar
 from deployments.cli.client import Key, Url, find_client
 from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_table, size
-from deployments.cli.supported import print_supported, read_table
+from deployments.cli.progress import followed, progress_bar
 
 app = typer.Typer()
 
@@ -27,6 +28,10 @@ MODEL_COLUMNS: Final = (
     Column("size", align="right"),
     Column("description", "text"),
 )
+
+TABLE: Final = Path(__file__).with_name("supported.json")
+_COLUMNS: Final = (Column("class"), Column("kind"), Column("way"), Column("compared"))
+_REFUSED: Final = "refused: "
 
 
 class Tier(StrEnum):
@@ -51,7 +56,7 @@ def models(
         if as_json:
             print_json({"classes": [row._asdict() for row in read_table()]})
         else:
-            print_supported(wide=wide)
+            _print_supported(wide=wide)
         return
     found = find_client(url, key).models()
     if as_json:
@@ -173,3 +178,42 @@ def _print_answer(answer: dict[str, Any], text: str, as_json: bool) -> None:
         print_json(answer)
     else:
         Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class SupportedClass(NamedTuple):
+    """A class of a library; `how` it is served, or "refused: " and why; what it `makes`, "" if nothing.
+
+    `is_equal`: a tiny model of it is compared with its own library by the long tests.
+    """
+
+    kind: str
+    class_name: str
+    how: str
+    makes: str
+    is_equal: bool
+
+    @property
+    def is_refused(self) -> bool:
+        return self.how.startswith(_REFUSED)
+
+    @property
+    def why(self) -> str:
+        """Return why it is refused."""
+        return self.how.removeprefix(_REFUSED)
+
+
+def read_table() -> list[SupportedClass]:
+    """Return the rows of the table."""
+    return [SupportedClass(*row) for row in json.loads(TABLE.read_text(encoding="utf-8"))]
+
+
+def _print_supported(*, wide: bool = False) -> None:
+    """Print all classes and how each is served."""
+    rows = read_table()
+    cells = [[row.class_name, row.kind, row.how, "equal" if row.is_equal else ""] for row in rows]
+    print_table(_COLUMNS, cells, wide=wide, title=_counts(rows))
+
+
+def _counts(rows: list[SupportedClass]) -> str:
+    served = Counter(row.kind for row in rows if not row.is_refused)
+    return ", ".join(f"{count} {kind}s" for kind, count in served.items()) + " served"

@@ -1,4 +1,4 @@
-"""The output of commands: one JSON object, or tables that read well at 80 columns.
+"""The output of commands: one JSON object, tables that read well at 80 columns, or files of pictures and pages.
 
 On a narrow screen a table wraps its text columns between words, and then shortens its names in the middle. Figures and
 short hashes always stay whole.
@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import typer
@@ -25,6 +26,10 @@ GAP: Final = "  "
 MIN_NAME: Final = 8  # cells that a name keeps
 MAX_WORD: Final = 28  # cells of a word that a text column keeps whole
 SHORT_HASH: Final = 8  # characters
+
+
+class OptionError(Exception):
+    """An option that cannot be what was meant; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,3 +160,26 @@ def _joined(columns: Sequence[Column], cells: Sequence[str], widths: Sequence[in
         space = " " * (width - cell_len(cell))
         padded.append(space + cell if column.align == "right" else cell + space)
     return GAP.join(padded).rstrip()
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise OptionError before minutes go by, for a picture that could not be written afterwards."""
+    if path is None:
+        return
+    if path.suffix.lower() != ".svg":
+        raise OptionError(f"--plot {path}: expected a file that ends in .svg")
+    if path.is_dir():
+        raise OptionError(f"--plot {path}: a folder is there")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"--plot {path}: {error.strerror or error}") from None
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file and the folders above it. Raises OptionError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{path}: {error.strerror or error}") from None

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 from rich.filesize import decimal
 
-from deployments.cli.bars import OnProgress, progress_bar
-from deployments.cli.generate import OptionError
-from deployments.cli.output import Column, Json, Wide, print_json, print_line, print_table
+from deployments.cli.output import Column, Json, OptionError, Wide, print_json, print_line, print_table
+from deployments.cli.progress import OnProgress, progress_bar
 from deployments.cli.weights import DEFAULT_STORE, StorePath, working_folder
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ from cluster.session import SessionFile, check_can_start, check_http_ports, ray_
 from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
-from deployments.cli.progress import MAX_MODELS, StartState
-from deployments.cli.start_watch import StartWatch, unplaced_line
+from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line
 from deployments.preflight import device_mistakes
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
 from weights.externalize import unpacked_bytes

@@ -1,11 +1,13 @@
-"""`atelier simulate`: a trace under the controller and under plain queues, with a virtual clock."""
+"""`atelier simulate`: a trace under the controller and under plain queues, by a virtual clock; and `atelier trace`."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
@@ -16,14 +18,15 @@ from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from cluster.simulator.world import World
-from deployments.cli.generate import OptionError
-from deployments.cli.output import Column, Json, Wide, print_json, print_table
-from deployments.cli.pictures import write_file
+from deployments.cli.client import Client, Key, Url, find_client
+from deployments.cli.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
 
 app = typer.Typer()
 _err = Console(stderr=True)
 _KNOWN = policies_and_multiplexed()
 _IN_PAGE = ("latency-first", "serve.multiplexed")
+
+POLL_S: Final = 1.0
 
 
 @app.command("simulate")
@@ -119,7 +122,7 @@ def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigure
 def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
     """Write the runs into a page that needs no server. Raises OptionError for what it has no room for."""
     from cluster.simulator.recording import recording_of, why_not_recorded
-    from deployments.ingress.standalone_page import simulated_page
+    from deployments.ingress.web_pages import simulated_page
 
     if reason := why_not_recorded(runs[0][1]):
         raise OptionError(f"--html {path}: {reason}")
@@ -207,3 +210,54 @@ def _read(path: Path) -> Trace:
     if not trace.requests:
         raise OptionError(f"{path}: no line is a request that can be used")
     return trace
+
+
+@app.command("trace")
+def record_trace(
+    file: Annotated[Path, typer.Argument(help="Where to write the JSON lines.")],
+    seconds: Annotated[float, typer.Option(min=0.1, max=1e6, help="How long; Ctrl-C ends it earlier.")] = 60.0,
+    url: Url = None,
+    key: Key = None,
+) -> None:
+    """Record the requests of a running cluster with what they cost: arrival, model, size, start and end.
+
+    `atelier simulate FILE` replays them. Requests that are still under way at the end are not in it.
+    """
+    from cluster.simulator.recorded import note_sizes, recorded_scenario
+    from cluster.simulator.scenario import trace_lines
+
+    client = find_client(url, key)
+    try:
+        out = file.open("w", encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{file}: {error.strerror or error}") from None
+    with out:
+        sizes: dict[str, dict[str, int]] = {}
+        requests, began_s = _recorded(client, seconds, lambda workers: note_sizes(sizes, workers))
+        cluster = client.cluster()
+        loads = (cluster.get("admission") or {}).get("models", [])
+        scenario = recorded_scenario(requests, loads, cluster["workers"], began_s, sizes)
+        out.writelines(trace_lines(scenario))
+    _err.print(f"{file}: {len(scenario.requests)} requests for {len(scenario.models)} models", highlight=False)
+
+
+def _recorded(
+    client: Client, seconds: float, note_workers: Callable[[list[dict[str, Any]]], None]
+) -> tuple[list[dict[str, Any]], float]:
+    """Return the requests that end within the time, and the second of the queue's clock at which it began."""
+    first = client.ended_requests()
+    number, began_s = first["next_number"], first["now_s"]
+    requests: list[dict[str, Any]] = []
+    end_s = time.monotonic() + seconds
+    try:
+        with _err.status("recording") as status:
+            while (left_s := end_s - time.monotonic()) > 0:
+                time.sleep(min(POLL_S, left_s))
+                found = client.ended_requests(number)
+                number = found["next_number"]
+                requests += found["requests"]
+                note_workers(client.cluster()["workers"])
+                status.update(f"recording: {len(requests)} requests")
+    except KeyboardInterrupt:
+        pass
+    return requests, began_s

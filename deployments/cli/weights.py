@@ -16,9 +16,18 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
 
-from deployments.cli.bars import progress_bar
-from deployments.cli.output import SHORT_HASH, Column, Json, Wide, print_json, print_line, print_table
-from deployments.cli.pictures import check_plot, write_file
+from deployments.cli.output import (
+    SHORT_HASH,
+    Column,
+    Json,
+    Wide,
+    check_plot,
+    print_json,
+    print_line,
+    print_table,
+    write_file,
+)
+from deployments.cli.progress import progress_bar
 
 if TYPE_CHECKING:
     from weights.inspection import ExternalWeight

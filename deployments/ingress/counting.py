@@ -36,7 +36,7 @@ class NoMeter:
         """Do nothing."""
 
 
-class Counting(Protocol):
+class _Counting(Protocol):
     """Has methods that are counted."""
 
     meter: Meter
@@ -46,11 +46,11 @@ class Counting(Protocol):
 
 
 def counted(kind: str, field: str = "model") -> Callable[[MethodT], MethodT]:
-    """Count the calls of a method of a `Counting`, whose first argument is a record with the name in `field`."""
+    """Count the calls of a method of a `_Counting`, whose first argument is a record with the name in `field`."""
 
     def decorate(method: MethodT) -> MethodT:
         @functools.wraps(method)
-        async def call(self: Counting, request: Any, *args: Any, **kwargs: Any) -> Any:
+        async def call(self: _Counting, request: Any, *args: Any, **kwargs: Any) -> Any:
             status = 200
             try:
                 return await method(self, request, *args, **kwargs)

@@ -41,7 +41,7 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
-from deployments.ingress.responses import Answer, json_response
+from deployments.ingress.responses import Answer, event_of, json_response
 from deployments.records.requests import field_path, most_telling
 
 _logger = logging.getLogger("atelier.ingress")
@@ -73,8 +73,10 @@ _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
 _HTTP_CODES: Final = {404: "unknown_url", 405: "method_not_allowed"}
 _MEANINGS: Final = {
     400: "a field that is wrong; `param` names it",
+    403: "shared memory is for clients on this machine, and for their own files",
     404: "no such model",
     408: "the body did not arrive in time",
+    409: "running requests or pins hold the model",
     413: "larger than the server allows",
     429: "the queue is full, or the request would not be done in time; `Retry-After` says when to try again",
     500: "the model failed on this request",
@@ -161,6 +163,11 @@ def failure_response(failure: Failure) -> Response:
 def error_response(error: Exception) -> Response:
     """Return any exception in OpenAI's envelope."""
     return failure_response(failure_of(error))
+
+
+def error_event(error: Exception) -> str:
+    """Return any exception as the event `error` of a stream, in OpenAI's envelope."""
+    return event_of(bytes(error_response(error).body).decode(), "error")
 
 
 def _malformed(error: RequestValidationError) -> Failure:

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import uvicorn
 from starlette.datastructures import Headers
@@ -42,7 +42,6 @@ from deployments.ingress.bodies import (
     receive_small,
 )
 from deployments.ingress.error_forms import error_response_at
-from deployments.ingress.route_prefix import WithPrefix
 from deployments.ingress.terms import current_terms, read_terms
 
 WAITED: Final = "atelier.waited_s"  # in the ASGI scope, once the whole body is here: how long the request has waited
@@ -54,6 +53,8 @@ _MAX_AGE_S: Final = 3600.0
 # Connections accepted at one look of the event loop at its sockets; more cost every single connection something.
 _MOST_ACCEPTED: Final = 16
 _LEAST_S: Final = 0.02  # shorter waits are none: what an answer says of the client's time stays what it said
+
+_WITHOUT: Final = "atelier.without_prefix"
 
 
 class ReadGate:
@@ -242,3 +243,57 @@ def _beginning_with(messages: list[Message], receive: Receive) -> Receive:
         return next(rest, None) or await receive()
 
     return received
+
+
+class WithoutPrefix:
+    """ASGI middleware: a request below the prefix is one below the root."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path == self._prefix or path.startswith(f"{self._prefix}/"):
+            raw, prefix = scope.get("raw_path") or b"", self._prefix.encode()
+            own: dict[str, Any] = {"path": path[len(prefix) :] or "/", "raw_path": raw.removeprefix(prefix) or b"/"}
+            scope = {**scope, **own, _WITHOUT: True}
+        await self._app(scope, receive, send)
+
+
+class WithPrefix:
+    """ASGI middleware inside a `WithoutPrefix`: Serve gets the whole path, by which it finds its application."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self._app = app
+        self._prefix = prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get(_WITHOUT):
+            raw = scope.get("raw_path") or b""
+            whole: dict[str, Any] = {"path": self._prefix + scope["path"], "raw_path": self._prefix.encode() + raw}
+            scope = {**scope, **whole, _WITHOUT: False}
+        await self._app(scope, receive, send)
+
+
+class HeadRequests:
+    """ASGI middleware. What runs within sees a GET, whose body is left out. Its end is that of the headers."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            await self._app(scope, receive, send)
+            return
+        has_ended = False
+
+        async def send_head(message: Message) -> None:
+            nonlocal has_ended
+            if message["type"] == "http.response.start":
+                await send(message)
+            elif not has_ended:
+                has_ended = True
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)

@@ -11,20 +11,24 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, Final, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from pydantic_core import to_json
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from deployments.services.output_channel import OutputChannel
+
 # Larger bodies are read and written in a thread: the event loop has other requests to pass on.
 _MAX_INLINE_BYTES: Final = 2**16
 ResultT = TypeVar("ResultT")
+PieceT = TypeVar("PieceT")
 
 
-class Answer(BaseModel):
+TimesMs = dict[str, float]  # by phase
+
+
+class Answer(BaseModel, extra="forbid", protected_namespaces=()):
     """A JSON object as it is sent and as the OpenAPI page shows it. Members that were not set are left out."""
-
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
 
 def json_text(answer: object) -> str:
@@ -65,11 +69,14 @@ def rounded(timings_ms: Mapping[str, float]) -> dict[str, float]:
     return {phase: round(ms, 2) for phase, ms in timings_ms.items()}
 
 
-class Source(Protocol):
+class Closable(Protocol):
     """The parts of a response while it goes out."""
 
     async def aclose(self) -> None:
         """End it."""
+
+
+EventsOf = Callable[[AsyncIterator[PieceT]], AsyncIterator[str]]
 
 
 class EventStream(StreamingResponse):
@@ -81,12 +88,12 @@ class EventStream(StreamingResponse):
     def __init__(
         self,
         events: AsyncIterator[str],
-        source: Source,
+        source: Closable,
         *,
         media_type: str = "text/event-stream",
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(events, media_type=media_type, headers=headers)
+        super().__init__(events, media_type=media_type, headers={"Cache-Control": "no-cache", **(headers or {})})
         self._source = source
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -94,6 +101,34 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._source.aclose()
+
+
+async def stream_events(
+    pieces: OutputChannel[PieceT], events_of: EventsOf[PieceT], error_event: Callable[[Exception], str], **options: Any
+) -> EventStream:
+    """Answer with the events that `events_of` makes of pieces, once the first of them is there.
+
+    So a refused request is a 4xx, and not an event in a 200. `options` are those of `EventStream`.
+    """
+    first = await anext(pieces)
+    return EventStream(begun_events(first, pieces, events_of, error_event), pieces, **options)
+
+
+async def begun_events(
+    first: PieceT, rest: AsyncIterator[PieceT], events_of: EventsOf[PieceT], error_event: Callable[[Exception], str]
+) -> AsyncIterator[str]:
+    """Yield the events of pieces. An error that comes now is an event, since the status is sent."""
+
+    async def pieces() -> AsyncIterator[PieceT]:
+        yield first
+        async for piece in rest:
+            yield piece
+
+    try:
+        async for event in events_of(pieces()):
+            yield event
+    except Exception as error:
+        yield error_event(error)
 
 
 def event_of(data: str, name: str = "") -> str:

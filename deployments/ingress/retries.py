@@ -25,11 +25,11 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
 from deployments.errors import CannotLoad, ReplicaLost
-from deployments.ingress.admitted import Slot, admitted
+from deployments.ingress.admitted import AdmissionSlot, admitted
 from deployments.pipelines.plans import SegmentResult
 from deployments.records import ImageProgress
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import OnPiece, ReplicaCalls
+from deployments.tasks import Deadline
 
 MAX_RETRIES: Final = 1
 MAX_TURN_WAIT_S: Final = 30.0
@@ -255,7 +255,7 @@ class RetriedCalls:
             self._suspects.release()
 
 
-def _note_answer(slot: Slot, answer: Any) -> None:
+def _note_answer(slot: AdmissionSlot, answer: Any) -> None:
     """Tell the queue that the request was answered, and what its replica had to switch for it."""
     slot.is_answered = True
     switch = getattr(answer, "switch", None)

@@ -37,10 +37,9 @@ from deployments.errors import InvalidRequest, ModelUnavailable
 from deployments.fitted_images import with_fitting_images
 from deployments.ingress.admin.admission import Queues
 from deployments.ingress.admin.operations import Operations
-from deployments.ingress.admitted import admitted
+from deployments.ingress.admitted import ENCODER, PIPELINES, WORKER, Request, admitted, demand_of, demand_of_pipeline
 from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, card_of, endpoint_of
 from deployments.ingress.counting import Meter, NoMeter, count_text, counted
-from deployments.ingress.demands import ENCODER, PIPELINES, WORKER, Request, demand_of, demand_of_pipeline
 from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, ResumedImages, RetriedCalls
 from deployments.ingress.terms import Terms, current_terms, with_fields
@@ -78,9 +77,9 @@ from deployments.records import (
     TimingsMs,
     as_record,
 )
-from deployments.services.deadlines import Deadline
 from deployments.services.output_channel import OutputChannel
 from deployments.services.replica_calls import OnPiece, ReplicaCalls, WhyNone, nobody_knows
+from deployments.tasks import Deadline
 
 OnProgress = Callable[[ImageProgress], Awaitable[None]]
 PROBE_TIMEOUT_S: Final = 2.0  # probes do not wait until the models are known
@@ -266,17 +265,11 @@ class Service:
         record = await self._catalog.find_usable(request.model, "embedding", "llm")
         if record.kind != "llm" and request.pooling is not None:
             raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
-        terms = self._terms(request)
+        terms, is_of_worker = self._terms(request), record.kind == "llm"
         update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
-        rules = {"by_language_model": record.kind == "llm", "priority": terms.priority}
-        request = request.model_copy(update=update | rules)
-        demand, start = self._demand(request, terms), time.perf_counter()
-        result: EmbeddingResult
-        if record.kind == "llm":
-            result = await self._worker.call("embed", request, demand=demand)
-        else:
-            result = await self._encoder.call("embed", request, demand=demand, route=route_of(request.input))
-        _account(result.timings_ms, start)
+        request = request.model_copy(update=update | {"by_language_model": is_of_worker, "priority": terms.priority})
+        calls, route = (self._worker, "") if is_of_worker else (self._encoder, route_of(request.input))
+        result: EmbeddingResult = await self._timed(calls, "embed", request, terms, route)
         return result
 
     async def score(
@@ -292,13 +285,10 @@ class Service:
         terms = self._terms(request)
         update = {"model_version": record.fingerprint, "priority": terms.priority}
         update["long_text"] = request.long_text or text_rules(record)["long_text"]
-        request = request.model_copy(update=update)
-        start = time.perf_counter()
         texts = [text if isinstance(text, str) else "\0".join(text) for text in request.input]
-        result: EmbeddingResult = await self._encoder.call(
-            "score", request, demand=self._demand(request, terms), route=route_of(texts)
+        result: EmbeddingResult = await self._timed(
+            self._encoder, "score", request.model_copy(update=update), terms, route_of(texts)
         )
-        _account(result.timings_ms, start)
         return result
 
     async def chat(self, request: ChatRequest | Mapping[str, Any]) -> TextResult:
@@ -329,7 +319,7 @@ class Service:
         Raises the ServiceErrors of `deployments.errors`; ReplicaLost when the replica dies after the first piece.
         """
         if await self._is_pipeline(request.model):
-            await on_chunk(_as_chunk(await self._whole(request)))
+            await on_chunk((await self._whole(request)).as_chunk())
         else:
             await self._write_text(request, on_chunk)
 
@@ -344,7 +334,7 @@ class Service:
         async def on_piece(chunk: TextChunk) -> None:
             if chunk.timings_ms:
                 _account(chunk.timings_ms, start)
-                count_text(self.meter, request.model, chunk, _num_choices(request))
+                count_text(self.meter, request.model, chunk, request.num_texts)
             await on_chunk(chunk)
 
         await self._worker.receive_stream("stream_text", request, on_piece=on_piece, demand=demand)
@@ -381,11 +371,7 @@ class Service:
         check_program(request, record.signature, self._config.ingress.limits)
         terms = self._terms(request)
         versioned = replace(request, model_version=record.fingerprint, priority=terms.priority)
-        start = time.perf_counter()
-        result: ProgramResult = await self._encoder.call(
-            "run_program", versioned, demand=self._demand(versioned, terms)
-        )
-        _account(result.timings_ms, start)
+        result: ProgramResult = await self._timed(self._encoder, "run_program", versioned, terms)
         return result
 
     @counted("pipeline", "pipeline")
@@ -439,11 +425,8 @@ class Service:
     @counted("text")
     async def _write_whole(self, request: ChatRequest | CompletionRequest) -> TextResult:
         request = await self._checked_text(request)
-        demand = self._demand(request, self._terms(request))
-        start = time.perf_counter()
-        result: TextResult = await self._worker.call("write_text", request, demand=demand)
-        _account(result.timings_ms, start)
-        count_text(self.meter, request.model, result, _num_choices(request))
+        result: TextResult = await self._timed(self._worker, "write_text", request, self._terms(request))
+        count_text(self.meter, request.model, result, request.num_texts)
         return result
 
     async def _checked_text(self, request: ChatRequest | CompletionRequest) -> ChatRequest | CompletionRequest:
@@ -462,6 +445,13 @@ class Service:
         if await self._is_pipeline(model):
             raise _blind_pipeline(model)
         await self._catalog.check_sees(await self._catalog.find_usable(model, "llm"))
+
+    async def _timed(self, calls: RetriedCalls, method: str, request: Request, terms: Terms, route: str = "") -> Any:
+        """Return the result of a replica's method, with the time that passed here in its times."""
+        demand, start = self._demand(request, terms), time.perf_counter()
+        result = await calls.call(method, request, demand=demand, route=route)
+        _account(result.timings_ms, start)
+        return result
 
     def _terms(self, request: Request | PipelineRequest) -> Terms:
         """Return the terms of a request as far as it or its headers say, and may. Raises InvalidRequest."""
@@ -532,10 +522,6 @@ class Service:
         return model in self.pipelines
 
 
-def _num_choices(request: ChatRequest | CompletionRequest) -> int:
-    return request.n * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-
-
 def _has_images(request: ChatRequest | CompletionRequest) -> bool:
     return isinstance(request, ChatRequest) and any(message.images for message in request.messages)
 
@@ -552,17 +538,6 @@ def _on_progress(on_progress: OnProgress | None) -> OnPiece:
             await on_progress(piece)
 
     return on_piece
-
-
-def _as_chunk(result: TextResult) -> TextChunk:
-    return TextChunk(
-        result.text,
-        result.num_prompt_tokens,
-        result.num_completion_tokens,
-        result.finish_reason,
-        result.timings_ms,
-        warnings=result.warnings,
-    )
 
 
 def _account(timings_ms: TimingsMs, start: float) -> None:

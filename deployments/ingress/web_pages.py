@@ -1,22 +1,59 @@
-"""The pages for people: Create, Chat, Cluster and Pipelines, from files of this package.
+"""The pages for people, from files of this package: Create, Chat, Cluster, Pipelines, and /docs, the forms of the API.
 
-`web/` has them as browsers run them: modules without a build step, and one template of a page. What they show comes
-from the API, with the key that their user types in, so the files themselves are for everybody. `web/vendor` has
-htm 3.1.1 of npm with preact in it, as it is (its licences lie beside it). Nothing comes from another server.
+`web/` has the first four as browsers run them: modules without a build step, and one template of a page. What they show
+comes from the API, with the key that their user types in, so the files themselves are for everybody. `web/vendor` has
+htm 3.1.1 of npm with preact in it, `swagger_ui/` has swagger-ui-dist 5.35.0 of npm, both as they are (their licences
+lie beside them). Nothing comes from another server, so that they work where there is no internet, and tell nobody who
+reads them.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import hashlib
+import html
+import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from fastapi import APIRouter, Request
-from starlette.responses import PlainTextResponse, Response
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+
+_MODULE: Final = "atelier/"  # modules of a page without an address find each other by names of their own
+_RELATIVE: Final = re.compile(r'(^(?:import|export) (?:[^;]*? from )?)"\./', re.MULTILINE)
+# Modules are addresses of data, so what is written into the file is all that runs; nothing is fetched.
+_STANDALONE_POLICY: Final = (
+    "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
+    "base-uri 'none'; form-action 'none'"
+)
+_STANDALONE: Final = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{policy}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{title}</title>
+<style>{style}</style>
+<script type="importmap">{imports}</script>
+</head>
+<body class="cluster-page">
+<main id="main" tabindex="-1"></main>
+<script type="application/json" id="runs">{data}</script>
+<script type="module">import "{entry}";</script>
+</body>
+</html>
+"""
+
+SWAGGER_FOLDER: Final = Path(__file__).parent / "swagger_ui"
+SCRIPT_PATH: Final = "/docs/swagger-ui-bundle.js"
+STYLE_PATH: Final = "/docs/swagger-ui.css"
+_CACHED: Final = {"cache-control": "public, max-age=86400"}
 
 FOLDER: Final = Path(__file__).parent / "web"
 FILES_PATH: Final = "/web/"
@@ -108,3 +145,56 @@ def imports_of(script: str, sources: Mapping[str, bytes]) -> Iterator[str]:
     for name in found:
         yield name
         found += [one for one in _IMPORTED.findall(sources[name].decode()) if one not in found]
+
+
+def create_docs_router(title: str) -> APIRouter:
+    """Return the routes of the page and its two files."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/docs")
+    async def docs() -> HTMLResponse:
+        # The validator would send the address of this server to another one.
+        settings = {"validatorUrl": None}
+        return get_swagger_ui_html(
+            openapi_url="/openapi.json",
+            title=title,
+            swagger_js_url=SCRIPT_PATH,
+            swagger_css_url=STYLE_PATH,
+            swagger_favicon_url="data:,",
+            swagger_ui_parameters=settings,
+        )
+
+    @router.get(SCRIPT_PATH)
+    async def script() -> FileResponse:
+        return FileResponse(SWAGGER_FOLDER / Path(SCRIPT_PATH).name, media_type="text/javascript", headers=_CACHED)
+
+    @router.get(STYLE_PATH)
+    async def style() -> FileResponse:
+        return FileResponse(SWAGGER_FOLDER / Path(STYLE_PATH).name, media_type="text/css", headers=_CACHED)
+
+    return router
+
+
+def simulated_page(title: str, recordings: Sequence[Mapping[str, Any]]) -> str:
+    """Return the HTML of runs of the simulator beside each other, those of `recording_of`."""
+    entry = "simulated.js"
+    sources = {str(path.relative_to(FOLDER)): path.read_bytes() for path in FOLDER.rglob("*.js")}
+    imports = {f"{_MODULE}{name}": _address_of(sources[name].decode()) for name in imports_of(entry, sources)}
+    return _STANDALONE.format(
+        policy=_STANDALONE_POLICY,
+        title=html.escape(title),
+        style=(FOLDER / "style.css").read_text(encoding="utf-8"),
+        imports=_json_in_html({"imports": imports}),
+        data=_json_in_html(recordings),
+        entry=f"{_MODULE}{entry}",
+    )
+
+
+def _address_of(source: str) -> str:
+    script = _RELATIVE.sub(rf'\1"{_MODULE}', source).encode()
+    return f"data:text/javascript;base64,{base64.b64encode(script).decode()}"
+
+
+def _json_in_html(value: Any) -> str:
+    """Return JSON that ends no element, whatever names are in it."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Types and values of the edges of a pipeline.
+"""Types and values of the edges of a pipeline, and the ports of models: their parameters and outputs by kind.
 
 A *batch* is the value of one edge: one entry per item of the request. Texts are a list of str and tokens a list of
 tuples, because that is what models and functions take; everything else is a numpy array, or a list of arrays where
@@ -7,19 +7,30 @@ items have unlike sizes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from configs.pipeline import parse_tensor_type
+from cluster.registry.directory import ModelRecord
+from configs.pipeline import Argument, parse_tensor_type
 from deployments.errors import InvalidRequest
-from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, fits_shape, text_tensor
+from deployments.pipelines.records import (
+    NUMPY_DTYPES,
+    Datatype,
+    TensorSpec,
+    TensorValue,
+    fits_shape,
+    program_specs,
+    text_tensor,
+)
 
 Batch: TypeAlias = list[str] | list[tuple[int, ...]] | list[npt.NDArray[Any]] | npt.NDArray[Any]
 PADDING: Final = -1  # of token rows in a tensor; no token has this id
+
+MODEL_KINDS: Final = ("diffusion", "llm", "embedding", "reranker", "classifier", "head", "program", "upscaler")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +138,115 @@ def _unpadded(row: list[int], name: str) -> tuple[int, ...]:
     if not ids or min(ids) < 0:
         raise InvalidRequest(f"input {name!r}: a row of token ids must have ids from 0 on, then only {PADDING}", name)
     return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter. `types` may come along an edge; `element` is the type in a list, which only the config can give."""
+
+    types: tuple[EdgeType, ...] = ()
+    required: bool = True
+    element: type[str] | type[int] | type[float] | None = None
+
+    def __str__(self) -> str:
+        return f"list of {self.element.__name__}" if self.element else " or ".join(str(type_) for type_ in self.types)
+
+    def takes_literal(self, value: Argument) -> bool:
+        """Return whether `value`, written in the config, is of this parameter's type."""
+        if self.element is not None:
+            return isinstance(value, tuple) and all(_is(item, self.element) for item in value)
+        return any(_is(value, _LITERALS[type_]) for type_ in self.types if type_ in _LITERALS)
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """Parameters and outputs of a stage.
+
+    `extra` is the type of any further parameter; of each set in `one_of`, exactly one is given; a key of
+    `goes_with` is given only together with its value.
+    """
+
+    parameters: Mapping[str, Parameter]
+    outputs: Mapping[str, EdgeType]
+    extra: Parameter | None = None
+    one_of: tuple[frozenset[str], ...] = ()
+    goes_with: Mapping[str, str] = field(default_factory=dict)
+
+
+_LITERALS: Final[dict[EdgeType, type]] = {TEXT: str, INT: int, FLOAT: float, BOOL: bool}
+
+
+def _is(value: object, type_: type) -> bool:
+    if isinstance(value, bool):  # an int to Python, and never meant as one
+        return type_ is bool
+    return isinstance(value, int | float) if type_ is float else isinstance(value, type_)
+
+
+def _optional(*types: EdgeType) -> Parameter:
+    return Parameter(types, required=False)
+
+
+TOKENIZER: Final = Ports({"text": Parameter((TEXT,))}, {"tokens": TOKENS})
+_DIFFUSION: Final = Ports(
+    {
+        "prompt": Parameter((TEXT,)),
+        "negative_prompt": _optional(TEXT),
+        "seed": _optional(INT),
+        "num_inference_steps": _optional(INT),
+        "guidance_scale": _optional(FLOAT, INT),
+        "true_cfg_scale": _optional(FLOAT, INT),
+        "width": _optional(INT),
+        "height": _optional(INT),
+        "max_sequence_length": _optional(INT),
+        "clip_skip": _optional(INT),
+        "scheduler": _optional(TEXT),
+        "init_image": _optional(IMAGE),
+        "mask_image": _optional(EdgeType("UINT8", (-1, -1, -1))),
+        "strength": _optional(FLOAT, INT),
+    },
+    {"image": IMAGE},
+    goes_with={"mask_image": "init_image", "strength": "init_image"},
+)
+_LLM: Final = Ports(
+    {
+        "message": _optional(TEXT),  # the user's turn of a chat
+        "system": _optional(TEXT),  # the turn before it
+        "prompt": _optional(TEXT),  # a text to go on with, outside of any chat
+        "max_tokens": _optional(INT),
+        "temperature": _optional(FLOAT, INT),
+        "top_p": _optional(FLOAT, INT),
+        "top_k": _optional(INT),
+        "seed": _optional(INT),
+        "stop": Parameter(required=False, element=str),
+    },
+    {"text": TEXT},
+    one_of=(frozenset({"message", "prompt"}),),
+    goes_with={"system": "message"},
+)
+
+
+_UPSCALER: Final = Ports({"image": Parameter((IMAGE,))}, {"image": IMAGE})
+_RERANKER: Final = Ports({"query": Parameter((TEXT,)), "text": Parameter((TEXT,))}, {"score": FLOAT})
+
+
+def ports_of(model: ModelRecord) -> Ports | None:
+    """Return the ports of a model; None for a kind that a pipeline has no use for. Unknown sizes are -1."""
+    sizes = model.features
+    if model.kind == "embedding":
+        return Ports(
+            {"text": _optional(TEXT), "tokens": _optional(TOKENS)},
+            {"embedding": EdgeType("FP32", (-1, sizes.out_features or -1))},
+            one_of=(frozenset({"text", "tokens"}),),
+        )
+    if model.kind == "classifier":
+        return Ports({"text": Parameter((TEXT,))}, {"scores": EdgeType("FP32", (-1, sizes.out_features or -1))})
+    if model.kind == "head":
+        features = EdgeType("FP32", (-1, sizes.in_features or -1))
+        return Ports({"features": Parameter((features,))}, {"output": EdgeType("FP32", (-1, sizes.out_features or -1))})
+    if model.kind == "program" and model.signature is not None:
+        specs = program_specs(model.signature)
+        return Ports(
+            {one.name: Parameter((EdgeType(one.datatype, one.shape),), not one.optional) for one in specs.inputs},
+            {one.name: EdgeType(one.datatype, one.shape) for one in specs.outputs},
+        )
+    return {"diffusion": _DIFFUSION, "llm": _LLM, "reranker": _RERANKER, "upscaler": _UPSCALER}.get(model.kind or "")

@@ -15,7 +15,7 @@ from deployments.pipelines.planning import DEFAULT_MAX_BATCH_SIZE, PipelineUnusa
 from deployments.pipelines.plans import PipelinePlan
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature
 from deployments.pipelines.runner import ModelCalls, OnStage, PipelineRun
-from deployments.services.deadlines import Deadline
+from deployments.tasks import Deadline
 
 
 class Pipelines:

@@ -10,8 +10,11 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
+from pathlib import Path
 
 from cluster.registry.directory import ModelRecord
+from configs.cluster import ClusterConfig
+from configs.loading import load_cluster_config, located_problems
 from configs.pipeline import (
     PipelineConfig,
     PipelineProblem,
@@ -21,10 +24,9 @@ from configs.pipeline import (
     nearest_name,
     plain_type,
 )
-from deployments.pipelines.edge_types import EdgeType, edge_type
+from deployments.pipelines.edge_types import MODEL_KINDS, TOKENIZER, EdgeType, Parameter, Ports, edge_type, ports_of
 from deployments.pipelines.functions import fill_template, missing_fields
 from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan, form_units
-from deployments.pipelines.ports import MODEL_KINDS, TOKENIZER, Parameter, Ports, ports_of
 from deployments.pipelines.records import Signature
 from deployments.pipelines.stage_functions import FunctionUnusable, find_function
 
@@ -269,3 +271,19 @@ def _output_problems(
             yield PipelineProblem(
                 where, f"stage {reference.source!r} has no output {reference.output!r} (known: {names})"
             )
+
+
+def load_checked_config(path: str | Path) -> ClusterConfig:
+    """Load a cluster config, and import the functions that its pipelines name.
+
+    Raises ConfigFileError with every problem that was found.
+    """
+    config = load_cluster_config(path)
+    problems = [
+        (("pipelines", index, *problem.location), problem.text)
+        for index, pipeline in enumerate(config.pipelines)
+        for problem in check_pipeline(pipeline)
+    ]
+    if problems:
+        raise located_problems(Path(path), problems)
+    return config

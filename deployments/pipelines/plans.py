@@ -149,7 +149,7 @@ class SegmentResult:
 
 
 @dataclass(slots=True, eq=False)
-class _Group:
+class _StageGroup:
     """Stages of one unit. Sets of stages are bits by their position: `inside`, and `awaited` by any of them."""
 
     stages: list[StagePlan] = field(default_factory=list)
@@ -163,8 +163,8 @@ def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edg
     A stage joins the segment that it takes something from when that makes the segment wait for nothing more: what
     can run side by side still does, and no cycle of segments can come to be.
     """
-    groups: list[_Group] = []
-    group_of: dict[str, _Group] = {}
+    groups: list[_StageGroup] = []
+    group_of: dict[str, _StageGroup] = {}
     bits = {stage.name: 1 << number for number, stage in enumerate(stages)}
     awaited: dict[str, int] = {}  # by stage, all before it
     encoded: set[str] = set()
@@ -178,7 +178,7 @@ def form_units(pipeline: str, stages: Sequence[StagePlan], outputs: Sequence[Edg
         joinable = (group_of[name] for name in sources)
         group = next((one for one in joinable if not needs & ~(one.inside | one.awaited)), None)
         if group is None:
-            groups.append(group := _Group())
+            groups.append(group := _StageGroup())
         group.stages.append(stage)
         group.inside |= bits[stage.name]
         group.awaited |= awaited[stage.name]
@@ -197,7 +197,7 @@ def _union(sets: Iterable[int]) -> int:
 
 
 def _results(
-    stages: Sequence[StagePlan], outputs: Sequence[Edge], group_of: Mapping[str, _Group]
+    stages: Sequence[StagePlan], outputs: Sequence[Edge], group_of: Mapping[str, _StageGroup]
 ) -> dict[str, tuple[Edge, ...]]:
     """Return what leaves each group, by the name of its first stage."""
     leaving: dict[str, set[Edge]] = {group.stages[0].name: set() for group in group_of.values()}

@@ -14,6 +14,8 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
+from weights.programs.signature import ProgramSignature, ProgramTensor
+
 Datatype: TypeAlias = Literal[
     "BOOL",
     "UINT8",
@@ -46,6 +48,22 @@ NUMPY_DTYPES: Final[dict[Datatype, np.dtype[Any]]] = {
     "FP64": np.dtype(np.float64),
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "BYTES": np.dtype(np.object_),
+}
+
+_DATATYPES: Final[Mapping[str, Datatype]] = {
+    "BOOL": "BOOL",
+    "U8": "UINT8",
+    "U16": "UINT16",
+    "U32": "UINT32",
+    "U64": "UINT64",
+    "I8": "INT8",
+    "I16": "INT16",
+    "I32": "INT32",
+    "I64": "INT64",
+    "F16": "FP16",
+    "BF16": "BF16",
+    "F32": "FP32",
+    "F64": "FP64",
 }
 
 
@@ -131,3 +149,17 @@ class PipelineResult:
     outputs: dict[str, TensorValue]
     timings_ms: dict[str, float] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+
+def program_specs(signature: ProgramSignature) -> Signature:
+    """Return what the program takes and gives, with -1 for each size that is not fixed."""
+    return Signature(
+        inputs=tuple(_program_spec(one, optional=one.name in signature.may_lack) for one in signature.inputs),
+        outputs=tuple(_program_spec(one) for one in signature.outputs),
+    )
+
+
+def _program_spec(tensor: ProgramTensor, *, optional: bool = False) -> TensorSpec:
+    """Return one input or output."""
+    shape = tuple(size if isinstance(size, int) else -1 for size in tensor.shape)
+    return TensorSpec(tensor.name, _DATATYPES[tensor.dtype], shape, optional)

@@ -10,9 +10,8 @@ import time
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from deployments.errors import DeadlineExceeded, InvalidRequest
+from deployments.errors import DeadlineExceeded, InvalidRequest, named_failures, stage_warnings
 from deployments.pipelines.edge_types import IMAGE, Batch, items_of, stacked
-from deployments.pipelines.failures import named_failures, stage_warnings
 from deployments.pipelines.plans import (
     PIPELINE_INPUT,
     Edge,

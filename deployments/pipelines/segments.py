@@ -1,6 +1,6 @@
 """Segments of pipelines inside one replica: their intermediate tensors stay on the device. Free of Ray.
 
-The places of tensors were decided when the pipeline was planned (`segmenting.py`); a run allocates none of those whose
+The places of tensors were decided when the pipeline was planned (`plans.py`); a run allocates none of those whose
 sizes are known. Requests larger than the plan run in chunks.
 """
 
@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from deployments.engines.programs.rows import array_of, tensor_of
-from deployments.errors import GenerationFailed
+from deployments.errors import GenerationFailed, named_failures, stage_warnings
 from deployments.pipelines.edge_types import TOKENS, Batch, EdgeType
-from deployments.pipelines.failures import named_failures, stage_warnings
 from deployments.pipelines.plans import WITH_TENSORS, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.stage_functions import find_function
 

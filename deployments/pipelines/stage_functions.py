@@ -31,11 +31,12 @@ from deployments.pipelines.edge_types import (
     VECTOR,
     Batch,
     EdgeType,
+    Parameter,
+    Ports,
     items_of,
     stacked,
 )
 from deployments.pipelines.functions import SHIPPED
-from deployments.pipelines.ports import Parameter, Ports
 
 _ONLY_OUTPUT: Final = "output"
 _EDGES: Final[dict[Any, EdgeType]] = {

@@ -26,18 +26,21 @@ from deployments.records.images import (
     ImageResult,
     merge_progress,
 )
-from deployments.records.reports import CacheUse, SwitchReport, TimingsMs, warnings_by_item
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
     SEED_RULE,
+    CacheUse,
     Count,
     Loras,
     LoraUse,
     Name,
     RequestModel,
+    SwitchReport,
+    TimingsMs,
     UserName,
     as_record,
+    warnings_by_item,
 )
 from deployments.records.texts import (
     MAX_STOPS,

@@ -8,8 +8,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from deployments.records.images import MAX_NAMED_IMAGES, Pictures
-from deployments.records.reports import SwitchReport, TimingsMs
-from deployments.records.requests import MAX_SEED, SEED_RULE, Count, Finite, Name, RequestModel, ServedRequest
+from deployments.records.requests import (
+    MAX_SEED,
+    SEED_RULE,
+    Count,
+    Finite,
+    Name,
+    RequestModel,
+    ServedRequest,
+    SwitchReport,
+    TimingsMs,
+)
 
 VideoFormat = Literal["mp4", "webm"]
 

@@ -12,8 +12,7 @@ from pydantic import Field
 
 from configs.model import LongText
 from deployments.engines.protocol import InputType, Pooling
-from deployments.records.reports import CacheUse, TimingsMs
-from deployments.records.requests import Count, Name, ServedRequest
+from deployments.records.requests import CacheUse, Count, Name, ServedRequest, TimingsMs
 
 
 class EmbeddingRequest(ServedRequest):

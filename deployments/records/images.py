@@ -11,17 +11,19 @@ from pydantic import Field, PlainValidator
 
 from configs.model import LongText, PromptSyntax, TextPadding
 from deployments.engines.diffusion.input_images import why_no_pixels
-from deployments.records.reports import CacheUse, SwitchReport, TimingsMs
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
     SEED_RULE,
+    CacheUse,
     Count,
     Finite,
     Loras,
     Name,
     RequestModel,
     ServedRequest,
+    SwitchReport,
+    TimingsMs,
 )
 
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing

@@ -1,18 +1,24 @@
-"""The base of all requests: strict fields, the terms that the ingress serves a request by, and the names of fields."""
+"""The base of all requests: strict fields, the terms that the ingress serves a request by, and the names of fields.
+
+And what results of all kinds carry: times, switches, use of the cache, warnings.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticKnownError
 
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.cluster import MAX_LORAS
 from deployments.errors import InvalidRequest
+
+TimingsMs = dict[str, float]  # milliseconds by phase: queue, encode, switch, denoise, prefill, generate, decode, total
 
 MAX_SEED = 2**63 - 1  # accepted; drawn seeds are below 2**32
 SEED_RULE = "0 to 2^63 - 1, as a whole number; a drawn one is below 2^32, which every JSON reader keeps exactly"
@@ -27,6 +33,43 @@ TenantName = Annotated[str, Field(max_length=128)]  # "" for none; the config kn
 Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY_LEVELS)]
 _MAX_ERRORS: Final = 100  # that are looked at, of those that a request has
 _SEQUENCES: Final = frozenset({"list", "tuple", "set", "frozenset"})
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchReport:
+    """The work of making a model ready: components that were built, and components that were there already.
+
+    `attached_bytes` are those of the components that were built. `storage_bytes` were read from storage or a peer for
+    them, `host_bytes` were newly mapped from the node's memory (whole extents), `device_bytes` were copied to the
+    device, and `reused_bytes` were there.
+    """
+
+    model: str
+    switch_ms: float
+    attach_ms: float
+    build_ms: float
+    attached_bytes: int
+    built: tuple[str, ...]
+    reused: tuple[str, ...]
+    storage_bytes: int = 0
+    host_bytes: int = 0
+    device_bytes: int = 0
+    reused_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheUse:
+    """Counts of one request's text encodings: found in the cache, and computed."""
+
+    hits: int
+    misses: int
+
+
+def warnings_by_item(warnings: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the warnings of a request's items, each with the number of its item unless there is only one."""
+    if len(warnings) == 1:
+        return tuple(warnings[0])
+    return tuple(f"item {number}: {text}" for number, texts in enumerate(warnings) for text in texts)
 
 
 def failing_fast(schema: CoreSchema) -> CoreSchema:
@@ -59,14 +102,12 @@ def _checked_length(name: str, most: int, value: Any) -> Any:
     return value
 
 
-class RequestModel(BaseModel):
+class RequestModel(BaseModel, frozen=True, extra="forbid", protected_namespaces=()):
     """The base of requests: unknown fields are refused, and nothing changes a request once it is made.
 
     A list is validated up to its first wrong item, and a list or mapping that is too long not at all: a megabyte of
     wrong items would make millions of errors, of which one is shown, and right ones as many objects for nothing.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, Tool, ToolChoice
-from deployments.records.reports import SwitchReport, TimingsMs
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
@@ -19,6 +18,8 @@ from deployments.records.requests import (
     Loras,
     RequestModel,
     ServedRequest,
+    SwitchReport,
+    TimingsMs,
 )
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -62,6 +63,11 @@ class _TextRequest(ServedRequest, TextOptions):
 
     adapter_versions: dict[str, str] = Field({})
 
+    @property
+    def num_texts(self) -> int:
+        """Return how many texts are asked for."""
+        return self.n
+
 
 class ChatRequest(_TextRequest):
     """A request for the next message of a chat."""
@@ -95,6 +101,10 @@ class CompletionRequest(_TextRequest):
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return (self.prompt,)
         return self.prompt
+
+    @property
+    def num_texts(self) -> int:
+        return self.n * len(self.prompts)
 
 
 TextRequestRecord = ChatRequest | CompletionRequest
@@ -181,6 +191,19 @@ class TextResult:
     def choices(self) -> tuple[TextChoice, ...]:
         """Return all texts in the order of their indices."""
         return (TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls), *self.others)
+
+    def as_chunk(self) -> TextChunk:
+        """Return the first text as the only piece of a stream."""
+        return TextChunk(
+            self.text,
+            self.num_prompt_tokens,
+            self.num_completion_tokens,
+            self.finish_reason,
+            self.timings_ms,
+            warnings=self.warnings,
+            num_cached_tokens=self.num_cached_tokens,
+            tool_calls=self.tool_calls,
+        )
 
 
 @dataclass(frozen=True, slots=True)

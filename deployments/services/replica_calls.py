@@ -22,8 +22,7 @@ from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 from cluster.ray_seam.handles import by_value
 from cluster.tracing import span
 from deployments.errors import NoReplica, ReplicaLost
-from deployments.services.deadlines import Deadline
-from deployments.tasks import shared_task
+from deployments.tasks import Deadline, shared_task
 
 MAX_HANDLES: Final = 1024
 PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is asked whether there is a replica

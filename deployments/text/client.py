@@ -11,8 +11,8 @@ from ray.serve.exceptions import ReplicaUnavailableError
 
 from cluster.text_routes import route_of
 from deployments.errors import CannotLoad, ModelUnavailable, NoReplica, ReplicaLost
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
+from deployments.tasks import Deadline
 from deployments.text.requests import Conditioning, ConditioningRequest
 
 MAX_TRIES: Final = 2  # another replica may have outlived the one that was asked

@@ -23,7 +23,7 @@ from typing import Any, Final
 from ray import serve
 
 from configs.cluster import ClusterConfig
-from deployments.bench.peer import Peer
+from deployments.bench.peers import Peer
 from deployments.cli.running import cluster_up
 from infra.bench.door_figures import latency_figures
 from infra.bench.door_load import Ask, LoadGenerator, Outcome

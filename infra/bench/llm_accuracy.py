@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from deployments.bench.batch_decoder import BatchDecoder, BatchToken
-from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
+from deployments.bench.peers import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.block_manager import blocks_for
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import Arithmetic

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from deployments.bench.llm_peer import llama_cpp_python
+from deployments.bench.peers import llama_cpp_python
 from weights.quantization.checkpoints import quantize_checkpoint
 
 _VOCABULARY: Final = 32_000

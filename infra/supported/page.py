@@ -13,7 +13,7 @@ from typing import Any, Final
 import diffusers
 import transformers
 
-from deployments.cli.supported import TABLE, SupportedClass, read_table
+from deployments.cli.models import TABLE, SupportedClass, read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import SEEING
 from infra.supported import encoders, language_models, pipelines

@@ -27,8 +27,7 @@ from integration.harness import ROOT
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from infra.ports import free_port
 
 ATTACKER, OTHER = "atl_attacker", "atl_other"

@@ -24,8 +24,7 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
 from deployments.ingress.service import Service

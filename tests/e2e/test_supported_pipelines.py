@@ -24,7 +24,7 @@ from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.engines.stock.tiny_seeing import SEEING_CASES
 from unit.deployments.engines.stock.tiny_videos_in import VIDEO_CASES
 
-from deployments.cli.supported import read_table
+from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.protocol import StockRequest
 from deployments.engines.stock.engine import StockEngine

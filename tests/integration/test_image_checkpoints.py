@@ -25,7 +25,7 @@ from ray import serve
 from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
-from deployments.ingress.demands import WORKER
+from deployments.ingress.admitted import WORKER
 from deployments.ingress.retries import ResumedImages, RetriedCalls
 from deployments.records import ImageProgress, ImageRequest, ImageResult
 from deployments.services.replica_calls import OnPiece, ReplicaCalls

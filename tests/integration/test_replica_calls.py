@@ -26,9 +26,8 @@ from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
 from cluster.ray_seam.replica_watch import watch_replicas
 from cluster.ray_seam.serve_control import ServeReplicas
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates
-from deployments.tasks import shared_task
+from deployments.tasks import Deadline, shared_task
 from deployments.text.cache import EncodingCache, EncodingKey
 from deployments.text.client import TextEncoderClient
 from deployments.text.requests import ConditioningRequest

@@ -12,8 +12,7 @@ from typing import Final, Literal, Self
 
 from configs.access import AccessConfig
 from deployments.errors import NotAllowed, NotAuthenticated, RateLimited
-from deployments.ingress.access.keys import KeyEntry
-from deployments.ingress.access.keys_file import KeysFile
+from deployments.ingress.access.keys import KeyEntry, KeysFile
 
 # What a request needs: nothing, any key, or an admin key.
 Need = Literal["nothing", "key", "admin"]

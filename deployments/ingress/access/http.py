@@ -18,11 +18,10 @@ from starlette.datastructures import Headers
 from configs.access import AccessConfig, is_loopback
 from deployments.errors import NotAllowed
 from deployments.ingress.access.callers import Caller, Callers, Need, shown_key
-from deployments.ingress.docs_page import SCRIPT_PATH, STYLE_PATH
 from deployments.ingress.error_forms import form_at
 from deployments.ingress.errors import error_content
-from deployments.ingress.openai.image_links import PATH as LINKS
-from deployments.ingress.web_pages import FILES_PATH, PAGES
+from deployments.ingress.openai.image_files import PATH as LINKS
+from deployments.ingress.web_pages import FILES_PATH, PAGES, SCRIPT_PATH, STYLE_PATH
 
 # Probes, and the description of the API, which is the same on every server.
 _PROBES: Final = frozenset({"/healthz", "/health", "/v2/health/live", "/v2/health/ready"})

@@ -15,7 +15,7 @@ from cluster.admission.records import AdmissionSnapshot
 from cluster.placement.slot_link import QueuesAway, SlotLink
 from configs.admission import AdmissionConfig
 from deployments.errors import NoReplica
-from deployments.ingress.admin.residency_metrics import label
+from deployments.ingress.admin.metrics import label
 from deployments.ingress.errors import documented
 from deployments.ingress.responses import Answer, json_response
 

@@ -177,6 +177,6 @@ def create_live_router(view: ClusterView) -> APIRouter:
         Nodes, workers and what they hold, models, queues, decisions, switches and requests that have ended, by name.
         """
         events = view.watch()
-        return EventStream(events, events, headers={"Cache-Control": "no-cache"})
+        return EventStream(events, events)
 
     return router

@@ -32,13 +32,12 @@ from deployments.ingress.admin.answers import (
     Tier,
     UnregisteredAnswer,
 )
-from deployments.ingress.admin.node_metrics import NodeMetrics
+from deployments.ingress.admin.metrics import NodeMetrics, ResidencyMetrics
 from deployments.ingress.admin.operations import MAX_MODELS, MAX_NODES, Operations, Page
-from deployments.ingress.admin.residency_metrics import ResidencyMetrics
+from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.catalog import Health
 from deployments.ingress.errors import documented
-from deployments.ingress.json_route import JsonRoute
-from deployments.ingress.openai.answers import ModelAnswer
+from deployments.ingress.openai.models import ModelAnswer
 from deployments.ingress.responses import json_response
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
 from deployments.records import RequestModel

@@ -11,7 +11,7 @@ import base64
 import json
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from configs.cluster import ClusterConfig, LimitsConfig
 from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.access.callers import current_tenant
+from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.compat.a1111_answers import (
     WebuiError,
@@ -45,10 +46,9 @@ from deployments.ingress.compat.a1111_bodies import (
 )
 from deployments.ingress.compat.a1111_upscaling import NONE, ExtraImageBody, SecondPass, resized, upscalers
 from deployments.ingress.errors import INFERENCE_ERRORS, documented_as
-from deployments.ingress.json_route import JsonRoute
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
-from deployments.ingress.responses import json_response, server_timing
+from deployments.ingress.responses import Answer, json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult
@@ -305,41 +305,34 @@ def _add_list_routes(router: APIRouter, service: Service) -> None:
     @router.get("/sd-models", response_model=list[WebuiModel], responses=_LIST_ERRORS)
     async def models() -> Response:
         """The diffusion models."""
-        found = [_model(card) for card in await service.models() if card.kind == "diffusion"]
-        return json_response([one.model_dump() for one in found])
+        return _listed(_model(card) for card in await service.models() if card.kind == "diffusion")
 
     @router.get("/loras", response_model=list[WebuiLora], responses=_LIST_ERRORS)
     async def loras() -> Response:
         """The LoRAs of diffusion models; `<lora:name:0.8>` in a prompt uses one."""
         cards = await service.models()
         diffusion = {card.id for card in cards if card.kind == "diffusion"}
-        found = [_lora(card) for card in cards if card.kind == "adapter" and not diffusion.isdisjoint(card.base)]
-        return json_response([one.model_dump() for one in found])
+        adapters = (card for card in cards if card.kind == "adapter" and not diffusion.isdisjoint(card.base))
+        return _listed(
+            WebuiLora(name=card.id, alias=card.id, path=card.id, metadata={"base": list(card.base)})
+            for card in adapters
+        )
 
     @router.get("/upscalers", response_model=list[WebuiUpscaler], responses=_LIST_ERRORS)
     async def upscaler_names() -> Response:
         """List what `upscaler_1` and `hr_upscaler` may be."""
-        found = [
-            WebuiUpscaler(name=name, model_name=None, model_path=None, model_url=None, scale=None)
-            for name in await upscalers(service)
-        ]
-        return json_response([one.model_dump() for one in found])
+        return _listed(WebuiUpscaler(name=name) for name in await upscalers(service))
 
     @router.get("/samplers", response_model=list[WebuiSampler])
     async def samplers() -> Response:
         """The samplers; a model takes those that fit its own."""
         names = (AUTOMATIC, *SAMPLERS)
-        found = [WebuiSampler(name=one, aliases=[one.lower().replace(" ", "_")], options={}) for one in names]
-        return json_response([one.model_dump() for one in found])
+        return _listed(WebuiSampler(name=one, aliases=[one.lower().replace(" ", "_")], options={}) for one in names)
 
     @router.get("/schedulers", response_model=list[WebuiScheduler])
     async def schedulers() -> Response:
         """The ways to space steps."""
-        found = [
-            WebuiScheduler(name=one, label=one.title(), aliases=None, default_rho=-1.0, need_inner_model=False)
-            for one in SCHEDULERS
-        ]
-        return json_response([one.model_dump() for one in found])
+        return _listed(WebuiScheduler(name=one, label=one.title()) for one in SCHEDULERS)
 
     _add_empty_routes(router)
 
@@ -363,18 +356,12 @@ def _add_empty_routes(router: APIRouter) -> None:
 
 
 def _model(card: ModelCard) -> WebuiModel:
-    return WebuiModel(
-        title=card.id,
-        model_name=card.id,
-        hash=card.fingerprint[:10],
-        sha256=card.fingerprint,
-        filename=card.id,
-        config=None,
-    )
+    digest = card.fingerprint
+    return WebuiModel(title=card.id, model_name=card.id, hash=digest[:10], sha256=digest, filename=card.id)
 
 
-def _lora(card: ModelCard) -> WebuiLora:
-    return WebuiLora(name=card.id, alias=card.id, path=card.id, metadata={"base": list(card.base)})
+def _listed(found: Iterable[Answer]) -> Response:
+    return json_response([one.model_dump() for one in found])
 
 
 async def _no_entries() -> Response:

@@ -44,10 +44,10 @@ class WebuiUpscaler(Answer):
     """A way to enlarge images: a filter, or the name of a model."""
 
     name: str
-    model_name: str | None
-    model_path: None
-    model_url: None
-    scale: None
+    model_name: None = None
+    model_path: None = None
+    model_url: None = None
+    scale: None = None
 
 
 class WebuiModel(Answer):
@@ -58,7 +58,7 @@ class WebuiModel(Answer):
     hash: str
     sha256: str
     filename: str
-    config: None
+    config: None = None
 
 
 class WebuiSampler(Answer):
@@ -72,9 +72,9 @@ class WebuiScheduler(Answer):
 
     name: str
     label: str
-    aliases: None
-    default_rho: float
-    need_inner_model: bool
+    aliases: None = None
+    default_rho: float = -1.0
+    need_inner_model: bool = False
 
 
 class WebuiLora(Answer):

@@ -9,7 +9,7 @@ import re
 from typing import Any, Final
 
 import numpy as np
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
@@ -33,19 +33,15 @@ _HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
 _KEPT: Final = 128  # a mask is white where it says more than that
 
 
-class OverrideSettings(RequestModel):
+class OverrideSettings(RequestModel, extra="ignore"):
     """Settings of one request."""
-
-    model_config = ConfigDict(extra="ignore")
 
     sd_model_checkpoint: Name | None = None
     CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)
 
 
-class TextToImageBody(RequestModel):
+class TextToImageBody(RequestModel, extra="ignore"):
     """A request for images. Fields without a meaning here (`restore_faces`, `styles`, `eta`, ...) have no effect."""
-
-    model_config = ConfigDict(extra="ignore")
 
     prompt: str | None = None
     negative_prompt: str | None = None
@@ -193,10 +189,8 @@ def _lora_of(found: re.Match[str]) -> dict[str, Any]:
         raise InvalidRequest(f"prompt: {found[0]!r} is not <lora:name:scale>", "prompt") from None
 
 
-class OptionsBody(RequestModel):
+class OptionsBody(RequestModel, extra="ignore"):
     """Options to set. Those without a meaning here have no effect."""
-
-    model_config = ConfigDict(extra="ignore")
 
     sd_model_checkpoint: Name | None = None
     CLIP_stop_at_last_layers: int | None = Field(None, ge=1, le=12)

@@ -12,12 +12,12 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.fitted_images import resize_pixels
-from deployments.ingress.openai.image_uploads import decode_base64_image
+from deployments.ingress.openai.image_uploads import decode_base64_within
 from deployments.ingress.service import Service
 from deployments.records import NO_PROMPT, Count, ImageRequest, RequestModel
 
@@ -56,10 +56,8 @@ class SecondPass(NamedTuple):
         return Size(*(max(_SIDE_MULTIPLE, side // _SIDE_MULTIPLE * _SIDE_MULTIPLE) for side in sides))
 
 
-class ExtraImageBody(RequestModel):
+class ExtraImageBody(RequestModel, extra="ignore"):
     """A request to enlarge an image. There are no face restorers, and no second upscaler beside the first."""
-
-    model_config = ConfigDict(extra="ignore")
 
     image: str = Field(min_length=1, description="a file in base64, or a data URL of one")
     resize_mode: int = Field(0, ge=0, le=1, description="0: by a factor; 1: to a size")
@@ -77,7 +75,7 @@ class ExtraImageBody(RequestModel):
         for name in ("extras_upscaler_2_visibility", "gfpgan_visibility", "codeformer_visibility"):
             if getattr(self, name):
                 raise InvalidRequest(f"{name}: there is only upscaler_1 here", name)
-        return decode_base64_image(self.image, "image", limits.max_pixels, limits.max_upload_pixels).pixels
+        return decode_base64_within(self.image, "image", limits).pixels
 
     def size_of(self, image: Pixels) -> Size:
         """Return the size that the image gets, before it is cut."""

@@ -11,12 +11,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import FunctionName
 from deployments.errors import InvalidRequest
+from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.compat.anthropic_answers import (
     MessageAnswer,
     MessageError,
@@ -25,27 +26,24 @@ from deployments.ingress.compat.anthropic_answers import (
     request_id,
     whole_message,
 )
-from deployments.ingress.errors import INFERENCE_ERRORS, documented_as, failure_of
-from deployments.ingress.json_route import JsonRoute
-from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
+from deployments.ingress.errors import INFERENCE_ERRORS, documented_as
 from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
-from deployments.ingress.responses import EventStream, json_response, server_timing
+from deployments.ingress.openai.client_parts import LenientBody, warning_header
+from deployments.ingress.responses import json_response, server_timing, stream_events
 from deployments.ingress.service import Service
 from deployments.records import MAX_INT32, Count, Loras, Name, RequestModel, TextChunk
 
 
-class _Part(RequestModel):
+class _MessagePart(RequestModel, extra="ignore"):
     """A part of a request. Unknown members, `cache_control` say, mean nothing here."""
 
-    model_config = ConfigDict(extra="ignore")
 
-
-class TextBlock(_Part):
+class TextBlock(_MessagePart):
     type: Literal["text"]
     text: str
 
 
-class Base64Image(_Part):
+class Base64Image(_MessagePart):
     """An image in base64."""
 
     type: Literal["base64"]
@@ -53,33 +51,33 @@ class Base64Image(_Part):
     media_type: Literal["image/jpeg", "image/png", "image/webp"]
 
 
-class UrlImage(_Part):
+class UrlImage(_MessagePart):
     """An image at an http(s) address, on a host that the server's config names."""
 
     type: Literal["url"]
     url: str
 
 
-class ImageBlock(_Part):
+class ImageBlock(_MessagePart):
     """An image, for models that see."""
 
     type: Literal["image"]
     source: Annotated[Base64Image | UrlImage, Field(discriminator="type")]
 
 
-class DocumentBlock(_Part):
+class DocumentBlock(_MessagePart):
     """A document, which is refused: no language model here reads them."""
 
     type: Literal["document"]
 
 
-class ThinkingBlock(_Part):
+class ThinkingBlock(_MessagePart):
     """A thought of an earlier answer, which is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
 
 
-class ToolUseBlock(_Part):
+class ToolUseBlock(_MessagePart):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
@@ -88,7 +86,7 @@ class ToolUseBlock(_Part):
     input: dict[str, Any]
 
 
-class ToolResultBlock(_Part):
+class ToolResultBlock(_MessagePart):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
@@ -100,14 +98,14 @@ Shown = TextBlock | ImageBlock | DocumentBlock
 Block = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
 
 
-class MessageTurn(_Part):
+class MessageTurn(_MessagePart):
     """One turn of a chat."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
-class MessageTool(_Part):
+class MessageTool(_MessagePart):
     """A tool that the model may call. Anthropic's own ones, which its servers run, are refused."""
 
     type: Literal["custom"] | None = None
@@ -116,27 +114,21 @@ class MessageTool(_Part):
     input_schema: dict[str, Any]
 
 
-class MessageToolChoice(_Part):
+class MessageToolChoice(_MessagePart):
     """The choice of tools; `name` is for `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
 
 
-class PromptBody(RequestModel):
+class PromptBody(LenientBody):
     """The part of a request that becomes its prompt."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Name
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
     tools: list[MessageTool] | None = Field(None, max_length=128)
     tool_choice: MessageToolChoice | None = None
-
-    def warnings(self) -> tuple[str, ...]:
-        """Return what was asked for and has no effect."""
-        return warnings_of_ignored(ignored_fields(self))
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
@@ -163,14 +155,14 @@ class PromptBody(RequestModel):
         return given
 
 
-class OutputFormat(_Part):
+class OutputFormat(_MessagePart):
     """The JSON schema that the text of the answer keeps to."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(_Part):
+class OutputConfig(_MessagePart):
     """The form of the answer. `effort` has no effect."""
 
     format: OutputFormat | None = None
@@ -260,11 +252,14 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
         if not body.stream:
             result = await service.chat(record)
             return json_response(whole_message(result), headers=server_timing(result.timings_ms) | headers)
-        chunks = service.stream_text(record)
-        # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
-        first = await anext(chunks)
-        events = _events(MessageEvents(body.model), first, chunks)
-        return EventStream(events, chunks, headers={"Cache-Control": "no-cache"} | headers)
+        form = MessageEvents(body.model)
+
+        async def events_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
+            async for chunk in chunks:
+                for event in form.events(chunk):
+                    yield event
+
+        return await stream_events(service.stream_text(record), events_of, form.failure, headers=headers)
 
     @router.post(
         "/v1/messages/count_tokens",
@@ -278,14 +273,3 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
         return json_response(count, headers=request_id() | warning_header(body.warnings()))
 
     return router
-
-
-async def _events(form: MessageEvents, first: TextChunk, rest: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
-    for event in (*form.opening(first), *form.events(first)):
-        yield event
-    try:
-        async for chunk in rest:
-            for event in form.events(chunk):
-                yield event
-    except Exception as error:
-        yield form.failure(failure_of(error))

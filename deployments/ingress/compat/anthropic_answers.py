@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from starlette.responses import Response
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.errors import Failure
+from deployments.ingress.errors import Failure, failure_of
 from deployments.ingress.responses import Answer, event_of, json_response, json_text
 from deployments.records import TextChunk, TextResult
 
@@ -153,18 +153,18 @@ class MessageEvents:
 
     def __init__(self, model: str) -> None:
         self._model = model
+        self._has_begun = False
         self._num_blocks = 0
         self._open: str = ""  # the type of the last block, while it grows
         self._num_calls = 0
 
-    def opening(self, first: TextChunk) -> Iterator[str]:
-        """Yield the event before any text."""
-        message = _message(self._model, [], None, first).model_dump()
-        message["usage"]["output_tokens"] = 0
-        yield _event("message_start", message=message)
-
     def events(self, chunk: TextChunk) -> Iterator[str]:
-        """Yield the events of a piece; the last one ends the message."""
+        """Yield the events of a piece; the first one begins the message, and the last one ends it."""
+        if not self._has_begun:
+            self._has_begun = True
+            message = _message(self._model, [], None, chunk).model_dump()
+            message["usage"]["output_tokens"] = 0
+            yield _event("message_start", message=message)
         if chunk.text and (chunk.text.strip() or self._open == "text" or not chunk.tool_calls):
             yield from self._add_text(chunk.text)
         yield from self._add_calls(chunk.tool_calls)
@@ -174,9 +174,9 @@ class MessageEvents:
             yield _event("message_delta", delta=delta, usage=MessageUsage.of(chunk).model_dump())
             yield _event("message_stop")
 
-    def failure(self, failure: Failure) -> str:
+    def failure(self, error: Exception) -> str:
         """Return the event of an error on the way."""
-        return _event("error", error=_error_body(failure).model_dump())
+        return _event("error", error=_error_body(failure_of(error)).model_dump())
 
     def _add_text(self, text: str) -> Iterator[str]:
         if self._open != "text":

@@ -12,13 +12,13 @@ from starlette.responses import Response
 from deployments.engines.llm.chat import CalledTool, whole_calls
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.errors import Failure
+from deployments.ingress.openai.text_answers import ChatToken, chat_tokens
 from deployments.ingress.responses import Answer, json_response
 from deployments.records import TextChunk, TextResult, TokenText
 
 # Clients compare it with what they need: that of the Ollama whose API this is.
 SPOKEN_VERSION: Final = "0.12.6"
 _NEVER: Final = "1970-01-01T00:00:00Z"  # nobody notes when a model came
-_LEAST_LOGPROB: Final = -9999.0
 
 
 class OllamaError(Answer):
@@ -55,24 +55,12 @@ class OllamaMessage(Answer):
     tool_calls: list[OllamaToolCall] | None = None
 
 
-class _OllamaToken(Answer):
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class OllamaLogprob(_OllamaToken):
-    """A token of the answer, and the best ones in its place."""
-
-    top_logprobs: list[_OllamaToken]
-
-
 class _TextLine(Answer):
     """A piece of an answer. The last one, or the only one, says why it ended, its token counts and its times."""
 
     model: str
     created_at: str
-    logprobs: list[OllamaLogprob] | None = None
+    logprobs: list[ChatToken] | None = None
     done: bool
     done_reason: str | None = None
     total_duration: int | None = None
@@ -153,15 +141,7 @@ def _end_of(finish_reason: str, counts: TextResult | TextChunk) -> dict[str, Any
 
 
 def _logprobs_of(tokens: Sequence[TokenText]) -> dict[str, Any]:
-    if not tokens:
-        return {}
-    found = [OllamaLogprob(**_token(one), top_logprobs=[_OllamaToken(**_token(best)) for best in one.best]) for one in tokens]  # fmt: skip  # noqa: E501
-    return {"logprobs": found}
-
-
-def _token(token: TokenText) -> dict[str, Any]:
-    logprob = _LEAST_LOGPROB if token.logprob is None else max(token.logprob, _LEAST_LOGPROB)
-    return {"token": token.text, "logprob": logprob, "bytes": list(token.data)}
+    return {"logprobs": chat_tokens(tokens)} if tokens else {}
 
 
 class OllamaDetails(Answer):

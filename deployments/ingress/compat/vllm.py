@@ -9,23 +9,23 @@ from __future__ import annotations
 from typing import Final, Literal
 
 from fastapi import APIRouter
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import Tool
 from deployments.errors import InvalidRequest, ModelUnavailable
+from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.json_route import JsonRoute
 from deployments.ingress.kserve.models import is_any_answering
 from deployments.ingress.kserve.records import server_metadata
-from deployments.ingress.openai.answers import ignored_fields, warning_header, warnings_of_ignored
 from deployments.ingress.openai.chat_images import ChatImages
+from deployments.ingress.openai.client_parts import LenientBody, warning_header
 from deployments.ingress.openai.text import ChatMessage
 from deployments.ingress.responses import Answer, json_response
 from deployments.ingress.service import Service
-from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, RequestModel, as_record
+from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 
 _UNDER_V1: Final = frozenset(
     {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses"}
@@ -47,10 +47,8 @@ class UnprefixedPaths:
         await self._app(scope, receive, send)
 
 
-class TokenizeBody(RequestModel):
+class TokenizeBody(LenientBody):
     """A text, or a chat with the tools that it may call. A chat's template writes the special tokens itself."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Name
     prompt: str | None = Field(None, min_length=1)
@@ -71,10 +69,8 @@ class TokenizeBody(RequestModel):
         return await images.record_of({"model": self.model, "messages": messages, "tools": tuple(self.tools or ())})
 
 
-class DetokenizeBody(RequestModel):
+class DetokenizeBody(LenientBody):
     """Tokens that are to be text."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: Name
     tokens: list[int] = Field(min_length=1)
@@ -136,7 +132,7 @@ def create_vllm_router(service: Service, images: ChatImages) -> APIRouter:
         """The tokens of a text, or of a chat as the model's template writes it."""
         record = await body.to_record(images)
         found = await service.tokenize(record, has_special_tokens=body.add_special_tokens is not False)
-        headers = warning_header(warnings_of_ignored(ignored_fields(body)))
+        headers = warning_header(body.warnings())
         return json_response(TokensAnswer.of(found, has_pieces=bool(body.return_token_strs)), headers=headers)
 
     @router.post("/detokenize", response_model=TextAnswer, responses=documented(*INFERENCE_ERRORS))

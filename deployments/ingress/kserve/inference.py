@@ -52,9 +52,11 @@ from deployments.ingress.terms import current_terms, with_fields
 from deployments.pipelines.records import PipelineRequest, Signature, TensorValue, text_tensor
 from deployments.pipelines.runner import run_together
 from deployments.records import (
+    CacheUse,
     ChatRequest,
     CompletionRequest,
     EmbeddingRequest,
+    EmbeddingResult,
     HeadRequest,
     ImageRequest,
     ProgramRequest,
@@ -65,13 +67,14 @@ from deployments.records import (
     as_record,
     warnings_by_item,
 )
-from deployments.services.deadlines import Deadline
 from deployments.services.output_channel import OutputChannel
+from deployments.tasks import Deadline
 from weights.programs.signature import BATCH
 
 MAX_ID_CHARS: Final = 1024
 MAX_PARAMETERS: Final = 256
 _IN_ENCODER: Final = ("embedding", "reranker", "classifier")  # kinds whose texts the text encoders batch
+_NO_CACHE: Final = CacheUse(0, 0)
 _NO_LABELS: Final[Mapping[str, Sequence[str]]] = MappingProxyType({})
 
 
@@ -91,7 +94,7 @@ class Inference:
         self.shared_memory = shared_memory or SharedMemory(None)
         self._service = service
         self._limits = limits
-        self._statistics = statistics
+        self._statistics = statistics or Statistics()
 
     async def server_ready(self) -> bool:
         """Return whether requests can be answered: all configured models have come or failed, and one is there."""
@@ -143,11 +146,11 @@ class Inference:
                 answer = await self._answer(card, signature, given, request, schedule)
             outputs = _wished(answer.outputs, request.outputs, self._labels_of(card, request))
         except Exception:
-            if self._statistics:
-                self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
+            self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
         timings_ms = {"queue": 0.0, "total": (time.perf_counter() - start) * 1e3} | dict(answer.timings_ms)
-        self._succeeded(request.model, answer, timings_ms)
+        uses = {"cache_hits": answer.cache.hits, "cache_misses": answer.cache.misses}
+        self._statistics.succeeded(request.model, timings_ms=timings_ms, batch_size=answer.batch_size, **uses)
         parameters = _warning_parameters(answer.warnings)
         return InferResponse(request.model, VERSION, outputs, request.id, parameters, timings_ms)
 
@@ -170,10 +173,9 @@ class Inference:
             async with self.shared_memory.read_inputs(request) as read:
                 timings_ms = await self._write_text(card, signature, read, pieces)
         except Exception:
-            if self._statistics:
-                self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
+            self._statistics.failed(request.model, (time.perf_counter() - start) * 1e3)
             raise
-        self._succeeded(request.model, _Outputs((), {}), timings_ms)
+        self._statistics.succeeded(request.model, timings_ms=timings_ms)
 
     async def _write_text(
         self, card: ModelCard, signature: Signature, request: InferRequest, pieces: OutputChannel[InferResponse]
@@ -255,12 +257,10 @@ class Inference:
         if card.kind == "embedding":
             (value,) = given.values()
             items = texts(value) if value.datatype == "BYTES" else value.data.tolist()
-            waits = {"priority": schedule.priority, "timeout_s": schedule.timeout_s}
-            fields = {"model": name, "input": items, **waits}
+            fields = {"input": items} | schedule.fields_of(name)
             return await _infer_embeddings(self._service, as_record(EmbeddingRequest, fields))
         if card.kind in ("reranker", "classifier"):
-            request_of_texts = scoring_request(name, given, parameters, schedule)
-            return await _infer_text_scores(self._service, request_of_texts)
+            return await _infer_text_scores(self._service, scoring_request(name, given, parameters, schedule))
         if card.kind == "head":
             return await _infer_scores(self._service, HeadRequest(name, given["features"].data))
         if card.program is not None:
@@ -269,16 +269,6 @@ class Inference:
             return await _infer_program(self._service, run, signature, _items(card, signature, given)[1])
         pipeline = PipelineRequest(name, given, schedule.priority, schedule.timeout_s)
         return await _infer_pipeline(self._service, pipeline, _items(card, signature, given)[1])
-
-    def _succeeded(self, model: str, answer: _Outputs, timings_ms: Mapping[str, float]) -> None:
-        if self._statistics:
-            self._statistics.succeeded(
-                model,
-                timings_ms=timings_ms,
-                batch_size=answer.batch_size,
-                cache_hits=answer.cache_hits,
-                cache_misses=answer.cache_misses,
-            )
 
 
 def _items(card: ModelCard, signature: Signature, given: Mapping[str, TensorValue]) -> tuple[str, int]:
@@ -328,8 +318,7 @@ class _Outputs:
     outputs: tuple[TensorValue, ...]
     timings_ms: Mapping[str, float]
     batch_size: int = 1
-    cache_hits: int = 0
-    cache_misses: int = 0
+    cache: CacheUse = _NO_CACHE
     warnings: tuple[str, ...] = ()
 
 
@@ -345,8 +334,7 @@ async def _infer_images(service: Service, requests: Sequence[ImageRequest]) -> _
         ),
         timings_ms=_slowest([result.timings_ms for result in results]),
         batch_size=len(results),
-        cache_hits=sum(result.cache.hits for result in results),
-        cache_misses=sum(result.cache.misses for result in results),
+        cache=CacheUse(sum(one.cache.hits for one in results), sum(one.cache.misses for one in results)),
         warnings=warnings_by_item([result.warnings for result in results]),
     )
 
@@ -386,14 +374,11 @@ async def _infer_embeddings(service: Service, request: EmbeddingRequest) -> _Out
     result = await service.embed(request)
     if len({vector.shape for vector in result.embeddings}) > 1:
         raise InvalidRequest(f"model {request.model!r} gives these texts embeddings of different sizes; ask one by one")
-    return _Outputs(
-        outputs=(TensorValue(EMBEDDING, "FP32", np.stack(result.embeddings)),),
-        timings_ms=result.timings_ms,
-        batch_size=len(result.embeddings),
-        cache_hits=result.cache.hits,
-        cache_misses=result.cache.misses,
-        warnings=result.warnings,
-    )
+    return _of_texts(TensorValue(EMBEDDING, "FP32", np.stack(result.embeddings)), result)
+
+
+def _of_texts(output: TensorValue, result: EmbeddingResult) -> _Outputs:
+    return _Outputs((output,), result.timings_ms, len(result.embeddings), result.cache, result.warnings)
 
 
 async def _infer_text_scores(service: Service, request: ScoringRequest) -> _Outputs:
@@ -401,13 +386,8 @@ async def _infer_text_scores(service: Service, request: ScoringRequest) -> _Outp
     result = await service.score(request)
     found = np.stack(result.embeddings)
     ranks = not isinstance(request.input[0], str)
-    return _Outputs(
-        outputs=(TensorValue("score", "FP32", found[:, 0]) if ranks else TensorValue("scores", "FP32", found),),
-        timings_ms=result.timings_ms,
-        batch_size=len(found),
-        cache_hits=result.cache.hits,
-        cache_misses=result.cache.misses,
-        warnings=result.warnings,
+    return _of_texts(
+        TensorValue("score", "FP32", found[:, 0]) if ranks else TensorValue("scores", "FP32", found), result
     )
 
 

@@ -17,8 +17,7 @@ from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.records import VERSION, ModelMetadata
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
-from deployments.pipelines.program_tensors import program_specs
-from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape
+from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape, program_specs
 
 
 def _option(name: str, datatype: str) -> TensorSpec:

@@ -54,7 +54,7 @@ def image_requests(
             raise InvalidRequest(f"{name}: the images of one request are one tensor, so all have one size", name)
     for option in options:
         option["lora"] = _lora(option.get("lora", ""))
-    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    fields = schedule.fields_of(model)
     return [
         as_record(ImageRequest, {**fields, "prompt": prompt, **option})
         for prompt, option in zip(prompts, options, strict=True)
@@ -63,7 +63,7 @@ def image_requests(
 
 def upscale_requests(model: str, images: TensorValue, schedule: Schedule) -> list[ImageRequest]:
     """Return one request for each image to enlarge. Raises InvalidRequest."""
-    fields = {"model": model, "prompt": NO_PROMPT, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
+    fields = schedule.fields_of(model) | {"prompt": NO_PROMPT}
     return [as_record(ImageRequest, fields | {"init_image": image}) for image in images.data]
 
 
@@ -92,9 +92,8 @@ def embedding_request(
         raise InvalidRequest(f"outputs: {', '.join(wishes)}; an embedding is asked for alone", "outputs")
     if others := given.keys() - {"text_input"}:
         raise InvalidRequest(f"{min(others)}: an embedding takes text_input alone", min(others))
-    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
-    fields |= {"input": texts(given["text_input"]), "pooling": parameters.get("pooling")}
-    return as_record(EmbeddingRequest, fields)
+    fields = {"input": texts(given["text_input"]), "pooling": parameters.get("pooling")}
+    return as_record(EmbeddingRequest, fields | schedule.fields_of(model))
 
 
 def scoring_request(
@@ -115,8 +114,8 @@ def scoring_request(
     use_activation = parameters.get("use_activation", True)
     if not isinstance(use_activation, bool):
         raise InvalidRequest(f"use_activation: expected true or false, got {shown(use_activation)}", "use_activation")
-    fields = {"model": model, "priority": schedule.priority, "timeout_s": schedule.timeout_s}
-    return as_record(ScoringRequest, fields | {"input": items, "raw": not use_activation})
+    fields = {"input": items, "raw": not use_activation}
+    return as_record(ScoringRequest, fields | schedule.fields_of(model))
 
 
 def _options(
@@ -197,6 +196,10 @@ class Schedule:
 
     priority: int = 0
     timeout_s: float | None = None
+
+    def fields_of(self, model: str) -> dict[str, Any]:
+        """Return the fields of a record that asks a model."""
+        return {"model": model, "priority": self.priority, "timeout_s": self.timeout_s}
 
 
 def schedule_of(parameters: Parameters) -> Schedule:

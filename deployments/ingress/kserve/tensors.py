@@ -65,6 +65,16 @@ def check_count(name: str, shape: Sequence[int], num_elements: int) -> None:
         raise InvalidRequest(f"{name}: {num_elements} elements, but shape {list(shape)} has {math.prod(shape)}", name)
 
 
+def check_range(name: str, datatype: Datatype, *ends: int) -> None:
+    """Raise InvalidRequest unless whole numbers, the least and the largest, fit the datatype."""
+    bounds = np.iinfo(NUMPY_DTYPES[datatype])
+    for value in ends:
+        if not bounds.min <= value <= bounds.max:
+            raise InvalidRequest(
+                f"{name}: {shown(value)} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
+            )
+
+
 def from_json(name: str, datatype: Datatype, shape: tuple[int, ...], data: Sequence[Any]) -> TensorValue:
     """Return JSON data as a tensor. `data` is flat in row-major order, or nested like `shape`, a checked one."""
     if datatype in BINARY_ONLY:
@@ -158,12 +168,7 @@ def _array(name: str, datatype: Datatype, flat: list[Any]) -> npt.NDArray[Any]:
             raise InvalidRequest(f"{name}: a text has half of a surrogate pair", name) from None
     dtype = NUMPY_DTYPES[datatype]
     if dtype.kind in "iu" and flat:
-        bounds = np.iinfo(dtype)
-        for value in (min(flat), max(flat)):
-            if not bounds.min <= value <= bounds.max:
-                raise InvalidRequest(
-                    f"{name}: {shown(value)} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
-                )
+        check_range(name, datatype, min(flat), max(flat))
     if dtype.kind == "f":
         return _floats(name, datatype, flat)
     return np.array(flat, dtype)

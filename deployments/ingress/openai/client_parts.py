@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from deployments.engines.llm.chat import NullIsDefault
-from deployments.ingress.openai.answers import ignored_fields, warnings_of_ignored
-from deployments.records import MAX_INT32, MAX_SEED, SEED_RULE, RequestModel
+from deployments.records import (
+    MAX_INT32,
+    MAX_SEED,
+    SEED_RULE,
+    RequestModel,
+)
+
+
+def _ignored_fields(part: BaseModel, place: str = "") -> list[str]:
+    """Return the unknown fields of a body and of all parts of it, with the names that lead to them."""
+    found = [f"{place}{name}" for name in part.model_extra or ()]
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, BaseModel):
+                found += _ignored_fields(one, f"{place}{name}.")
+    return found
+
+
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
+    """Return the header with the warnings of a request, in printable ASCII."""
+    text = "".join(character if " " <= character <= "~" else "?" for character in "; ".join(warnings))[:512]
+    return {"X-Atelier-Warning": text} if text else {}
 
 
 def _none_if_negative(value: int | None) -> int | None:
@@ -35,11 +57,14 @@ NoneOrTokens = Annotated[
 MaxTokens = Annotated[NoneOrTokens, AfterValidator(_not_zero)]
 
 
-class ClientPart(RequestModel, NullIsDefault):
-    """A body or a part of one. Unknown fields are ignored."""
-
-    model_config = ConfigDict(extra="allow")
+class LenientBody(RequestModel, extra="allow"):
+    """A body whose unknown fields are ignored: OpenAI adds some now and then, and its clients send them."""
 
     def warnings(self) -> tuple[str, ...]:
         """Return what was asked for and has no effect."""
-        return warnings_of_ignored(ignored_fields(self))
+        shown = ", ".join(repr(name[:64]) for name in sorted(set(_ignored_fields(self)))[:8])
+        return (f"unknown fields were ignored: {shown}",) if shown else ()
+
+
+class ClientPart(LenientBody, NullIsDefault):
+    """A body or a part of one, where null is as good as nothing."""

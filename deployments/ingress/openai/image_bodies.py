@@ -13,7 +13,7 @@ from deployments.errors import InvalidRequest
 from deployments.fitted_images import resize_pixels
 from deployments.ingress.openai.client_parts import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
-from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_image, decode_image, decode_named
+from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_within, decode_image, decode_named
 from deployments.records import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
@@ -57,6 +57,16 @@ def _is_a_size(size: str) -> str:
 
 
 Size = Annotated[str, AfterValidator(_is_a_size)]
+
+
+def sides_of(body: Any) -> dict[str, int]:
+    """Return `width` and `height` where a body says its size in one word. Raises InvalidRequest where it says both."""
+    if body.size == "auto":
+        return {}
+    if body.width or body.height:
+        raise InvalidRequest("size: give either size, or width and height", "size")
+    width, _, height = body.size.partition("x")
+    return {"width": int(width), "height": int(height)}
 
 
 def from_form(value: object) -> object:
@@ -116,23 +126,12 @@ class ImagesBody(ImageOptions, ClientPart):
     def record_with(self, image: DecodedImage | None, mask: DecodedImage | None, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it, with the images that came beside it. Raises InvalidRequest."""
         fields = {name: getattr(self, name) for name in ImageOptions.model_fields} | {"strength": self.strength}
-        fields |= self._stream_fields()
-        if self.size != "auto":
-            if self.width or self.height:
-                raise InvalidRequest("size: give either size, or width and height", "size")
-            width, _, height = self.size.partition("x")
-            fields |= {"width": int(width), "height": int(height)}
+        fields |= self._stream_fields() | sides_of(self)
         controls = [
-            decode_base64_image(use.image, f"control.{place}.image", limits.max_pixels, limits.max_upload_pixels)
-            for place, use in enumerate(self.control)
+            decode_base64_within(use.image, f"control.{place}.image", limits) for place, use in enumerate(self.control)
         ]
         fields["ip_adapter"] = [
-            use.model_dump()
-            | {
-                "image": decode_base64_image(
-                    use.image, f"ip_adapter.{place}.image", limits.max_pixels, limits.max_upload_pixels
-                ).pixels
-            }
+            use.model_dump() | {"image": decode_base64_within(use.image, f"ip_adapter.{place}.image", limits).pixels}
             for place, use in enumerate(self.ip_adapter)
         ]
         first = image or next(iter(controls), None)
@@ -179,7 +178,7 @@ class GenerationBody(ImagesBody):
     def to_record(self, limits: LimitsConfig) -> ImageRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
         image, mask = (
-            None if text is None else decode_base64_image(text, name, limits.max_pixels, limits.max_upload_pixels)
+            None if text is None else decode_base64_within(text, name, limits)
             for name, text in (("init_image", self.init_image), ("mask_image", self.mask_image))
         )
         named = decode_named({f"images.{name}": files for name, files in self.images.items()}, limits)

@@ -1,8 +1,8 @@
 """The process that decodes image files. `python -m deployments.ingress.openai.image_decoder FD` talks over socket FD.
 
-No file can hold the ingress: a job that computes too long or takes too much memory ends, or ends this process. Imports
-neither numpy nor anything of the service, so that it starts fast. A file is checked by its container first, since some
-cost thousands of times what their size and their pixels say.
+No file can hold the ingress: a job that computes too long or takes too much memory ends, or ends this process, which
+decodes frames of videos, too. Imports neither numpy nor anything of the service, so that it starts fast. A file is
+checked by its container first, since some cost thousands of times what their size and their pixels say.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import signal
 import struct
 import sys
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from PIL import Image, ImageOps
 
-from deployments.ingress.openai.video_decoder import container_of, decode_video
+# Demuxers by how files begin. No other is tried: some read lists of further files.
+_MATROSKA: Final = b"\x1aE\xdf\xa3"
+_TURNS: Final = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180, 270: Image.Transpose.ROTATE_270}
 
 MODULE: Final = "deployments.ingress.openai.image_decoder"
 IDLE_S: Final = 60.0  # a process without work ends after this
@@ -45,6 +48,59 @@ PIXELS_OF_CPU_S: Final = 5e6
 _NEXT_MARKER: Final = re.compile(rb"\xff+[^\x00\xff\xd0-\xd7]")  # in entropy-coded data
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 _START_OF_SCAN, _END_OF_IMAGE = 0xDA, 0xD9
+
+
+def _container_of(data: bytes) -> str | None:
+    """Return the name of the demuxer of a video file, MP4 (or QuickTime) or WebM (or Matroska); None for another."""
+    if data[4:8] == b"ftyp":
+        return "mov"
+    return "matroska" if data.startswith(_MATROSKA) else None
+
+
+def _decode_frames(
+    data: bytes, max_frames: int, max_pixels: int, max_all_pixels: int, bound_time: Callable[[int], None]
+) -> tuple[int, int, int, bytes]:
+    """Return number, height and width of a video's frames, and the frames as RGB, turned upright.
+
+    `bound_time` is told how many pixels may be decoded before any is. Raises ValueError for more than `max_frames`
+    frames, more than `max_pixels` of one or more than `max_all_pixels` of all, and what PyAV raises for a damaged file.
+    """
+    import av  # an extra
+
+    with av.open(io.BytesIO(data), "r", format=_container_of(data)) as file:
+        if not file.streams.video:
+            raise ValueError("no video is in it")
+        stream = file.streams.video[0]
+        stream.codec_context.thread_count = 1  # stacks of threads count as memory
+        num_pixels = stream.width * stream.height
+        if not 0 < num_pixels <= max_pixels:
+            raise ValueError(f"frames of {stream.width}x{stream.height} pixels, at most {max_pixels} are allowed")
+        most = min(max_frames, max_all_pixels // num_pixels)
+        bound_time(num_pixels * (most + 1))
+        frames, size = bytearray(), (0, 0)
+        count = 0
+        for frame in file.decode(stream):
+            if count == most:
+                bound = f"{max_frames} frames" if most == max_frames else f"{max_all_pixels} pixels in all frames"
+                raise ValueError(f"a video of more than {count} frames, at most {bound} are allowed")
+            if frame.width * frame.height > num_pixels:
+                raise ValueError("frames grow in the middle of it")
+            image = _upright(frame)
+            if count and image.size != size:
+                raise ValueError("frames of different sizes")
+            size = image.size
+            frames += image.tobytes()
+            count += 1
+    if not count:
+        raise ValueError("no frame is in it")
+    return count, size[1], size[0], bytes(frames)
+
+
+def _upright(frame: Any) -> Image.Image:
+    plane = frame.reformat(format="rgb24").planes[0]
+    image = Image.frombuffer("RGB", (frame.width, frame.height), bytes(plane), "raw", "RGB", plane.line_size, 1)
+    turn = _TURNS.get(frame.rotation % 360)
+    return image if turn is None else image.transpose(turn)
 
 
 class DecodeJob(NamedTuple):
@@ -131,7 +187,7 @@ def _decode(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
             return DecodeReply("expected an image file in base64, or a data URL with one"), b""
     Image.MAX_IMAGE_PIXELS = job.max_pixels  # before WebP's decoder allocates a canvas
     try:
-        if container_of(data) and job.max_frames:
+        if _container_of(data) and job.max_frames:
             return _decode_video(data, job)
         _check_container(data)
         with Image.open(io.BytesIO(data), formats=FORMATS) as file:
@@ -159,7 +215,7 @@ def _decode_video(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
         return DecodeReply("a video, which needs the package av on the server (pip install 'atelier[video]')"), b""
     _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # what grows is copied, and sent as one piece
     bounds = job.max_frames, job.max_result_pixels, job.max_video_pixels
-    frames, height, width, pixels = decode_video(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))
+    frames, height, width, pixels = _decode_frames(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))
     return DecodeReply("", height, width, 3, (width, height), frames), pixels
 
 

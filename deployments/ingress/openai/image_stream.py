@@ -11,16 +11,39 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from deployments.ingress.errors import error_response
-from deployments.ingress.openai.answers import ImageOrigin, origin_of
 from deployments.ingress.openai.image_bodies import ImagesBody
 from deployments.ingress.openai.image_files import ImageDescription, ImageFormat, describe_image, encode_image
-from deployments.ingress.responses import Answer, call_aside, event_of, json_text
-from deployments.records import ImageProgress, ImageRequest, ImageResult
+from deployments.ingress.responses import Answer, TimesMs, call_aside, event_of, json_text, rounded
+from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult, SwitchReport
 from deployments.services.output_channel import OutputChannel
 
 ImagePieces = OutputChannel[ImageProgress | ImageResult]
 Task = Literal["image_generation", "image_edit"]
+
+
+class ImageOrigin(Answer):
+    """The origin of images: model, seed, steps and times. Pipelines know no `seed`, `switch` and step count."""
+
+    model: str
+    seed: int | None
+    num_inference_steps: int | None
+    timings_ms: TimesMs
+    switch: SwitchReport | None
+    encoder_cache: CacheUse
+    warnings: tuple[str, ...]
+
+
+def origin_of(result: ImageResult) -> dict[str, Any]:
+    """Return the members of an `ImageOrigin`."""
+    return {
+        "model": result.model,
+        "seed": result.seed,
+        "num_inference_steps": result.num_inference_steps,
+        "timings_ms": rounded(result.timings_ms),
+        "switch": result.switch,
+        "encoder_cache": result.cache,
+        "warnings": result.warnings,
+    }
 
 
 class _ImageEvent(Answer):
@@ -79,29 +102,20 @@ class ImageEvents:
         self._clock = clock
         self._first: tuple[int, float] | None = None  # the first step that was reported, and when
 
-    async def events_of(self, first: ImageProgress | ImageResult, rest: ImagePieces) -> AsyncIterator[str]:
-        """Yield the events of `first` and `rest`. An error that comes now is an event, since the status is sent."""
-        async for event in self._of_piece(first):
-            yield event
-        try:
-            async for piece in rest:
-                async for event in self._of_piece(piece):
-                    yield event
-        except Exception as error:
-            yield event_of(bytes(error_response(error).body).decode(), "error")
-
-    async def _of_piece(self, piece: ImageProgress | ImageResult) -> AsyncIterator[str]:
-        if isinstance(piece, ImageResult):
-            yield await self._completed(piece)
-            return
-        if self._body.progress:
-            yield self._progress(piece)
-        if piece.previews and piece.preview_index is not None:
-            shared = await self._shared("partial_image", piece.previews[0], None)
-            partial = _PartialImage(
-                partial_image_index=piece.preview_index, step=piece.step, num_steps=piece.num_steps, **shared
-            )
-            yield event_of(json_text(partial), partial.type)
+    async def events_of(self, pieces: AsyncIterator[ImageProgress | ImageResult]) -> AsyncIterator[str]:
+        """Yield the events of all pieces."""
+        async for piece in pieces:
+            if isinstance(piece, ImageResult):
+                yield await self._completed(piece)
+                continue
+            if self._body.progress:
+                yield self._progress(piece)
+            if piece.previews and piece.preview_index is not None:
+                shared = await self._shared("partial_image", piece.previews[0], None)
+                partial = _PartialImage(
+                    partial_image_index=piece.preview_index, step=piece.step, num_steps=piece.num_steps, **shared
+                )
+                yield event_of(json_text(partial), partial.type)
 
     async def _completed(self, result: ImageResult) -> str:
         shared = await self._shared("completed", result.images[0], describe_image(self._record, result, 0))

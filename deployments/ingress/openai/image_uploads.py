@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from PIL import Image
+from pydantic import BaseModel, ValidationError
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
@@ -17,10 +19,12 @@ from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_decoder import DecodeReply
 from deployments.ingress.openai.image_decoders import DECODERS
+from deployments.ingress.responses import call_aside
 
 _MAX_FILES: Final = 8
 _MAX_FIELDS: Final = 64
 _OPAQUE: Final = 255
+BodyT = TypeVar("BodyT", bound=BaseModel)
 Pictures = npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]
 NamedFiles = str | bytes | Sequence[str | bytes]
 
@@ -74,6 +78,11 @@ def decode_base64_image(text: str, field: str, max_pixels: int, max_file_pixels:
         text = text.partition(",")[2]
     data = text.encode("utf-8", "surrogatepass")
     return _decoded(*DECODERS.decode(data, field, max_file_pixels or max_pixels, max_pixels, is_base64=True))
+
+
+def decode_base64_within(text: str, field: str, limits: LimitsConfig) -> DecodedImage:
+    """Decode an image of a JSON body, within the limits of uploads. Blocks, and raises, as `decode_image` does."""
+    return decode_base64_image(text, field, limits.max_pixels, limits.max_upload_pixels)
 
 
 def decode_named(given: Mapping[str, NamedFiles], limits: LimitsConfig) -> dict[str, Pictures]:
@@ -140,6 +149,15 @@ async def read_form(request: Request, max_part_bytes: int) -> tuple[dict[str, st
     except HTTPException as error:  # how Starlette says what python-multipart found
         raise InvalidRequest(f"the form cannot be read: {error.detail}") from None
     return fields, files
+
+
+async def validated(class_: type[BodyT], fields: Any, num_bytes: int) -> BodyT:
+    """Return the body that fields make. Raises what FastAPI raises for one that is wrong."""
+    try:
+        return await call_aside(num_bytes, class_.model_validate, fields)
+    except ValidationError as error:
+        problems = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors()]
+        raise RequestValidationError(problems, body=fields) from None
 
 
 def _decoded(reply: DecodeReply, data: bytes) -> DecodedImage:

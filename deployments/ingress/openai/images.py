@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import with_config
 from pydantic_core import to_json
 from starlette.responses import Response
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
-from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.json_route import JsonRoute
-from deployments.ingress.openai.answers import ImageData, ImagesAnswer, warning_header
+from deployments.ingress.bodies import JsonRoute
+from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_event
+from deployments.ingress.openai.client_parts import warning_header
 from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.image_files import describe_image, encode_image
-from deployments.ingress.openai.image_links import ImageLinks
-from deployments.ingress.openai.image_stream import ImageEvents, Task
-from deployments.ingress.openai.image_uploads import read_form
+from deployments.ingress.openai.image_files import ImageFormat, ImageLinks, describe_image, encode_image
+from deployments.ingress.openai.image_stream import ImageEvents, ImageOrigin, Task, origin_of
+from deployments.ingress.openai.image_uploads import read_form, validated
 from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
-from deployments.ingress.responses import EventStream, call_aside, json_response, json_with_list, server_timing
+from deployments.ingress.responses import (
+    json_response,
+    json_with_list,
+    server_timing,
+    stream_events,
+)
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
 
@@ -35,6 +40,32 @@ _RESPONSES: Final = documented(*INFERENCE_ERRORS) | {
     204: {"description": "`Last-Event-ID` is that of the stream's last event: there are no more"},
 }
 _FormT = TypeVar("_FormT", bound=VariationBody)
+
+
+@with_config({"extra": "forbid"})
+class ImageData(TypedDict, total=False):
+    """An image file in base64, or a link to it that lasts for a while."""
+
+    b64_json: str
+    url: str
+
+
+class ImagesAnswer(ImageOrigin):
+    """The images of one request, and how they were made."""
+
+    created: int
+    data: list[ImageData]
+    output_format: ImageFormat
+
+    @classmethod
+    def without_data(cls, result: ImageResult, format_: ImageFormat) -> ImagesAnswer:
+        """Return the answer without its images."""
+        return cls(
+            created=int(time.time()),
+            data=[],
+            output_format=format_,
+            **origin_of(result),
+        )
 
 
 def create_images_router(
@@ -50,9 +81,9 @@ def create_images_router(
                 if last_id := request.headers.get(LAST_EVENT_ID):
                     return streams.resume(last_id)
                 return await streams.begin(pieces, image_events)
-            first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
-            events = image_events.events_of(first, pieces)
-            return EventStream(events, pieces, headers={"Cache-Control": "no-cache"} | warning_header(body.warnings()))
+            return await stream_events(
+                pieces, image_events.events_of, error_event, headers=warning_header(body.warnings())
+            )
         result = await service.generate(record)
         result = replace(result, warnings=(*result.warnings, *body.warnings()))
         write = partial(_write_image, body, record, links, str(request.base_url), result)
@@ -108,11 +139,7 @@ def _write_image(
 async def _read(class_: type[_FormT], request: Request, limits: LimitsConfig) -> tuple[_FormT, dict[str, list[bytes]]]:
     """Return the fields and files of a form. Raises what FastAPI raises for a field that is wrong."""
     fields, files = await read_form(request, limits.max_upload_bytes)
-    try:
-        return await call_aside(sum(map(len, fields.values())), class_.model_validate, fields), files
-    except ValidationError as error:
-        problems = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors()]
-        raise RequestValidationError(problems, body=fields) from None
+    return await validated(class_, fields, sum(map(len, fields.values()))), files
 
 
 def _form_of(class_: type[VariationBody]) -> dict[str, Any]:

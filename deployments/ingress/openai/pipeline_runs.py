@@ -17,12 +17,12 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
 from deployments.errors import InvalidRequest
-from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.json_route import JsonRoute
+from deployments.ingress.bodies import JsonRoute
+from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_event
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import encode_image
-from deployments.ingress.openai.image_uploads import decode_base64_image
-from deployments.ingress.responses import Answer, EventStream, call_aside, event_of, json_response, json_text, rounded
+from deployments.ingress.openai.image_uploads import decode_base64_within
+from deployments.ingress.responses import Answer, call_aside, event_of, json_response, json_text, rounded, stream_events
 from deployments.ingress.service import Service
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.records import (
@@ -125,31 +125,20 @@ def create_pipelines_router(service: Service, readers: ImageReaders, limits: Lim
         async def produce(pieces: _Pieces) -> None:
             await pieces.send(await service.run_pipeline(request, on_stage=pieces.put))
 
-        pieces: _Pieces = OutputChannel(produce)
-        first = await anext(pieces)  # here, so that a refused request is a 4xx and not an event in a 200
-        return EventStream(_events(first, pieces), pieces, headers={"Cache-Control": "no-cache"})
+        return await stream_events(OutputChannel(produce), _events, error_event)
 
     return router
 
 
-async def _events(first: StageProgress | PipelineResult, rest: _Pieces) -> AsyncIterator[str]:
-    yield await _event(first)
-    try:
-        async for piece in rest:
-            yield await _event(piece)
-    except Exception as error:
-        yield event_of(bytes(error_response(error).body).decode(), "error")
-
-
-async def _event(piece: StageProgress | PipelineResult) -> str:
-    if isinstance(piece, StageProgress):
+async def _events(pieces: AsyncIterator[StageProgress | PipelineResult]) -> AsyncIterator[str]:
+    async for piece in pieces:
+        if isinstance(piece, PipelineResult):
+            yield await call_aside(sum(value.data.nbytes for value in piece.outputs.values()), _completed, piece)
+            continue
         state: Literal["running", "done"] = "running" if piece.took_ms is None else "done"
         ms = None if piece.took_ms is None else round(piece.took_ms, 2)
-        return event_of(
-            json_text(_StageEvent(type="pipeline.stage", stage=piece.stage, state=state, ms=ms)), "pipeline.stage"
-        )
-    size = sum(value.data.nbytes for value in piece.outputs.values())
-    return await call_aside(size, _completed, piece)
+        event = _StageEvent(type="pipeline.stage", stage=piece.stage, state=state, ms=ms)
+        yield event_of(json_text(event), event.type)
 
 
 def _completed(result: PipelineResult) -> str:
@@ -195,7 +184,7 @@ def _tensor(name: str, value: Any, spec: TensorSpec | None, limits: LimitsConfig
     if _is_image(spec):
         if not isinstance(value, str):
             raise InvalidRequest(f"{name}: expected a PNG, JPEG or WebP file in base64", name)
-        pixels = decode_base64_image(value, name, limits.max_pixels, limits.max_upload_pixels).pixels
+        pixels = decode_base64_within(value, name, limits).pixels
         return TensorValue(name, spec.datatype, pixels[np.newaxis])
     try:
         return TensorValue(name, spec.datatype, np.array([value], dtype=NUMPY_DTYPES[spec.datatype]))

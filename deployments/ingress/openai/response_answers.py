@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any, Final, Literal
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.openai.answers import TimesMs
-from deployments.ingress.responses import Answer, event_of, json_text, rounded
+from deployments.ingress.errors import failure_of
+from deployments.ingress.responses import Answer, TimesMs, event_of, json_text, rounded
 from deployments.records import TextChunk, TextResult
 
 _ITEM_ID: Final = re.compile(r"(?:msg|fc)_([0-9a-f]{32})_[0-9]{1,4}")
@@ -123,16 +123,7 @@ class ResponseForm:
 
     def whole(self, result: TextResult, warnings: tuple[str, ...]) -> ResponseAnswer:
         """Return the whole answer."""
-        chunk = TextChunk(
-            result.text,
-            result.num_prompt_tokens,
-            result.num_completion_tokens,
-            result.finish_reason,
-            result.timings_ms,
-            warnings=result.warnings,
-            num_cached_tokens=result.num_cached_tokens,
-            tool_calls=result.tool_calls,
-        )
+        chunk = result.as_chunk()
         for _ in self.events(chunk):
             pass
         return self.answer(chunk, warnings)
@@ -157,9 +148,10 @@ class ResponseForm:
         """Return the last event."""
         return self._event(f"response.{answer.status}", response=answer.model_dump(exclude_unset=True))
 
-    def failure(self, error: dict[str, Any]) -> str:
+    def failure(self, error: Exception) -> str:
         """Return the event of an error on the way."""
-        return self._event("error", code=error["code"], message=error["message"], param=error["param"])
+        failure = failure_of(error)
+        return self._event("error", code=failure.code, message=failure.message, param=failure.param)
 
     def answer(self, last: TextChunk, warnings: tuple[str, ...]) -> ResponseAnswer:
         """Return the whole answer, after the events of its last piece."""

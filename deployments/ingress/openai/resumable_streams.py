@@ -22,9 +22,9 @@ from cluster.admission.read_limiter import release_read_slot
 from configs.cluster import ImageStreamsConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.errors import Failure, documented, error_event, failure_response
 from deployments.ingress.openai.image_stream import ImageEvents, ImagePieces
-from deployments.ingress.responses import EventStream
+from deployments.ingress.responses import EventStream, begun_events
 from deployments.ingress.terms import Terms, current_terms
 from deployments.tasks import shared_task
 
@@ -130,9 +130,8 @@ class ResumableStreams:
         return stream if stream and stream.tenant == current_tenant.get() else None
 
     def _answer(self, stream: _Stream, position: int) -> Response:
-        headers = {"Cache-Control": "no-cache", "Content-Location": PATH + stream.name}
         reader = self._read(stream, position)
-        return EventStream(reader, reader, headers=headers)
+        return EventStream(reader, reader, headers={"Content-Location": PATH + stream.name})
 
     async def _fill(self, stream: _Stream, pieces: ImagePieces, events: ImageEvents, terms: Terms) -> None:
         """Take in the events of a stream. A task of its own, which goes on when its readers are gone."""
@@ -142,7 +141,7 @@ class ResumableStreams:
                 first = await anext(pieces)
                 stream.has_begun = True
                 stream.tell()
-                async for event in events.events_of(first, pieces):
+                async for event in begun_events(first, pieces, events.events_of, error_event):
                     self._keep(stream, event)
         except Exception as error:  # before the first piece: later ones are events
             stream.error = error

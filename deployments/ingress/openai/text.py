@@ -21,11 +21,10 @@ from deployments.engines.llm.chat import (
     ToolChoice,
 )
 from deployments.errors import InvalidRequest
+from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
-from deployments.ingress.json_route import JsonRoute
-from deployments.ingress.openai.answers import warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
-from deployments.ingress.openai.client_parts import ClientPart, MaxTokens, NoneOrTokens, Seed
+from deployments.ingress.openai.client_parts import ClientPart, MaxTokens, NoneOrTokens, Seed, warning_header
 from deployments.ingress.openai.text_answers import (
     Calls,
     ChatAnswer,
@@ -34,7 +33,7 @@ from deployments.ingress.openai.text_answers import (
     CompletionForm,
     TextForm,
 )
-from deployments.ingress.responses import EventStream, event_of, json_response, json_text, server_timing
+from deployments.ingress.responses import event_of, json_response, json_text, server_timing, stream_events
 from deployments.ingress.service import Service
 from deployments.records import (
     MAX_INT32,
@@ -273,31 +272,18 @@ async def _respond(
         result = await (service.chat(record) if isinstance(record, ChatRequest) else service.complete(record))
         result = replace(result, warnings=(*result.warnings, *warnings))
         return json_response(form.whole(result), headers=server_timing(result.timings_ms) | headers)
-    chunks = service.stream_text(record)
-    # The first piece is awaited here, so that a refused request is a 4xx and not an event in a 200.
-    first = await anext(chunks)
-    include_usage = bool(body.stream_options and body.stream_options.include_usage)
-    events = _events(form, first, chunks, include_usage, record.n * _num_prompts(record))
-    return EventStream(events, chunks, headers={"Cache-Control": "no-cache"} | headers)
 
-
-def _num_prompts(record: ChatRequest | CompletionRequest) -> int:
-    return len(record.prompts) if isinstance(record, CompletionRequest) else 1
-
-
-async def _events(
-    form: TextForm, first: TextChunk, rest: AsyncIterator[TextChunk], include_usage: bool, num_choices: int
-) -> AsyncIterator[str]:
-    for answer in (*form.opening(num_choices), form.piece(first)):
-        yield event_of(json_text(answer))
-    last = first
-    try:
-        async for chunk in rest:
-            last = chunk
+    async def events_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
+        for answer in form.opening(record.num_texts):
+            yield event_of(json_text(answer))
+        async for chunk in chunks:
             yield event_of(json_text(form.piece(chunk)))
-    except Exception as error:
-        yield event_of(bytes(error_response(error).body).decode())
-        return
-    if include_usage:
-        yield event_of(json_text(form.usage(last)))
-    yield event_of("[DONE]")
+        if body.stream_options and body.stream_options.include_usage:
+            yield event_of(json_text(form.usage(chunk)))
+        yield event_of("[DONE]")
+
+    return await stream_events(service.stream_text(record), events_of, _error_event, headers=headers)
+
+
+def _error_event(error: Exception) -> str:
+    return event_of(bytes(error_response(error).body).decode())

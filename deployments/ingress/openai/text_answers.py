@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.openai.answers import TimesMs
-from deployments.ingress.responses import Answer, rounded
+from deployments.ingress.responses import Answer, TimesMs, rounded
 from deployments.records import TextChoice, TextChunk, TextResult, TokenText
 
 FinishReason = Literal["stop", "length", "tool_calls", "function_call"]
@@ -62,13 +61,15 @@ class ChatLogprobs(Answer):
     @classmethod
     def of(cls, tokens: Sequence[TokenText]) -> ChatLogprobs | None:
         """Return the log probabilities in the form of chats; None where none were asked for."""
-        if not tokens:
-            return None
-        content = [
-            ChatToken(**_best_token(token), top_logprobs=[BestToken(**_best_token(best)) for best in token.best])
-            for token in tokens
-        ]
-        return cls(content=content, refusal=None)
+        return cls(content=chat_tokens(tokens), refusal=None) if tokens else None
+
+
+def chat_tokens(tokens: Sequence[TokenText]) -> list[ChatToken]:
+    """Return tokens with their log probabilities, and the best ones in their places."""
+    return [
+        ChatToken(**_best_token(token), top_logprobs=[BestToken(**_best_token(best)) for best in token.best])
+        for token in tokens
+    ]
 
 
 def _best_token(token: TokenText) -> dict[str, Any]:

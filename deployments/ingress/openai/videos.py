@@ -2,34 +2,101 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from fastapi import APIRouter, Query, Request
-from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
+from pydantic import Field, field_validator
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
+from cluster.admission.read_limiter import release_read_slot
 from configs.cluster import LimitsConfig, VideosConfig
 from deployments.errors import InvalidRequest, Overloaded
-from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.errors import INFERENCE_ERRORS, Failure, documented, failure_response
-from deployments.ingress.json_route import JsonRoute
-from deployments.ingress.openai.answers import TimesMs, warning_header
+from deployments.ingress.access.callers import current_max_concurrent, current_tenant
+from deployments.ingress.bodies import JsonRoute
+from deployments.ingress.errors import INFERENCE_ERRORS, Failure, documented, failure_of, failure_response
+from deployments.ingress.openai.client_parts import ClientPart, Seed, warning_header
+from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.image_uploads import read_form
+from deployments.ingress.openai.image_uploads import decode_named, read_form, validated
 from deployments.ingress.openai.kept_videos import KeptVideo, KeptVideos, Status
-from deployments.ingress.openai.video_bodies import AudioBody, VideoBody
-from deployments.ingress.openai.video_jobs import VideoJobs
-from deployments.ingress.responses import Answer, call_aside, json_response, server_timing
+from deployments.ingress.responses import Answer, TimesMs, call_aside, json_response, rounded, server_timing
 from deployments.ingress.service import Service
+from deployments.ingress.terms import Terms, current_terms
+from deployments.records import ClipOptions, ClipRequest, ClipResult, ImageProgress, UserName, VideoOptions, as_record
+from deployments.tasks import shared_task
+
+_REFERENCE: Final = "input_reference"
+_FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it
+_FILE: Final = "a PNG, JPEG or WebP file, or an MP4 or WebM of a video, in base64, or a data URL of it"
 
 _GONE: Final = {"_404": "no such video: it was deleted, has ended, or is another key's", "_503": "no video is kept now"}
 _FILE_TYPES: Final = {"mp4": "video/mp4", "webm": "video/webm"}
-ResultT = TypeVar("ResultT")
+_ResultT = TypeVar("_ResultT")
+
+BEAT_S: Final = 4.0  # well below `LOST_S`
+
+logger = logging.getLogger("atelier.ingress")
+
+
+class ReferenceBody(ClientPart):
+    """An image or a video by OpenAI's form. It is in the request: nothing is fetched."""
+
+    image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file, or of a video")
+
+
+class VideoBody(VideoOptions, ClientPart):
+    """OpenAI's request for a video and more. In a form, `extra` and `scheduler_options` are JSON.
+
+    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
+    form. It goes to the parameter `image` or `video` of the class.
+    """
+
+    seed: Seed = None
+    size: Size = "auto"
+    input_reference: str | ReferenceBody | None = Field(None, description=_FILE)
+    images: NamedFiles = Field({}, description=f"further {NAMED}; a video (MP4 or WebM) goes as an image does")
+    user: UserName | None = None
+
+    @field_validator("extra", "scheduler_options", mode="before")
+    @classmethod
+    def _from_json(cls, value: object) -> object:
+        return from_form(value)
+
+    def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
+        """Return the request with the files of its form. Blocks: it decodes images. Raises InvalidRequest."""
+        fields: dict[str, Any] = {name: getattr(self, name) for name in VideoOptions.model_fields} | sides_of(self)
+        given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
+        given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
+        reference = self.input_reference
+        reference = reference.image_url if isinstance(reference, ReferenceBody) else reference
+        if reference is not None:
+            given[_REFERENCE] = reference
+        if isinstance(several := given.get(_REFERENCE), list):
+            raise InvalidRequest(f"{_REFERENCE}: {len(several)} files given, expected one", _REFERENCE)
+        decoded = decode_named(given, limits)
+        images = {field.removeprefix("images."): found for field, found in decoded.items() if field != _REFERENCE}
+        if (first := decoded.get(_REFERENCE)) is not None:
+            images = {_VIDEO if isinstance(first, tuple) else _FIRST_IMAGE: first} | images
+        return as_record(ClipRequest, fields | {"images": images, "reports_steps": True})
+
+
+class AudioBody(ClipOptions, ClientPart):
+    """A request for audio: music and sounds by a prompt."""
+
+    seed: Seed = None
+    user: UserName | None = None
+
+    def to_record(self) -> ClipRequest:
+        """Return the request as the service takes it."""
+        return as_record(ClipRequest, {name: getattr(self, name) for name in ClipOptions.model_fields})
 
 
 class VideoError(Answer):
@@ -87,7 +154,7 @@ def create_videos_router(
     """Return the routes of videos."""
     router = APIRouter(tags=["videos"])
     kept = KeptVideos(config, cluster)
-    jobs = VideoJobs(service, kept, config)
+    jobs = _VideoJobs(service, kept, config)
 
     def answer_of(video: KeptVideo) -> VideoAnswer:
         return _answer_of(video, config.ttl_s)
@@ -169,7 +236,7 @@ def create_audio_router(service: Service) -> APIRouter:
     return router
 
 
-async def _asked(method: Callable[..., ResultT], *arguments: Any) -> ResultT:
+async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
     """Return what the kept videos answer. Raises Overloaded where their folder cannot be used."""
     try:
         return await run_in_threadpool(method, *arguments)
@@ -191,11 +258,7 @@ async def _read(request: Request, limits: LimitsConfig) -> tuple[VideoBody, dict
             fields = await call_aside(num_bytes, from_json, body)
         except ValueError as error:
             raise InvalidRequest(f"the body is neither a form nor valid JSON: {error}") from None
-    try:
-        return await call_aside(num_bytes, VideoBody.model_validate, fields), files
-    except ValidationError as error:
-        problems = [detail | {"loc": ("body", *detail["loc"])} for detail in error.errors()]
-        raise RequestValidationError(problems, body=fields) from None
+    return await validated(VideoBody, fields, num_bytes), files
 
 
 def _first_facts(body: VideoBody, seed: int | None, warnings: tuple[str, ...]) -> dict[str, Any]:
@@ -253,3 +316,98 @@ def _form_schema() -> dict[str, Any]:
 
 _INPUT: Final = "input_reference"
 _BODY: Final = {"requestBody": {"required": True, "content": _form_schema()}}
+
+
+@dataclass(slots=True)
+class _VideoJob:
+    """The progress of a video. `changed` is set whenever it is further."""
+
+    request: ClipRequest
+    facts: Mapping[str, Any]
+    progress: int = 0
+    has_begun: bool = False
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _VideoJobs:
+    """The videos that one ingress replica has made. Lives on one event loop."""
+
+    def __init__(self, service: Service, kept: KeptVideos, config: VideosConfig) -> None:
+        self._service = service
+        self._kept = kept
+        self._config = config
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self, request: ClipRequest, facts: Mapping[str, Any]) -> KeptVideo:
+        """Begin a video, and return it. `facts` are what its answer says; `request` is checked.
+
+        It has the terms of the current request, and its key no more unfinished ones than it may have requests in
+        progress. Raises QueueFull; Overloaded where no video can be kept.
+        """
+        most = min(self._config.max_unfinished, current_max_concurrent() or self._config.max_unfinished)
+        try:
+            video = await asyncio.to_thread(self._kept.add, current_tenant.get(), facts, most)
+        except OSError as error:
+            raise Overloaded(f"no video can be kept now: {error}") from None
+        task = shared_task(self._run(video.id, _VideoJob(request, facts), current_terms.get()))
+        self._tasks[video.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(video.id, None))
+        release_read_slot()  # the place in the queue is that task's
+        return video
+
+    def end_job(self, id_: str) -> None:
+        """Make a video no further, if it is made here. Elsewhere its replica finds that nobody wants it any more."""
+        if task := self._tasks.get(id_):
+            task.cancel()
+
+    async def _run(self, id_: str, job: _VideoJob, terms: Terms) -> None:
+        current_terms.set(replace(terms, waited_s=0.0))
+        making = asyncio.ensure_future(self._make(job))
+        noting = asyncio.ensure_future(self._note(id_, job, making))
+        try:
+            result = await making
+            facts = {**job.facts, **_facts_of(result)}
+            suffix = result.media_type.partition("/")[2]
+            await asyncio.to_thread(self._kept.complete, id_, result.file, suffix, facts)
+        except Exception as error:
+            failure = failure_of(error if not isinstance(error, OSError) else Overloaded(f"it cannot be kept: {error}"))
+            with contextlib.suppress(OSError):  # it is found lost
+                await asyncio.to_thread(self._kept.fail, id_, failure.code, failure.message)
+        finally:
+            noting.cancel()
+            making.cancel()
+            await asyncio.wait([making])  # its request has ended when this has
+
+    async def _make(self, job: _VideoJob) -> ClipResult:
+        async def on_progress(progress: ImageProgress) -> None:
+            job.progress = min(99, 100 * progress.step // max(1, progress.num_steps))
+            job.has_begun = True
+            job.changed.set()
+
+        return await self._service.make_clip(job.request, on_progress, max_timeout_s=self._config.timeout_s)
+
+    async def _note(self, id_: str, job: _VideoJob, making: asyncio.Future[ClipResult]) -> None:
+        """Say that the video is being made, at each of its steps and now and then; end it once nobody wants it."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_S):
+                    await job.changed.wait()
+            job.changed.clear()
+            with contextlib.suppress(OSError):  # next time, perhaps
+                if not await asyncio.to_thread(self._kept.note_progress, id_, job.progress, has_begun=job.has_begun):
+                    making.cancel()
+                    return
+
+
+def _facts_of(result: ClipResult) -> dict[str, Any]:
+    """Return what the answer of a finished video says of it."""
+    return {
+        "size": f"{result.width}x{result.height}",
+        "seconds": f"{result.seconds:.6g}",
+        "fps": result.rate,
+        "num_frames": result.length,
+        "seed": result.seed,
+        "num_inference_steps": result.num_inference_steps,
+        "timings_ms": rounded(result.timings_ms),
+        "warnings": list(result.warnings),
+    }

@@ -17,9 +17,9 @@ from cluster.tracing import NO_SPAN, begin_tracing, called, link, serve_tracing,
 from configs.cluster import ClusterConfig, TracingConfig
 from configs.errors import ConfigError
 from deployments.engines.protocol import TextDelta, TextRequest
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
 from deployments.services.step_loop import DeviceThread, EngineLoop
+from deployments.tasks import Deadline
 
 SETTINGS = TracingConfig(endpoint="http://127.0.0.1:4318/v1/traces")
 

@@ -9,7 +9,7 @@ from kit.seeding import seeded_random
 from typer.testing import CliRunner
 
 from deployments.cli.main import _app
-from deployments.cli.supported import read_table
+from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, SEEING
 from deployments.engines.protocol import EngineError

@@ -19,6 +19,13 @@ from deployments.ingress.kserve.records import InferRequest, InferResponse
 from deployments.ingress.responses import call_aside
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
+# Of handlers, by whether requests and answers stream.
+MAKERS: Final[dict[tuple[bool, bool], Any]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
 _MAX_DETAIL_CHARS: Final = 2_000  # details travel in a header, and clients take 8 KiB of headers by default
 # Where Triton has a code for the case, it is this one.
 _CODES: Final[dict[int, StatusCode]] = {
@@ -47,11 +54,7 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
     handlers = {}
     for name, method in methods.items():
         described = POOL.FindServiceByName(service).FindMethodByName(name)
-        make = {
-            (False, False): grpc.unary_unary_rpc_method_handler,
-            (False, True): grpc.unary_stream_rpc_method_handler,
-            (True, True): grpc.stream_stream_rpc_method_handler,
-        }[described.client_streaming, described.server_streaming]
+        make = MAKERS[described.client_streaming, described.server_streaming]
         request, response = GetMessageClass(described.input_type), GetMessageClass(described.output_type)
         handlers[name] = make(_with_status(method), _reader(request), response.SerializeToString)
     return grpc.method_handlers_generic_handler(service, handlers)

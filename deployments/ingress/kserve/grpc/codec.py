@@ -27,6 +27,7 @@ from deployments.ingress.kserve.records import (
 from deployments.ingress.kserve.statistics import ModelStatistics
 from deployments.ingress.kserve.tensors import (
     check_count,
+    check_range,
     checked_datatype,
     checked_shape,
     from_bytes,
@@ -163,12 +164,7 @@ def _from_contents(name: str, datatype: Datatype, shape: tuple[int, ...], conten
     array = np.empty(len(values), f"{dtype.kind}8" if dtype.kind in "iu" else dtype)
     array[:] = list(values)
     if dtype.kind in "iu" and array.size:
-        bounds = np.iinfo(dtype)
-        for value in (array.min(), array.max()):
-            if not bounds.min <= value <= bounds.max:
-                raise InvalidRequest(
-                    f"{name}: {value} is out of range of {datatype} ({bounds.min} to {bounds.max})", name
-                )
+        check_range(name, datatype, int(array.min()), int(array.max()))
     return TensorValue(name, datatype, array.astype(dtype, copy=False).reshape(shape))
 
 

@@ -29,7 +29,7 @@ from cluster.tracing import called
 from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.errors import failure_of
-from deployments.ingress.kserve.grpc.calls import Method, service_handler, status_of
+from deployments.ingress.kserve.grpc.calls import MAKERS, Method, service_handler, status_of
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
 from deployments.ingress.kserve.grpc.servicer import SERVICE, InferenceServicer, unsupported_handlers
@@ -47,12 +47,6 @@ _MESSAGE_S: Final = 10.0  # for the request of such a call
 MAX_CALLS: Final = 16_384  # at once, probes and open streams among them; the admission queue bounds inference
 _OPEN: Final = frozenset({"ServerLive", "ServerReady", "Check", "Watch"})
 _OF_OPERATORS: Final = frozenset({"RepositoryModelLoad", "RepositoryModelUnload"})
-_MAKERS: Final[dict[tuple[bool, bool], Any]] = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
 _Handler = Any  # grpc.RpcMethodHandler, whose fields have no types
 
 
@@ -295,13 +289,13 @@ def _refusing(handler: _Handler, error: ServiceError) -> _Handler:
 
 
 def _with_behavior(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
-    make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    make = MAKERS[handler.request_streaming, handler.response_streaming]
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 
 def _before_message(handler: _Handler, behavior: Callable[..., Awaitable[Any]]) -> _Handler:
     """Return a handler whose behavior begins before the call's message is here, and gets what iterates over it."""
-    make = _MAKERS[True, handler.response_streaming]
+    make = MAKERS[True, handler.response_streaming]
     return make(behavior, handler.request_deserializer, handler.response_serializer)
 
 

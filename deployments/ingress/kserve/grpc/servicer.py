@@ -15,11 +15,10 @@ from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.calls import Method, parsed, read_infer, status_of, write_infer
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.loopback_peers import parse_grpc_peer, uid_of_client
 from deployments.ingress.kserve.models import is_decoupled
 from deployments.ingress.kserve.records import InferRequest
 from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.shared_memory import Owner, RegionStatus
+from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, parse_grpc_peer, uid_of_client
 from deployments.ingress.kserve.statistics import Statistics, statistics_of
 from deployments.ingress.responses import server_timing
 from deployments.ingress.terms import Terms, current_terms, read_terms

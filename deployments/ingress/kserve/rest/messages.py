@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, JsonValue, ValidationError
+from pydantic import BaseModel, Field, GetCoreSchemaHandler, JsonValue, ValidationError
 from pydantic_core import CoreSchema, to_json
 
 from deployments.errors import InvalidRequest
@@ -44,9 +44,7 @@ ParametersBody = Annotated[
 TensorData = Annotated[list[Any], Field(description="the elements in row-major order, flat or nested like the shape")]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-
+class _Body(BaseModel, extra="forbid", strict=True, protected_namespaces=()):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return failing_fast(handler(source))

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, ModelUnavailable, RequestTooLarge
+from deployments.ingress.errors import INFERENCE_ERRORS, failure_of
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.models import LLM, ModelConfiguration
@@ -28,6 +29,7 @@ from deployments.ingress.kserve.records import (
     ModelMetadata,
     ServerMetadata,
 )
+from deployments.ingress.kserve.rest.extension_routes import owner_of
 from deployments.ingress.kserve.rest.messages import (
     InferAnswer,
     InferBody,
@@ -41,24 +43,21 @@ from deployments.ingress.kserve.rest.messages import (
     write_response,
 )
 from deployments.ingress.kserve.rest.routing import (
-    INFERENCE_ERRORS,
     PREFIX,
     ProtocolError,
     add_model_route,
     create_protocol_router,
     documented,
-    protocol_error_response,
     request_body,
 )
-from deployments.ingress.kserve.rest.shared_memory_routes import owner_of
 from deployments.ingress.responses import (
     Answer,
-    EventStream,
     call_aside,
     event_of,
     json_response,
     json_text,
     server_timing,
+    stream_events,
 )
 
 _JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
@@ -180,10 +179,8 @@ async def _written(request: Request, asked: InferRequest, response: InferRespons
     return Response(body, headers=headers, media_type=media_type)
 
 
-class _GenerateBody(BaseModel):
+class _GenerateBody(BaseModel, extra="allow", strict=True):
     """A text to go on with. Options of the model may stand in `parameters` or beside it."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     text_input: str
     id: str = ""
@@ -219,8 +216,7 @@ def _add_generate_routes(router: APIRouter, inference: Inference, max_body_bytes
         """The continuation of a text, piece by piece, as server-sent events. An error in between is an event too."""
         await inference.metadata(model, version)
         pieces = inference.infer_stream(await asked_of(request, model, version))
-        opening = await anext(pieces)  # awaited here: a refused request is a 4xx and not an event in a 200
-        return EventStream(_generate_events(opening, pieces), pieces)
+        return await stream_events(pieces, _generate_events, _error_event)
 
     docs: dict[str, Any] = {
         "responses": documented(*INFERENCE_ERRORS),
@@ -277,13 +273,13 @@ def _generate_schema() -> dict[str, Any]:
     }
 
 
-async def _generate_events(opening: InferResponse, pieces: AsyncIterator[InferResponse]) -> AsyncIterator[str]:
-    yield event_of(json_text(_generate_answer(opening)))
-    try:
-        async for piece in pieces:
-            yield event_of(json_text(_generate_answer(piece)))
-    except Exception as error:
-        yield event_of(bytes(protocol_error_response(error).body).decode())
+async def _generate_events(pieces: AsyncIterator[InferResponse]) -> AsyncIterator[str]:
+    async for piece in pieces:
+        yield event_of(json_text(_generate_answer(piece)))
+
+
+def _error_event(error: Exception) -> str:
+    return event_of(json_text(ProtocolError(error=failure_of(error).message)))
 
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:

@@ -5,35 +5,19 @@ Statuses and texts are those of the one table in `deployments/ingress/errors.py`
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Path
-from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from deployments.ingress.errors import Failure, error_content, failure_of
+from deployments.ingress.errors import Failure, documented_as
 from deployments.ingress.kserve.records import VERSION
 from deployments.ingress.responses import Answer, json_response
 
 PREFIX: Final = "/v2"
-_MEANINGS: Final = {
-    400: "the request is not of the documented form, or asks for what the model does not do",
-    403: "shared memory is for clients on this machine, and for their own files",
-    404: "no such model or version",
-    408: "the body did not come in time",
-    409: "running requests or pins hold the model",
-    413: "larger than the server allows",
-    429: "the queue is full",
-    500: "the model broke down on this request",
-    501: "an extension that this server does not have",
-    503: "the model or its replica is not available now",
-    504: "the request timed out",
-}
-INFERENCE_ERRORS: Final = (400, 404, 408, 413, 429, 500, 503, 504)
 Handler = Callable[[Request, str, str], Awaitable[Response]]
 ModelName = Annotated[str, Path(description="a name of GET /v1/models, or of a pipeline")]
 _ModelVersion = Annotated[str, Path(description=f"{VERSION!r}, the one that is served", examples=[VERSION])]
@@ -47,8 +31,7 @@ class ProtocolError(Answer):
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route."""
-    content = error_content(ProtocolError)
-    return {status: {"content": content, "description": _MEANINGS[status]} for status in statuses}
+    return documented_as(ProtocolError, *statuses)
 
 
 def protocol_failure_response(failure: Failure) -> Response:
@@ -56,31 +39,9 @@ def protocol_failure_response(failure: Failure) -> Response:
     return json_response(ProtocolError(error=failure.message), failure.status, failure.headers)
 
 
-def protocol_error_response(error: Exception) -> Response:
-    """Return any exception in the protocol's form."""
-    return protocol_failure_response(failure_of(error))
-
-
-class _ProtocolRoute(APIRoute):
-    """A route whose errors leave in the protocol's form; the OpenAI routes beside it keep theirs."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def answered(request: Request) -> Response:
-            try:
-                return await handler(request)
-            except HTTPException as error:
-                return json_response(ProtocolError(error=error.detail), error.status_code, error.headers)
-            except Exception as error:
-                return protocol_error_response(error)
-
-        return answered
-
-
 def create_protocol_router() -> APIRouter:
-    """Return a router whose routes answer errors in the protocol's form."""
-    return APIRouter(tags=["open inference protocol"], route_class=_ProtocolRoute)
+    """Return a router of the protocol's routes, whose errors `error_forms.py` puts into its form."""
+    return APIRouter(tags=["open inference protocol"])
 
 
 def add_model_route(router: APIRouter, method: str, suffix: str, handler: Handler, **docs: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 from fuzz.model_parsers import bpe_metadata, valid_gguf_model
 from typer.testing import CliRunner
 
-from deployments.bench import llm_peer
+from deployments.bench import peers
 from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
 from deployments.bench.llm_opening import _open_model
 from deployments.cli.bench import app
@@ -121,9 +121,9 @@ def test_opening_counts_the_file_and_a_cache_of_one_answer(model: Path) -> None:
 
 def test_the_peer_of_a_file_is_llama_cpp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ATELIER_LLAMA_CPP_PYTHON", str(tmp_path / "python"))
-    assert llm_peer.llama_cpp_python() is None
+    assert peers.llama_cpp_python() is None
     (tmp_path / "python").touch()
-    assert llm_peer.llama_cpp_python() == tmp_path / "python"
+    assert peers.llama_cpp_python() == tmp_path / "python"
 
 
 def test_the_command_takes_numbers_as_llama_bench_does(model: Path) -> None:

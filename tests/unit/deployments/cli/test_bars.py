@@ -9,8 +9,8 @@ from kit.clock import Clock
 from kit.waiting import wait_until
 from rich.console import Console
 
-from deployments.cli import bars
-from deployments.cli.bars import LINE_EVERY_S, Unit, followed, progress_bar
+from deployments.cli import progress
+from deployments.cli.progress import LINE_EVERY_S, Unit, followed, progress_bar
 
 
 def console(*, is_terminal: bool) -> tuple[Console, io.StringIO]:
@@ -50,7 +50,7 @@ def test_what_is_done_soon_or_is_quiet_says_nothing_in_a_log() -> None:
 
 
 def test_work_that_is_done_elsewhere_is_asked_for_until_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.001)
     looks = iter([None, (1, 4), None, (3, 4), *[None] * 10**6])
     told: list[tuple[int, int]] = []
     with followed(lambda: next(looks), lambda done, total: told.append((done, total))):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from configs.cluster import ClusterConfig
-from deployments.ingress.access.keys_file import read_key_store
+from deployments.ingress.access.keys import read_key_store
 
 Run = Callable[..., tuple[int, str, str]]
 

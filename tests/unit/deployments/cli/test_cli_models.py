@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from deployments.cli import bars
+from deployments.cli import progress
 
 LISTED = {"id": "m", "kind": "llm", "state": "ready", "error": ""}
 CONFLICT = {"error": {"message": "m is in the [/red] cluster config", "code": "conflict"}}
@@ -96,8 +96,8 @@ def test_register_sends_an_absolute_path_and_what_was_given(run: Run, server: An
 
 
 def test_register_says_how_far_the_import_is(run: Run, server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bars, "LINE_EVERY_S", 0.0)
-    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.001)
     num_looks, is_told = 0, threading.Event()
 
     def look() -> dict[str, Any]:
@@ -118,7 +118,7 @@ def test_register_says_how_far_the_import_is(run: Run, server: Any, monkeypatch:
 def test_register_does_without_a_server_that_tells_of_imports(
     run: Run, server: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bars, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "LOOK_EVERY_S", 0.001)
     is_asked = threading.Event()
     missing = {"error": {"message": "no such path", "code": "not_found"}}
     server.answers["GET", "/admin/imports"] = (404, lambda: is_asked.set() or missing)

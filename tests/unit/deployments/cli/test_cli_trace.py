@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.simulator.scenario import read_trace
-from deployments.cli import trace
+from deployments.cli import simulate
 from deployments.cli.main import main
 
 ENDED = {
@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int | str | None:
 
 
 def test_the_file_has_the_requests_with_models_and_workers(monkeypatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(trace, "POLL_S", 0.05)
+    monkeypatch.setattr(simulate, "POLL_S", 0.05)
     server = HTTPServer(("127.0.0.1", 0), Cluster)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -9,7 +9,7 @@ import pytest
 from kit.waiting import wait_until
 from typer.testing import CliRunner
 
-from deployments.cli import logs
+from deployments.cli import cluster
 
 RUNNER = CliRunner()
 
@@ -21,9 +21,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_logs_of_earlier_starts_are_kept_and_the_oldest_goes(folder: Path) -> None:
-    for start in range(logs.KEPT + 3):
-        logs.begin_log("demo").write_text(f"start {start}\n")
-    newest = logs.KEPT + 2
+    for start in range(cluster.KEPT + 3):
+        cluster.begin_log("demo").write_text(f"start {start}\n")
+    newest = cluster.KEPT + 2
     assert (folder / "demo.log").read_text() == f"start {newest}\n"
     assert sorted(file.name for file in folder.iterdir()) == ["demo.log", *(f"demo.log.{n}" for n in range(1, 6))]
     assert [(folder / f"demo.log.{n}").read_text() for n in range(1, 6)] == [
@@ -32,15 +32,15 @@ def test_logs_of_earlier_starts_are_kept_and_the_oldest_goes(folder: Path) -> No
 
 
 def test_the_command_prints_the_log_that_was_written_last(folder: Path) -> None:
-    logs.begin_log("other").write_text("another cluster\n")
-    logs.begin_log("demo").write_text("first\n")
-    logs.begin_log("demo").write_text("second [red]\n")
-    printed = RUNNER.invoke(logs.app, [])
+    cluster.begin_log("other").write_text("another cluster\n")
+    cluster.begin_log("demo").write_text("first\n")
+    cluster.begin_log("demo").write_text("second [red]\n")
+    printed = RUNNER.invoke(cluster.app, ["logs"])
     assert printed.exit_code == 0
     assert "second [red]\n" in printed.output
     assert "first" not in printed.output
-    assert "first\n" in RUNNER.invoke(logs.app, ["demo", "--earlier", "1"]).output
-    assert "another cluster\n" in RUNNER.invoke(logs.app, ["other"]).output
+    assert "first\n" in RUNNER.invoke(cluster.app, ["logs", "demo", "--earlier", "1"]).output
+    assert "another cluster\n" in RUNNER.invoke(cluster.app, ["logs", "other"]).output
 
 
 @pytest.mark.parametrize(
@@ -52,23 +52,23 @@ def test_the_command_prints_the_log_that_was_written_last(folder: Path) -> None:
     ],
 )
 def test_a_log_that_is_not_there_is_said(arguments: list[str], said: str) -> None:
-    found = RUNNER.invoke(logs.app, arguments)
+    found = RUNNER.invoke(cluster.app, ["logs", *arguments])
     assert found.exit_code
     assert said in str(found.exception)
 
 
 def test_a_start_too_long_ago_is_said(folder: Path) -> None:
-    logs.begin_log("demo").write_text("only\n")
-    assert "no log of 3 starts ago" in str(RUNNER.invoke(logs.app, ["demo", "--earlier", "3"]).exception)
+    cluster.begin_log("demo").write_text("only\n")
+    assert "no log of 3 starts ago" in str(RUNNER.invoke(cluster.app, ["logs", "demo", "--earlier", "3"]).exception)
 
 
 def test_following_goes_on_into_the_next_start(folder: Path) -> None:
-    log = logs.begin_log("demo")
+    log = cluster.begin_log("demo")
     log.write_text("a\n")
     seen: list[str] = []
 
     def follow() -> None:
-        for text in logs.read_on(log, pause_s=0.005):
+        for text in cluster.read_on(log, pause_s=0.005):
             seen.append(text)
             if "end" in text:
                 return
@@ -79,7 +79,7 @@ def test_following_goes_on_into_the_next_start(folder: Path) -> None:
     with log.open("a") as file:
         file.write("b\n")
     wait_until(lambda: "".join(seen) == "a\nb\n")
-    logs.begin_log("demo").write_text("end\n")
+    cluster.begin_log("demo").write_text("end\n")
     reader.join(10)
     assert "".join(seen) == "a\nb\nend\n"
 
@@ -87,5 +87,5 @@ def test_following_goes_on_into_the_next_start(folder: Path) -> None:
 def test_a_folder_that_others_can_write_is_not_used(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
-    with pytest.raises(logs.SessionError, match="others get in"):
-        logs.begin_log("demo")
+    with pytest.raises(cluster.SessionError, match="others get in"):
+        cluster.begin_log("demo")

@@ -8,8 +8,7 @@ import pytest
 from kit.clock import Clock
 
 from cluster.errors import SessionError
-from deployments.cli.progress import StartState
-from deployments.cli.start_watch import STALL_S, UNPLACED_S, StartWatch, unplaced_line
+from deployments.cli.progress import STALL_S, UNPLACED_S, StartState, StartWatch, unplaced_line
 
 RUNNING = {"ingress": (1, 1), "text_encoder": (1, 1), "worker": (2, 2)}
 LINE = {"worker": "worker: 1 replica finds no place"}

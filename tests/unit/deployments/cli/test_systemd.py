@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deployments.cli.systemd import tell_systemd
+from deployments.cli.cluster import tell_systemd
 
 
 @pytest.mark.parametrize("abstract", [False, True])

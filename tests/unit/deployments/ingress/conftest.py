@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter
 from starlette.routing import Match
-from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -71,9 +71,8 @@ def open_http(
         watch = RegistrySnapshot(lambda: replicas)
         handle = FakeHandle(replicas)
         app = create_http_app(Service(config, watch, handle, handle), config)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         hooks = as_described(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test", event_hooks=hooks) as client:
+        async with client_over(app, event_hooks=hooks) as client:
             yield client
         watch.close()
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 from ray.exceptions import ActorDiedError, RayTaskError
+from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.errors import ModelUnknown
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
+from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from configs.cluster import ClusterConfig
 from deployments.errors import GenerationFailed
+from deployments.ingress.http import create_http_app
+from deployments.ingress.service import Service
 from deployments.records import (
     CacheUse,
     ChatRequest,
@@ -89,6 +94,14 @@ STATUSES = {
     else ModelRecord(entry.id, "unavailable", error="model.safetensors: tensor 'w' is torn", entry=entry)
     for entry in (*CONFIG.models, *CONFIG.adapters)
 }
+
+
+class Served(NamedTuple):
+    """A client, the service behind it, and the handle of its replicas."""
+
+    http: httpx.AsyncClient
+    service: Service
+    handle: FakeHandle
 
 
 class Replicas:
@@ -227,6 +240,22 @@ class Replicas:
             raise ActorDiedError()
         if self.error:
             raise self.error
+
+
+def client_over(app: Any, base_url: str = "http://test", **options: Any) -> httpx.AsyncClient:
+    """Return a client of an application in this process, which answers even what it did not expect."""
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url=base_url, **options)
+
+
+@asynccontextmanager
+async def served(replicas: Any, config: ClusterConfig = CONFIG, **options: Any) -> AsyncIterator[Served]:
+    """Yield a client of an application over replicas, and what is behind it. `options` are those of `client_over`."""
+    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
+    service = Service(config, watch, handle, handle)
+    async with client_over(create_http_app(service, config), **options) as http:
+        yield Served(http, service, handle)
+    watch.close()
 
 
 def problem(response: httpx.Response) -> dict[str, Any]:

@@ -7,19 +7,19 @@ import json
 import re
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import APIRouter, FastAPI
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
+from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.ingress.docs_page import SCRIPT_PATH, STYLE_PATH
 from deployments.ingress.errors import documented
 from deployments.ingress.http import create_http_app
 from deployments.ingress.responses import Answer
 from deployments.ingress.service import Service
+from deployments.ingress.web_pages import SCRIPT_PATH, STYLE_PATH
 
 CONFIG = ClusterConfig.model_validate({"models": [{"id": "flux", "path": "/f"}]})
 INFERENCE = ("/v1/images/generations", "/v1/embeddings", "/v1/chat/completions", "/v1/completions", "/v1/responses")
@@ -36,8 +36,7 @@ def page() -> dict[str, Any]:
 async def test_the_docs_page_needs_no_other_server() -> None:
     replicas: Any = object()
     app = create_http_app(Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas), CONFIG)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_over(app, "http://localhost") as client:
         page = (await client.get("/docs")).text
         wanted = re.findall(r"(?:src|href)=\"([^\"]*)\"", page)
         assert set(wanted) == {SCRIPT_PATH, STYLE_PATH, "data:,"}
@@ -124,10 +123,7 @@ async def test_an_answer_that_is_not_as_described_is_noticed(as_described: Any, 
 
     app = FastAPI()
     app.include_router(router)
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", event_hooks=as_described(app)
-    ) as client:
+    async with client_over(app, "http://localhost", event_hooks=as_described(app)) as client:
         if problem is None:
             await client.get(path)
         else:

@@ -16,10 +16,10 @@ from unit.deployments.ingress.http_fakes import CHAT, CHATS, EMBEDDING, EMBEDDIN
 
 from configs.cluster import LimitsConfig
 from deployments.errors import Overloaded, RequestTooLarge, RequestTooSlow
-from deployments.ingress import bodies, json_route
+from deployments.ingress import bodies
 from deployments.ingress.bodies import MAX_JSON_DEPTH, MAX_JSON_PARTS, SMALL_BYTES, BoundedBody, JsonSize, LargeBodies
 from deployments.ingress.compat.anthropic import MessagesBody
-from deployments.ingress.compat.ollama_bodies import OllamaChatBody
+from deployments.ingress.compat.ollama import OllamaChatBody
 from deployments.ingress.compat.vllm import TokenizeBody
 from deployments.ingress.kserve.rest.messages import InferBody
 from deployments.ingress.openai.embeddings import EmbeddingsBody
@@ -231,7 +231,7 @@ async def test_large_json_is_joined_and_parsed_beside_the_event_loop(
         return run
 
     for name in ("_joined", "_parsed"):
-        monkeypatch.setattr(json_route, name, noted(getattr(json_route, name)))
+        monkeypatch.setattr(bodies, name, noted(getattr(bodies, name)))
     for name, body in ((EMBEDDINGS, EMBEDDING), (CHATS, CHAT), (IMAGES, IMAGE)):
         answer = await http.post(f"/v1/{name}", json=body | {"user": "x" * SMALL_BYTES})
         assert problem(answer)["param"] == "user"

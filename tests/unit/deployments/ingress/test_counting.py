@@ -21,6 +21,7 @@ from unit.deployments.ingress.http_fakes import (
     IMAGE,
     IMAGES,
     Replicas,
+    client_over,
 )
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -73,8 +74,7 @@ async def counted(replicas: Replicas, meter: Meter) -> AsyncIterator[httpx.Async
     config = ClusterConfig.model_validate(CONFIG.model_dump() | {"pipelines": [PIPELINE]})
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     app = create_http_app(Service(config, watch, handle, handle, meter=meter), config)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test/v1/") as http:
+    async with client_over(app, "http://test/v1/") as http:
         yield http
     watch.close()
 

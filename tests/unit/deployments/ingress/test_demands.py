@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs.cluster import ClusterConfig
-from deployments.ingress.demands import demand_of
+from deployments.ingress.admitted import demand_of
 from deployments.ingress.terms import Terms
 from deployments.records import ClipRequest, CompletionRequest, EmbeddingRequest, HeadRequest, ImageRequest
 

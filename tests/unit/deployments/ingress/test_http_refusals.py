@@ -22,6 +22,7 @@ from unit.deployments.ingress.http_fakes import (
     IMAGE,
     IMAGES,
     Replicas,
+    client_over,
     problem,
 )
 
@@ -225,8 +226,7 @@ async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replic
     for model in ("other-flux", "p"):
         with pytest.raises(InvalidRequest, match=r"size: 1048576 pixels .the model's default., at most 4096"):
             await service.generate({"model": model, "prompt": "x"})
-    app = httpx.ASGITransport(create_http_app(service, config), raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=app, base_url="http://test") as http:
+    async with client_over(create_http_app(service, config)) as http:
         for model in ("other-flux", "p"):
             prompt = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["x"]}
             response = await http.post(f"/v2/models/{model}/infer", json={"inputs": [prompt]})

@@ -21,7 +21,9 @@ from unit.deployments.ingress.http_fakes import (
     IMAGES,
     KINDS,
     Replicas,
+    client_over,
     problem,
+    served,
 )
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -62,8 +64,7 @@ async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
     worker = CONFIG.worker.model_copy(update={"max_running_images": 2})
     few = CONFIG.model_copy(update={"admission": admission, "worker": worker})
     service = Service(few, watch, handle, handle)
-    transport = httpx.ASGITransport(create_http_app(service, few))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+    async with client_over(create_http_app(service, few), timeout=10) as http:
         running = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(3)]
         while len(replicas.requests) < 2 or not (await service.queue.snapshot()).tenants:
             await asyncio.sleep(0)
@@ -85,16 +86,13 @@ async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:
 
 async def test_a_client_that_goes_ends_the_work() -> None:
     replicas = Held()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with served(replicas) as (http, _, handle):
         going = asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE))
         while not replicas.requests:
             await asyncio.sleep(0)
         going.cancel()
         with pytest.raises(asyncio.CancelledError):
             await handle.responses[0].task
-    watch.close()
 
 
 @pytest.mark.parametrize("path", ["/v2/models/flux/infer", f"/v1/{IMAGES}"])
@@ -102,9 +100,8 @@ async def test_a_request_has_its_time_and_then_its_work_ends(path: str) -> None:
     replicas = Held()
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     short = CONFIG.model_copy(update={"http": HttpConfig(request_timeout_s=0.05)})
-    transport = httpx.ASGITransport(create_http_app(Service(short, watch, handle, handle), short))
     tensor = {"name": "prompt", "datatype": "BYTES", "shape": [2], "data": ["a", "b"]}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with client_over(create_http_app(Service(short, watch, handle, handle), short)) as http:
         answer = await http.post(path, json={"inputs": [tensor]} if "infer" in path else IMAGE)
     assert answer.status_code == 504
     assert "exceeded its timeout of 0.05 s" in answer.text
@@ -122,17 +119,14 @@ async def test_a_prompt_that_is_refused_ends_the_work_on_the_others() -> None:
             return await super().on_generate(request)
 
     replicas = OneIsBad()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
     tensor = {"name": "prompt", "datatype": "BYTES", "shape": [3], "data": ["a", "bad", "b"]}
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with served(replicas) as (http, _, handle):
         answer = await http.post("/v2/models/flux/infer", json={"inputs": [tensor]})
     assert answer.status_code == 400
     outcomes = await asyncio.gather(*(response.task for response in handle.responses), return_exceptions=True)
     assert sorted(type(outcome).__name__ for outcome in outcomes if isinstance(outcome, asyncio.CancelledError)) == [
         "CancelledError"
     ] * (len(outcomes) - 1)
-    watch.close()
 
 
 WORK = [(IMAGES, IMAGE), (CHATS, CHAT), (COMPLETIONS, COMPLETION), (EMBEDDINGS, EMBEDDING)]
@@ -273,18 +267,15 @@ async def test_health_follows_the_directory_and_counts_it_once_for_each_change(m
     replicas, counted = Changing(), list[int]()
     count = Health.of
     monkeypatch.setattr(Health, "of", lambda models, **given: counted.append(1) or count(models, **given))
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with served(replicas) as (http, service, _):
         for _ in range(3):
             assert (await http.get("/healthz")).json() == {"status": "loading", "models_ready": 1, "models": 2}
         changes.put_nowait(state("clip", "ready"))
-        await watch.catch_up(lambda: watch.revision == ("first", 3))
+        await service._snapshot.catch_up(lambda: service._snapshot.revision == ("first", 3))
         for _ in range(3):
             assert (await http.get("/healthz")).json() == {"status": "ok", "models_ready": 2, "models": 2}
             assert (await http.get("/v2/health/ready")).status_code == 200
     assert len(counted) == 2
-    watch.close()
 
 
 async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,14 +288,11 @@ async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatc
             raise AssertionError
 
     replicas = Silent()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with served(replicas) as (http, *_):
         answer = await http.get("/healthz")
         assert (answer.status_code, answer.json()["status"]) == (503, "starting")
         assert (await http.get("/v2/health/ready")).status_code == 503
         assert (await http.get("/v2/health/live")).status_code == 200
-    watch.close()
 
 
 @pytest.mark.parametrize(
@@ -314,15 +302,12 @@ async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatc
 async def test_a_request_is_one_call_of_one_replica(path: str, body: dict[str, Any]) -> None:
     """From HAProxy to the ingress, and from there to who answers: nobody else is asked once the models are known."""
     replicas = Replicas()
-    watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
-    transport = httpx.ASGITransport(create_http_app(Service(CONFIG, watch, handle, handle), CONFIG))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with served(replicas) as (http, _, handle):
         assert (await http.get("/v1/models")).status_code == 200
         for number in range(1, 4):
             assert (await http.post(f"/v1/{path}", json=body)).status_code == 200
             assert (len(handle.responses), len(replicas.requests)) == (number, number)
     assert replicas.questions == []
-    watch.close()
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
 from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
-from deployments.ingress.demands import WORKER
+from deployments.ingress.admitted import WORKER
 from deployments.ingress.retries import ResumedImages, RetriedCalls, _Retries
 from deployments.records import ImageProgress
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
+from deployments.tasks import Deadline
 
 LONG_S = 30.0
 

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deployments.ingress.route_prefix import WithoutPrefix, WithPrefix
+from deployments.ingress.gate import WithoutPrefix, WithPrefix
 
 
 async def seen(scope: Scope, receive: Receive, send: Send) -> None:

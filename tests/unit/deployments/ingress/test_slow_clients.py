@@ -26,8 +26,7 @@ from deployments.errors import RequestTooLarge
 from deployments.ingress import bodies
 from deployments.ingress.access.callers import Callers
 from deployments.ingress.access.http import HttpAccess
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.error_forms import error_response_at
 from deployments.ingress.gate import BodyGate, ReadGate
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from configs.errors import ConfigFileError
-from deployments.pipelines.checked_config import load_checked_config
+from deployments.pipelines.planning import load_checked_config
 
 DEMO = Path(__file__).parents[4] / "configs" / "clusters" / "demo.yaml"
 TEXT = """

@@ -17,7 +17,7 @@ import torch
 from kit.seeding import seeded_rng
 from PIL import Image
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.directory import ModelRecord
@@ -110,8 +110,7 @@ async def test_bodies_of_http_bring_the_image(tmp_path: Path) -> None:
     app = create_http_app(Service(CONFIG, watch, handle, handle), CONFIG)
     Image.fromarray(pixels := image_of(20, 30)).save(buffer := io.BytesIO(), "png")
     use = {"name": "style", "image": base64.b64encode(buffer.getvalue()).decode(), "scale": 0.5}
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with client_over(app) as http:
 
         async def ask(**more: Any) -> httpx.Response:
             return await http.post("/v1/images/generations", json={"model": "flux", "prompt": "x", **more})

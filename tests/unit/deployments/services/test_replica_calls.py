@@ -15,8 +15,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica, ReplicaLost
-from deployments.services.deadlines import Deadline
 from deployments.services.replica_calls import ReplicaCalls
+from deployments.tasks import Deadline
 
 TICK_S = 0.005
 LONG_S = 30.0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import av
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -20,7 +19,7 @@ from PIL import Image
 from unit.deployments.engine_loops import stream_images
 from unit.deployments.engines.stock.tiny_clips import wan
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -74,8 +73,7 @@ async def client(
     ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
     config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(lambda: worker)
     handle = FakeHandle(worker)
-    transport = httpx.ASGITransport(create_http_app(Service(config, watch, handle, handle), config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with client_over(create_http_app(Service(config, watch, handle, handle), config)) as http:
         yield openai.AsyncOpenAI(api_key="none", base_url="http://test/v1", http_client=http, max_retries=0)
     watch.close()
 

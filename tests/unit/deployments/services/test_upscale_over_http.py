@@ -19,7 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from unit.deployments.engine_loops import stream_images
 from unit.deployments.engines.upscaler_files import compact, enlarged
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -63,8 +63,7 @@ async def http(tmp_path: Path, open_host: Callable[..., ModuleCache]) -> AsyncIt
     config = CONFIG.model_copy(update={"ingress": CONFIG.ingress.model_copy(update={"limits": limits})})
     watch, handle = RegistrySnapshot(lambda: worker), FakeHandle(worker)
     app = create_http_app(Service(config, watch, handle, handle), config)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+    async with client_over(app) as client:
         yield client, tensors
     watch.close()
 

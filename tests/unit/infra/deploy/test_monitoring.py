@@ -14,8 +14,8 @@ import pytest
 from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot
 from deployments.ingress.admin.admission import admission_metrics
-from deployments.ingress.admin.node_metrics import NodeMetrics
-from deployments.ingress.admin.residency_metrics import residency_metrics
+from deployments.ingress.admin.metrics import residency_metrics
+from deployments.ingress.admin.routes import NodeMetrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board
 
 EXPRESSIONS = [found.expression for found in (*ALERTS, *PANELS)]

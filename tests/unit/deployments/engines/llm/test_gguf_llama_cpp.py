@@ -16,7 +16,7 @@ from fuzz.model_parsers import BPE_TOKENS, bpe_metadata, spm_metadata, valid_ggu
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
 
-from deployments.bench.llm_peer import LlamaCpp, llama_cpp_python
+from deployments.bench.peers import LlamaCpp, llama_cpp_python
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.registry import create_model, load_config

@@ -20,6 +20,7 @@ from unit.deployments.ingress.http_fakes import (
     IMAGE,
     IMAGES,
     Replicas,
+    client_over,
     problem,
 )
 from unit.deployments.serve_fakes import FakeHandle
@@ -31,8 +32,7 @@ from configs.http import CompatConfig
 from deployments.ingress import http as http_module
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.access.http import _is_same_origin, _need_of
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key, revoke_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 from deployments.records import ImageRequest, ImageResult
@@ -115,8 +115,7 @@ def opened(replicas: Held) -> Open:
         async def tenant() -> Any:
             return current_tenant.get()
 
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url=url, timeout=10) as http:
+        async with client_over(app, url, timeout=10) as http:
             yield http
         watch.close()
 

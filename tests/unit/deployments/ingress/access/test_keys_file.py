@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import KeysFile, KeysFileError, add_key, read_key_store, revoke_key
+from deployments.ingress.access.keys import (
+    KeyEntry,
+    KeysFile,
+    KeysFileError,
+    add_key,
+    hash_of,
+    read_key_store,
+    revoke_key,
+)
 
 
 def entry(name: str, key: str) -> KeyEntry:
@@ -157,7 +164,7 @@ def test_a_change_that_cannot_be_written_leaves_the_file_as_it_was(path: Path, m
 def test_processes_that_add_at_once_lose_nothing_and_no_reader_sees_a_part(path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from deployments.ingress.access.keys import KeyEntry, hash_of\n"
-        "from deployments.ingress.access.keys_file import add_key\n"
+        "from deployments.ingress.access.keys import add_key\n"
         "for n in range(10):\n"
         "    name = f'k{sys.argv[2]}.{n}'; add_key(Path(sys.argv[1]), KeyEntry(name=name, sha256=hash_of(name)))\n"
     )

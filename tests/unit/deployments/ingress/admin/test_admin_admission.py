@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 from ray.exceptions import ActorDiedError
-from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
@@ -38,8 +37,7 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
     watch, handle = RegistrySnapshot(lambda: replicas), FakeHandle(replicas)
     config = CONFIG.model_copy(update={"worker": CONFIG.worker.model_copy(update={"max_running_images": 2})})
     service = Service(config, watch, handle, handle)
-    transport = httpx.ASGITransport(create_http_app(service, config))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+    async with client_over(create_http_app(service, config), timeout=10) as http:
         asking = [asyncio.create_task(http.post(f"/v1/{IMAGES}", json=IMAGE)) for _ in range(5)]
         while not (await service.queue.snapshot()).models or (await service.queue.snapshot()).models[0].waiting < 3:
             await asyncio.sleep(0)
@@ -76,9 +74,8 @@ async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.M
 async def test_an_ingress_that_starts_later_begins_with_what_was_set() -> None:
     replicas = Replicas()
     services = [Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas) for _ in range(3)]
-    transport = httpx.ASGITransport(create_http_app(services[0], CONFIG))
     await services[1].operations.restore_admission()
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+    async with client_over(create_http_app(services[0], CONFIG), timeout=10) as http:
         assert (await http.put("/admin/admission", json={"max_waiting": 7})).status_code == 200
     await services[2].operations.restore_admission()
     assert [service.queue.config.max_waiting for service in services] == [7, CONFIG.admission.max_waiting, 7]
@@ -94,8 +91,7 @@ async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypa
     link = SlotLink("one", queue, connect)
     link.start()
     service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue, queues=link)
-    transport = httpx.ASGITransport(create_http_app(service, CONFIG))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test", timeout=10) as http:
+    async with client_over(create_http_app(service, CONFIG), timeout=10) as http:
         for answer in (await http.get("/admin/admission"), await http.put("/admin/admission", json={})):
             assert answer.status_code == 503
             assert "restarting" in answer.json()["error"]["message"]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.registry.directory import DirectoryChange
 from cluster.registry.snapshot import RegistrySnapshot
@@ -94,9 +95,8 @@ def encoders() -> Encoders:
 async def http(registry: Registry, encoders: Encoders, as_described: Any) -> AsyncIterator[httpx.AsyncClient]:
     watch = RegistrySnapshot(lambda: registry)
     app = create_http_app(Service(CONFIG, watch, encoders, None), CONFIG)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
+    async with client_over(app, "http://localhost", event_hooks=hooks) as client:
         yield client
     watch.close()
 

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
+from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, note_problem
 from cluster.ray_seam.templates.process_files import record_process
@@ -156,9 +157,8 @@ async def http(registry: Registry, worker: Replicas, as_described: Any) -> Async
         {"name": "b", "modules": [], "last_switches": {"base": {"switch_ms": 9.0}, "other": {"switch_ms": 1.0}}}
     )
     app = create_http_app(Service(CONFIG, watch, encoder, worker), CONFIG)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
+    async with client_over(app, "http://localhost", event_hooks=hooks) as client:
         yield client
     watch.close()
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from unit.deployments.ingress.http_fakes import Replicas
 
 from cluster.telemetry import Exporter
-from deployments.ingress.admin.node_metrics import NodeMetrics
+from deployments.ingress.admin.metrics import NodeMetrics
 
 GOOD = '# TYPE ray_x gauge\nray_x{{n="{}"}} 1'
 NODES = {f"node{number}": Exporter(f"10.0.0.{number}", 9000) for number in range(1, 7)}

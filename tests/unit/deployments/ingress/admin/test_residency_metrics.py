@@ -9,7 +9,7 @@ from kit.seeding import seeded_random
 from kit.waiting import until
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.ingress.admin.residency_metrics import ResidencyMetrics, residency_metrics
+from deployments.ingress.admin.metrics import ResidencyMetrics, residency_metrics
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 

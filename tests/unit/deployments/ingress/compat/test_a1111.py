@@ -16,7 +16,7 @@ import webuiapi
 from PIL import Image
 from starlette.testclient import TestClient
 from unit.deployments.ingress.compat.conftest import OpenApp
-from unit.deployments.ingress.http_fakes import CONFIG, Replicas
+from unit.deployments.ingress.http_fakes import CONFIG, Replicas, client_over
 
 from cluster.registry.directory import ModelRecord
 from deployments.engines.diffusion import solvers
@@ -186,13 +186,11 @@ async def test_the_chosen_model_is_that_of_requests_without_one(webui: Any, repl
 
 async def test_several_ingress_replicas_keep_no_choice(open_app: OpenApp) -> None:
     ingress = CONFIG.ingress.model_dump() | {"num_replicas": 2}
-    async with open_app(ingress=ingress) as app:
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-            answer = await http.post(f"{PATH}/options", json={"sd_model_checkpoint": "flux"})
-            assert answer.status_code == 400
-            assert "override_settings" in answer.json()["detail"]
-            assert (await http.post(f"{PATH}/options", json={"CLIP_stop_at_last_layers": 2})).status_code == 200
+    async with open_app(ingress=ingress) as app, client_over(app) as http:
+        answer = await http.post(f"{PATH}/options", json={"sd_model_checkpoint": "flux"})
+        assert answer.status_code == 400
+        assert "override_settings" in answer.json()["detail"]
+        assert (await http.post(f"{PATH}/options", json={"CLIP_stop_at_last_layers": 2})).status_code == 200
 
 
 async def test_progress_and_interruption(open_http: Any) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fastapi import FastAPI
 from kit.seeding import seeded_rng
+from unit.deployments.ingress.http_fakes import client_over
 
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
@@ -43,8 +44,7 @@ async def client(inference: Inference, limits: LimitsConfig) -> AsyncIterator[ht
     app = FastAPI()
     install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+    async with client_over(app, "http://localhost") as client:
         yield client
 
 

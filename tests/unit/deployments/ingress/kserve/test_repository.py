@@ -12,8 +12,9 @@ from fastapi import FastAPI
 from deployments.errors import Conflict, InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
 from deployments.ingress.catalog import ModelCard
+from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.repository import ModelIndex, Repository
-from deployments.ingress.kserve.rest.repository_routes import create_repository_router
+from deployments.ingress.kserve.rest.extension_routes import create_repository_router
 from deployments.ingress.kserve.statistics import Statistics
 
 
@@ -54,6 +55,7 @@ async def web(repository: Repository) -> AsyncIterator[httpx.AsyncClient]:
     app = FastAPI()
     statistics = Statistics()
     statistics.succeeded("flux", timings_ms={"denoise": 2.0, "total": 3.0}, batch_size=2)
+    install_error_handlers(app)
     app.include_router(create_repository_router(repository, statistics))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client

@@ -25,14 +25,14 @@ from pydantic import ValidationError
 from configs.cluster import ClusterConfig, LimitsConfig, SharedMemoryConfig
 from deployments.errors import InvalidRequest, NotAllowed, Overloaded
 from deployments.ingress.error_forms import install_error_handlers
-from deployments.ingress.kserve import loopback_peers
+from deployments.ingress.kserve import shared_memory
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.records import InferRequest, RegionPart, SharedTensor
 from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.rest.extension_routes import create_shared_memory_router
 from deployments.ingress.kserve.rest.routes import create_inference_router
-from deployments.ingress.kserve.rest.shared_memory_routes import create_shared_memory_router
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, SharedMemory
 from deployments.ingress.kserve.statistics import Statistics
 
@@ -278,12 +278,12 @@ async def test_clients_elsewhere_have_no_shared_memory(http: httpx.AsyncClient, 
 def test_the_proxys_word_counts_only_from_this_servers_user(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client of another user that reaches a replica cannot speak for a third one's connection."""
     uids = {("127.0.0.1", 1): OWN.uid, ("127.0.0.1", 2): OWN.uid + 1, ("127.0.0.1", 3): OWN.uid + 2}
-    monkeypatch.setattr(loopback_peers, "_uid_of", uids.get)
-    assert loopback_peers.uid_of_client(("127.0.0.1", 1), "127.0.0.1:3") == OWN.uid + 2
-    assert loopback_peers.uid_of_client(("127.0.0.1", 2), "127.0.0.1:3") == OWN.uid + 1
-    assert loopback_peers.uid_of_client(("127.0.0.1", 2)) == OWN.uid + 1
+    monkeypatch.setattr(shared_memory, "_uid_of", uids.get)
+    assert shared_memory.uid_of_client(("127.0.0.1", 1), "127.0.0.1:3") == OWN.uid + 2
+    assert shared_memory.uid_of_client(("127.0.0.1", 2), "127.0.0.1:3") == OWN.uid + 1
+    assert shared_memory.uid_of_client(("127.0.0.1", 2)) == OWN.uid + 1
     with pytest.raises(NotAllowed):
-        loopback_peers.uid_of_client(("127.0.0.1", 1), "127.0.0.1:4")
+        shared_memory.uid_of_client(("127.0.0.1", 1), "127.0.0.1:4")
 
 
 TABLE = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
@@ -317,12 +317,12 @@ def test_the_user_of_a_connection(tmp_path: Path, peer: Any, uid: int | None) ->
     tables = tmp_path / "tcp", tmp_path / "tcp6"
     for path, text in zip(tables, (TABLE, TABLE_6), strict=True):
         path.write_text(text)
-    assert loopback_peers._uid_of(peer, tables) == uid
-    assert loopback_peers._uid_of(peer, (tmp_path / "none", *tables)) == uid
+    assert shared_memory._uid_of(peer, tables) == uid
+    assert shared_memory._uid_of(peer, (tmp_path / "none", *tables)) == uid
 
 
 def test_peers_of_grpc() -> None:
-    parse = loopback_peers.parse_grpc_peer
+    parse = shared_memory.parse_grpc_peer
     assert parse("ipv4:127.0.0.1:4321") == ("127.0.0.1", 4321)
     assert parse("ipv6:%5B::1%5D:4321") == ("::1", 4321)
     assert parse("unix:/tmp/x") is parse("ipv4:127.0.0.1") is None

@@ -29,8 +29,8 @@ from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.ingress.openai.test_image_uploads import png_of
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai import fetched_images
-from deployments.ingress.openai.fetched_images import ImageFetcher, is_inner
+from deployments.ingress.openai import chat_images
+from deployments.ingress.openai.chat_images import ImageFetcher, is_inner
 from deployments.records import ChatRequest
 
 LIMITS = CONFIG.ingress.limits
@@ -278,7 +278,7 @@ async def resolve_here(host: str, port: int) -> list[str]:
 @pytest.fixture
 def open_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take this machine for the public network."""
-    monkeypatch.setattr(fetched_images, "is_inner", lambda address: False)
+    monkeypatch.setattr(chat_images, "is_inner", lambda address: False)
 
 
 @pytest.mark.usefixtures("open_addresses")
@@ -312,7 +312,7 @@ async def test_a_certificate_has_to_be_the_named_hosts(tmp_path: Path, monkeypat
     path = certificate_of("images.example", tmp_path)
     tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     tls.load_cert_chain(path)
-    monkeypatch.setattr(fetched_images, "_tls", lambda: ssl.create_default_context(cafile=path))
+    monkeypatch.setattr(chat_images, "_tls", lambda: ssl.create_default_context(cafile=path))
     async with server(sending("200 OK", b"pixels"), tls) as (port, heads):
         fetcher = ImageFetcher([f"images.example:{port}", f"other.example:{port}"], 100, resolve_here)
         assert await fetcher.fetch(f"https://images.example:{port}/", "f") == b"pixels"
@@ -372,7 +372,7 @@ async def test_answers_that_are_no_image(answer: Answer, words: str) -> None:
 
 @pytest.mark.usefixtures("open_addresses")
 async def test_a_host_that_sends_for_ever_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetched_images, "_FETCH_S", 0.2)
+    monkeypatch.setattr(chat_images, "_FETCH_S", 0.2)
     gone = asyncio.Event()
 
     async def answer(writer: asyncio.StreamWriter) -> None:
@@ -405,7 +405,7 @@ async def test_a_caller_who_goes_frees_its_place(monkeypatch: pytest.MonkeyPatch
     await started.wait()
     task.cancel()
     await until(task.done)
-    assert fetcher._slots._num_free == fetched_images._MAX_FETCHING
+    assert fetcher._slots._num_free == chat_images._MAX_FETCHING
 
 
 @pytest.mark.usefixtures("open_addresses")

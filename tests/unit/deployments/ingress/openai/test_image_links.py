@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from PIL import Image
-from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, problem
+from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, client_over, problem
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -23,7 +23,7 @@ from configs.errors import ConfigError
 from deployments.errors import Overloaded
 from deployments.ingress.access.http import _need_of
 from deployments.ingress.http import create_http_app
-from deployments.ingress.openai.image_links import PATH, ImageLinks
+from deployments.ingress.openai.image_files import PATH, ImageLinks
 from deployments.ingress.service import Service
 
 SERVER = "http://test/"
@@ -111,8 +111,7 @@ async def http_with_links(replicas: Replicas, as_described: Any, tmp_path: Path)
     ingress = CONFIG.ingress.model_copy(update={"image_links": ImageLinksConfig(folder=tmp_path / "links", ttl_s=600)})
     config: ClusterConfig = CONFIG.model_copy(update={"ingress": ingress})
     app = create_http_app(Service(config, watch, handle, handle), config)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url=SERVER, event_hooks=as_described(app)) as client:
+    async with client_over(app, SERVER, event_hooks=as_described(app)) as client:
         yield client
     watch.close()
 

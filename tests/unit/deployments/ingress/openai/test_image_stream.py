@@ -74,11 +74,12 @@ async def test_the_time_left_is_at_the_pace_so_far() -> None:
     events = ImageEvents("image_generation", body, ImageRequest(model="m", prompt="x"), lambda: next(times))
 
     async def pieces() -> Any:
+        yield ImageProgress(2, 8)
         yield ImageProgress(3, 8)
         yield ImageProgress(5, 8)
         yield ImageResult("m", [np.zeros((8, 8, 3), np.uint8)], 1, 8, {}, None, CacheUse(0, 0))
 
-    told = [json.loads(text.split("data: ")[1]) async for text in events.events_of(ImageProgress(2, 8), pieces())]
+    told = [json.loads(text.split("data: ")[1]) async for text in events.events_of(pieces())]
     assert [event.get("eta_s") for event in told] == [None, 10.0, 6.0, None]
 
 

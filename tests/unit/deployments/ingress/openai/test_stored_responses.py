@@ -19,8 +19,8 @@ from unit.deployments.ingress.http_fakes import CONFIG, SWITCH, Replicas, proble
 from configs.cluster import StoredResponsesConfig
 from deployments.engines.llm.chat import CalledTool
 from deployments.ingress.openai import stored_responses
-from deployments.ingress.openai.response_items import ItemReference, KeptItems
 from deployments.ingress.openai.stored_responses import StoredResponse, StoredResponses
+from deployments.ingress.openai.text_responses import ItemReference, KeptItems
 from deployments.records import TextChunk
 
 LAST: dict[str, Any] = {"timings_ms": {"total": 5.0}, "switch": SWITCH}

@@ -19,7 +19,7 @@ import pytest
 from kit.clock import Clock
 from kit.waiting import until
 from PIL import Image
-from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, problem
+from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, SWITCH, Replicas, client_over, problem
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
@@ -27,10 +27,9 @@ from configs.access import AccessConfig
 from configs.cluster import VideosConfig
 from deployments.clip_files import encode_video
 from deployments.errors import GenerationFailed, QueueFull
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
-from deployments.ingress.openai import video_jobs
+from deployments.ingress.openai import videos as video_routes
 from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
 from deployments.ingress.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
@@ -87,10 +86,7 @@ def open_videos(as_described: Any, makers: Makers, tmp_path: Path) -> Open:
         config = CONFIG.model_copy(update={"ingress": ingress, "access": access})
         watch, handle = RegistrySnapshot(lambda: makers), FakeHandle(makers)
         app = create_http_app(Service(config, watch, handle, handle), config)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with httpx.AsyncClient(
-            transport=transport, base_url="http://test", event_hooks=as_described(app)
-        ) as client:
+        async with client_over(app, event_hooks=as_described(app)) as client:
             yield client
         watch.close()
 
@@ -329,7 +325,7 @@ async def test_a_folder_that_cannot_be_used_is_told(open_videos: Open, tmp_path:
 async def test_beats_keep_a_video_alive_that_makes_no_progress(
     open_videos: Open, makers: Makers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(video_jobs, "BEAT_S", 0.001)
+    monkeypatch.setattr(video_routes, "BEAT_S", 0.001)
     makers.may_step = asyncio.Semaphore(0)
     noted: list[str] = []
     note = KeptVideos.note_progress

@@ -18,8 +18,7 @@ from cluster.ray_seam.request_context import current_request_id
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.ingress.access.callers import Callers, current_tenant
-from deployments.ingress.access.keys import KeyEntry, hash_of
-from deployments.ingress.access.keys_file import add_key, revoke_key
+from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.kserve.grpc import server as server_module
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import open_inference as messages

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit.seeding import seeded_rng
 from ray.exceptions import RayActorError
+from unit.deployments.ingress.http_fakes import client_over
 
 from cluster.admission.read_limiter import ReadLimiter
 from configs.access import AccessConfig
@@ -29,9 +30,9 @@ from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.gate import BodyGate, ReadGate
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes
+from deployments.ingress.kserve.rest.extension_routes import create_shared_memory_router
 from deployments.ingress.kserve.rest.messages import read_request
 from deployments.ingress.kserve.rest.routes import create_inference_router
-from deployments.ingress.kserve.rest.shared_memory_routes import create_shared_memory_router
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}
@@ -46,9 +47,8 @@ async def client(inference: Inference, limits: LimitsConfig, as_described: Any) 
     access = HttpAccess(Callers(AccessConfig()), AccessConfig(), "127.0.0.1")
     app.add_middleware(BodyGate, limits=limits)
     app.add_middleware(ReadGate, limiter=ReadLimiter(lambda: 1000), access=access)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     hooks = as_described(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://localhost", event_hooks=hooks) as client:
+    async with client_over(app, "http://localhost", event_hooks=hooks) as client:
         yield client
 
 

@@ -1,18 +1,30 @@
-"""Residency as Prometheus text: gauges made from one look at the cluster when the page is asked for.
+"""The metrics of a cluster as Prometheus text, made when the page is asked for: of what is where, and of all nodes.
 
-A replica that has ended is on the next page no more; counted in its own process, it would stay on Ray's for a while.
+A replica that has ended is on the next page no more; counted in its own process, it would stay on Ray's for a while. A
+node whose exporter is away costs the page that node's part, and is named.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import httpx
+
+from cluster.telemetry import Exporter, with_measured_sums
+from deployments.ingress.responses import call_aside
 from deployments.tasks import shared_task
 
-Labels = dict[str, str]
+_Labels = dict[str, str]
 _LOOK_S: Final = 5.0  # Prometheus gives up after 10 s
+
+_PAGE_S: Final = 5.0  # for all nodes together: Prometheus gives up after 10 s
+_MAX_PAGE_BYTES: Final = 2**25  # of one node; a node with 16 replicas and 300 models has 4 MB
+_MAX_CONNECTIONS: Final = 16
+_UP: Final = "atelier_node_metrics_up"
+_HEAD: Final = f"# HELP {_UP} Whether the node's exporter answered for this page.\n# TYPE {_UP} gauge\n"
 
 
 class _Metric(NamedTuple):
@@ -57,7 +69,7 @@ class ResidencyMetrics:
 
 def residency_metrics(cluster: Mapping[str, Any]) -> str:
     """Return the answer of /admin/cluster as Prometheus text; what did not answer is not there."""
-    samples: dict[_Metric, list[tuple[Labels, float]]] = {metric: [] for metric in _METRICS}
+    samples: dict[_Metric, list[tuple[_Labels, float]]] = {metric: [] for metric in _METRICS}
     for node in _answered(cluster["nodes"]):
         for metric, labels, value in _of_node(node):
             samples[metric].append((labels, value))
@@ -78,7 +90,7 @@ def _answered(found: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]
     return (one for one in found if "unreachable" not in one)
 
 
-def _of_node(node: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, float]]:
+def _of_node(node: Mapping[str, Any]) -> Iterator[tuple[_Metric, _Labels, float]]:
     name = {"node": node["node_id"]}
     for state in ("resident", "leased", "pinned"):
         yield _NODE, {**name, "state": state}, node[f"{state}_bytes"]
@@ -88,7 +100,7 @@ def _of_node(node: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, float]]
     yield _NODE_EVICTED, name, node["num_evicted"]
 
 
-def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, float]]:
+def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, _Labels, float]]:
     for state in ("resident", "leased"):
         yield _REPLICA, {"state": state}, replica[f"{state}_bytes"]
     yield _REPLICA_BUDGET, {}, replica["budget_bytes"]
@@ -102,9 +114,59 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, Labels, f
                 yield _KV, {"model": ",".join(module["models"]), "state": state}, blocks[state]
 
 
-def _lines(metric: _Metric, found: Iterable[tuple[Labels, float]]) -> Iterator[str]:
+def _lines(metric: _Metric, found: Iterable[tuple[_Labels, float]]) -> Iterator[str]:
     yield f"# HELP atelier_{metric.name} {metric.text}"
     yield f"# TYPE atelier_{metric.name} {metric.kind}"
     for labels, value in found:
         inside = ",".join(f"{name}={label(text)}" for name, text in labels.items())
         yield f"atelier_{metric.name}{{{inside}}} {value}"
+
+
+class NodeMetrics:
+    """Fetches the pages of the nodes that `find_exporters` returns, by their ids.
+
+    While Ray does not say which nodes there are, those of the last time are asked.
+    """
+
+    def __init__(
+        self,
+        find_exporters: Callable[[], Mapping[str, Exporter]],
+        page_s: float = _PAGE_S,
+        max_page_bytes: int = _MAX_PAGE_BYTES,
+    ) -> None:
+        self._find_exporters = find_exporters
+        self._page_s = page_s
+        self._max_page_bytes = max_page_bytes
+        self._known: Mapping[str, Exporter] = {}
+
+    async def page(self, transport: httpx.AsyncBaseTransport | None = None) -> str:
+        """Return the nodes' pages behind a gauge that is 0 for each whose page is missing."""
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._page_s
+        with contextlib.suppress(Exception):  # Ray's head is away, which has many errors
+            async with asyncio.timeout_at(end_s - self._page_s / 2):
+                self._known = await asyncio.to_thread(self._find_exporters)
+        limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
+        async with httpx.AsyncClient(timeout=self._page_s, limits=limits, transport=transport) as client:
+            fetching = (self._fetched(client, one.url, end_s) for one in self._known.values())
+            pages = await asyncio.gather(*fetching)
+        ups = (
+            f'{_UP}{{node="{node}",address="{exporter.address}"}} {int(page is not None)}\n'
+            for (node, exporter), page in zip(self._known.items(), pages, strict=True)
+        )
+        return "".join((_HEAD, *ups, *(page for page in pages if page is not None)))
+
+    async def _fetched(self, client: httpx.AsyncClient, url: str, end_s: float) -> str | None:
+        """Return a node's page; None where it does not come, is late or too large."""
+        found = bytearray()
+        try:
+            async with asyncio.timeout_at(end_s), client.stream("GET", url) as answer:
+                answer.raise_for_status()
+                async for piece in answer.aiter_bytes():
+                    found += piece
+                    if len(found) > self._max_page_bytes:
+                        return None
+            text = found.decode()
+        except (httpx.HTTPError, TimeoutError, UnicodeDecodeError):
+            return None
+        return await call_aside(len(found), with_measured_sums, text if text.endswith("\n") else f"{text}\n")

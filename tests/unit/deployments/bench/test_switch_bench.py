@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from deployments.bench import switch_tables
+from deployments.bench import switch
+from deployments.bench.switch import LEGS, print_switch_figures
 from deployments.bench.switch_simulated import SWITCHES, WAYS
-from deployments.bench.switch_tables import LEGS, print_switch_figures
 
 TIMES = {"p50": 523.45, "p95": 1234.56, "low": 212.34, "high": 1234.56, "n": 20}
 SAME = {"bytes_moved": 0, "ms": TIMES}
@@ -40,7 +40,7 @@ def figures() -> dict[str, Any]:
 
 
 def test_no_row_breaks_at_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(switch_tables, "Console", lambda: Console(width=80, force_terminal=False))
+    monkeypatch.setattr(switch, "Console", lambda: Console(width=80, force_terminal=False))
     print_switch_figures(figures(), as_json=False)
     rows = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert len(rows) == 3 + 2 * (len(LEGS) + 4) + len(SWITCHES) * len(WAYS) + 1
