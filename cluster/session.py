@@ -9,9 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
+import shutil
 import signal
 import socket
+import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +27,6 @@ import psutil
 from cluster.actor_names import NAMESPACE
 from cluster.door.door_plan import check_helper_ports
 from cluster.errors import SessionError
-from cluster.old_sessions import begin_removing_old_sessions
 from configs.cluster import ClusterConfig, RayConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
@@ -46,6 +50,8 @@ _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own read
 _TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
 # Of each log of a process: by itself, Ray keeps 3 GB.
 _LOG_LIMITS: Final = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
+_SESSION_NAME: Final = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6}_\d+")
+_QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, also one in another container
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +185,7 @@ def _start_private_ray(config: RayConfig) -> None:
     from cluster.ray_seam.processes import without_spare_processes
 
     _guard_ray_token()
-    begin_removing_old_sessions()
+    _begin_removing_old_sessions()
     for name, value in _LOG_LIMITS.items():
         os.environ.setdefault(name, value)
     with contextlib.ExitStack() as around:
@@ -313,3 +319,41 @@ def _listener(port: int) -> str:
                 name = psutil.Process(connection.pid).name() if connection.pid else "unknown"
                 return f" (process {connection.pid}, {name})"
     return ""
+
+
+def _begin_removing_old_sessions() -> None:
+    """Remove the folders of this user's Ray sessions that have ended, in a thread, save the last: it may say why."""
+    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+    threading.Thread(target=lambda: remove_old_sessions(folder, time.time()), daemon=True).start()
+
+
+def remove_old_sessions(folder: Path, now_s: float) -> None:
+    """Remove the ended sessions in Ray's folder but the last one. `now_s` is the time of files."""
+    written_s = {path: _last_written_s(path) for path in _sessions(folder)}
+    ended = {path for path, last_s in written_s.items() if last_s < now_s - _QUIET_S}
+    ended -= {path for path in ended if path.name in _running_sessions()} if ended else set()
+    for path in sorted(ended, key=lambda path: written_s[path])[:-1]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sessions(folder: Path) -> Iterator[Path]:
+    """Yield the folders of sessions of this user."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if _SESSION_NAME.fullmatch(path.name) and not path.is_symlink() and path.lstat().st_uid == os.geteuid():
+                yield path
+
+
+def _last_written_s(path: Path) -> float:
+    """Return when something was last written into a session's logs."""
+    last_s = path.lstat().st_mtime
+    with contextlib.suppress(OSError), os.scandir(path / "logs") as files:
+        for file in files:
+            last_s = max(last_s, file.stat(follow_symlinks=False).st_mtime)
+    return last_s
+
+
+def _running_sessions() -> set[str]:
+    """Return the sessions that processes of this machine name in their command lines, as Ray's own do."""
+    lines = (" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"]))
+    return {name for line in lines for name in _SESSION_NAME.findall(line)}

@@ -16,8 +16,7 @@ import typer
 from cluster.placement.state import Components
 from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker
-from cluster.simulator.traces import poisson, zipf_shares
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from deployments.cli.output import write_file
 from deployments.plots.benches import PLOTS
 

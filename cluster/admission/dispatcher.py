@@ -63,24 +63,17 @@ class Dispatcher:
         """Let a request in and return its ticket, for which `leave` is called once. `demand.deadline_s` is from now."""
         ticket = next(self._numbers)
         self._slots[ticket] = asyncio.get_running_loop().create_future()
+        now_s = self._clock()
         try:
-            self._enter(ticket, demand)
-        except BaseException:
-            self._forget(ticket)
+            self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
+            self._pump()
+            if self._queue.is_unplaced(demand, now_s):
+                self.changed.set()
+        except BaseException:  # nobody will call `leave`
+            del self._slots[ticket]
+            self._queue.leave(ticket, self._clock())
             raise
         return ticket
-
-    def _enter(self, ticket: int, demand: Demand) -> None:
-        now_s = self._clock()
-        self._queue.submit(ticket, replace(demand, deadline_s=now_s + demand.deadline_s), now_s)
-        self._pump()
-        if self._queue.is_unplaced(demand, now_s):
-            self.changed.set()
-
-    def _forget(self, ticket: int) -> None:
-        """Forget a request that could not be let in: nobody will call `leave`."""
-        del self._slots[ticket]
-        self._queue.leave(ticket, self._clock())
 
     def slot(self, ticket: int) -> asyncio.Future[str]:
         """Return the future replica: it comes when the request may start. Raises, awaited: NotAdmitted."""
@@ -188,7 +181,8 @@ class Dispatcher:
                 self._queue.resume_slots(now_s)
         try:
             for event in self._queue.pump(now_s):
-                self._settle_waiter(event)
+                if (slot := self._slots.get(event.ticket)) is not None:
+                    _settle(slot, event)
         finally:
             self._set_timer()
             if self._queue.take_slot_news():
@@ -201,10 +195,6 @@ class Dispatcher:
         if self._queue.num_waiting:
             delay_s = max(0.0, self._queue.look_again_s() - self._clock())
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._pump)
-
-    def _settle_waiter(self, event: Started | Refused) -> None:
-        if (slot := self._slots.get(event.ticket)) is not None:
-            _settle(slot, event)
 
 
 def _settle(slot: asyncio.Future[str], event: Started | Refused) -> None:

@@ -92,7 +92,7 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _RunningRequest:
     waiting: Waiting
     replica: str
     started_s: float
@@ -161,7 +161,7 @@ class ReplicaSlots:
         self._capacity = 0.0  # where it is shared
         self.has_overdrawn = False  # something ended where more ran than may; who reads it clears it
         self._replicas: dict[str, _Replica] = {}
-        self._runs: dict[int, _Run] = {}
+        self._runs: dict[int, _RunningRequest] = {}
         self._num_running: Counter[str] = Counter()  # by model
         self._num_at_hand: Counter[str] = Counter()  # replicas, by model
         self._ends: list[float] | None = None  # expected, sorted; None when they have to be sorted again
@@ -314,7 +314,7 @@ class ReplicaSlots:
         replica.models[model] += 1
         self._num_running[model] += 1
         self._believe(replica, [*(others if len(others) < MAX_RECENT else others[1:]), model])
-        self._runs[waiting.ticket] = _Run(waiting, where.replica, now_s, replica.clock, latency)
+        self._runs[waiting.ticket] = _RunningRequest(waiting, where.replica, now_s, replica.clock, latency)
         self._ends = None
 
     def end(self, ticket: int, now_s: float) -> Ended:

@@ -31,8 +31,7 @@ from cluster.keeper.records import (
     RecallAnswer,
     ResidentExtent,
 )
-from cluster.keeper.shared_memory import NodeMemory
-from cluster.keeper.store_writing import Store
+from cluster.keeper.shared_memory import NodeMemory, Store
 from cluster.logs import configure_logs
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.peers.server import StoredBytes

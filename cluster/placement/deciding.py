@@ -19,10 +19,9 @@ from cluster.admission.replica_slots import OnDemandSwitch
 from cluster.placement.observing import Observations, Observed
 from cluster.placement.on_demand import chances_of, waits_there
 from cluster.placement.overrides import Overrides
-from cluster.placement.plans import Decision, SwitchPlan
 from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
 from cluster.placement.scaling import Scaling
-from cluster.placement.state import WorkerState
+from cluster.placement.state import Decision, SwitchPlan, WorkerState
 from cluster.placement.switching import SwitchingPolicy, plan_switches
 
 UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
@@ -59,7 +58,7 @@ class Decided:
 
 
 @dataclass(slots=True)
-class _Given:
+class _GivenOrder:
     order: Order
     at_s: float
     is_taken: bool = False
@@ -69,7 +68,7 @@ class _Given:
 class _OrderTable:
     """The orders that workers have or are about to get, and for whom they drain."""
 
-    given: dict[str, list[_Given]] = field(default_factory=dict)
+    given: dict[str, list[_GivenOrder]] = field(default_factory=dict)
     reserved: dict[str, str] = field(default_factory=dict)
 
 
@@ -165,7 +164,7 @@ class Deciding:
                 continue
             logged.order = self._new_id()
             order = Order(logged.order, decision.action, decision.model, decision.evict, decision.switch_s)
-            given.append(_Given(order, now_s))
+            given.append(_GivenOrder(order, now_s))
             self.log.append(logged)
             new.append(decision)
             self._by_order[order.id] = logged
@@ -247,7 +246,7 @@ def _movable(observed: Observed, placement: Placement, worker: WorkerState) -> t
     )
 
 
-def _lifetime_s(given: _Given) -> float:
+def _lifetime_s(given: _GivenOrder) -> float:
     """Return how long an order counts: until it is confirmed, and a prefetch longer, since plans repeat it."""
     if given.order.action == "prefetch":
         return PREFETCH_S

@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, can_leave, target_replicas
-from cluster.placement.plans import Decision
-from cluster.placement.state import ClusterState
+from cluster.placement.state import ClusterState, Decision
 
 STOP_S: Final = 20.0  # one that was released and is still there then was not the one that Serve stopped
 LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has

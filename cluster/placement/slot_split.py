@@ -49,7 +49,7 @@ class _Want:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ClaimGroup:
     """Replicas that are alike, each of `num_slots`, and what the ingresses that know them want."""
 
     replicas: list[str]
@@ -86,7 +86,7 @@ def split_pool(
     boosts = {name: _boost(each) for name, each in claims.items()}
     for replicas, names in _groups(claims):
         wants = {name: _want(claims[name], replicas, slot, waited_s[name], name in overtaken) for name in names}
-        group = _Group(replicas, num_slots, wants)
+        group = _ClaimGroup(replicas, num_slots, wants)
         rates = {name: claims[name].share_per_s + _LEAST_RATE for name in names}
         exact, idle = _exact_parts(group, boosts)
         for name, part in exact.items():
@@ -162,7 +162,7 @@ def _add_claim(want: _Want, claim: SlotClaim, num: float) -> None:
     want.total += num
 
 
-def _exact_parts(group: _Group, boosts: Mapping[str, float]) -> tuple[dict[str, float], float]:
+def _exact_parts(group: _ClaimGroup, boosts: Mapping[str, float]) -> tuple[dict[str, float], float]:
     """Return the slots that each ingress should have, not rounded, and those that nobody has use for."""
     parts, left = dict.fromkeys(group.wants, 0.0), float(group.capacity)
     for priority in sorted({key[0] for want in group.wants.values() for key in want.claims}):
@@ -182,7 +182,7 @@ def _exact_parts(group: _Group, boosts: Mapping[str, float]) -> tuple[dict[str, 
 
 
 def _whole_parts(
-    group: _Group, exact: Mapping[str, float], carry: Mapping[str, float], rates: Mapping[str, float]
+    group: _ClaimGroup, exact: Mapping[str, float], carry: Mapping[str, float], rates: Mapping[str, float]
 ) -> tuple[dict[str, int], str | None]:
     """Return the whole slots of each ingress, and the one whose next request has its slots on one replica reserved."""
     left, whole = group.capacity, dict[str, int]()
@@ -216,13 +216,13 @@ def _whole_parts(
     return whole, reserved
 
 
-def _first(group: _Group, name: str) -> tuple[tuple[int, float], str]:
+def _first(group: _ClaimGroup, name: str) -> tuple[tuple[int, float], str]:
     first = group.wants[name].first
     assert first is not None
     return first, name
 
 
-def _reserve(group: _Group, whole: dict[str, int], order: list[str]) -> str | None:
+def _reserve(group: _ClaimGroup, whole: dict[str, int], order: list[str]) -> str | None:
     """Take from others what the request that waits longest lacks, if it needs several slots or was overtaken."""
     if not order:
         return None
@@ -240,7 +240,7 @@ def _reserve(group: _Group, whole: dict[str, int], order: list[str]) -> str | No
     return name
 
 
-def _placed(group: _Group, whole: Mapping[str, int], reserved: str | None) -> dict[str, dict[str, int]]:
+def _placed(group: _ClaimGroup, whole: Mapping[str, int], reserved: str | None) -> dict[str, dict[str, int]]:
     """Return the slots of each ingress by replica: where it runs something, where it had some, then evenly."""
     free = dict.fromkeys(group.replicas, group.num_slots)
     left = dict(whole)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
+
+from cluster.admission.replica_slots import OnDemandSwitch
 
 LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
 MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits
@@ -164,3 +166,35 @@ class ClusterState:
         speed = sum([worker.speed for worker in self.workers.values()])
         asked = self.models.values() if models is None else models
         return sum([model.waiting * model.service_s for model in asked]) / max(speed, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """An order to a worker, and why.
+
+    *switch*: let the models in `evict` go, and get ready for `model`. *drain*: start no more requests of the models in
+    `evict`, because `model` comes next. *prefetch*: get the bytes that the node lacks into its memory. *evict*: let
+    `model` go. All can be carried out twice. `switch_s` is the estimated duration.
+    """
+
+    action: Literal["switch", "drain", "prefetch", "evict"]
+    worker: str
+    model: str
+    reason: str
+    evict: tuple[str, ...] = ()
+    switch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchPlan:
+    """Orders, and the workers that serve each model or get ready for it. `notes` says what could not be planned.
+
+    Models in `on_demand` need no order: they may start on each of the workers named, because a switch takes
+    `longest_on_demand_s` at most.
+    """
+
+    decisions: tuple[Decision, ...] = ()
+    planned: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    on_demand: Mapping[str, Mapping[str, OnDemandSwitch]] = field(default_factory=dict)
+    longest_on_demand_s: float = 0.0

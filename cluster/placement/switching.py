@@ -47,11 +47,9 @@ from itertools import islice
 from operator import attrgetter
 from typing import Final
 
-from cluster.placement.candidates import FEW, MAX_CANDIDATES, Candidates
 from cluster.placement.on_demand import LEAST_RATE, on_demand_switches
-from cluster.placement.outlook import Option, Outlook, outlook_of
-from cluster.placement.plans import Decision, SwitchPlan
-from cluster.placement.state import ClusterState, ModelState, WorkerState
+from cluster.placement.outlook import FEW, MAX_CANDIDATES, Candidates, Option, Outlook, outlook_of
+from cluster.placement.state import ClusterState, Decision, ModelState, SwitchPlan, WorkerState
 
 MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
 WANTED_TWICE: Final = 2.0

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import FIFOMixin, LocalityMixin, RequestRouter
 
-from cluster.ray_seam import replica_watch, shims
+from cluster.ray_seam import handles, shims
 from cluster.text_routes import TextCalls, is_route
 
 __all__ = ["CLASS", "PlacedRouter"]
@@ -148,4 +148,4 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
             del self._looking[replica.replica_id.unique_id]
 
     def _tell(self) -> None:
-        replica_watch.tell(self._deployment, frozenset(self._by_name))
+        handles.tell(self._deployment, frozenset(self._by_name))

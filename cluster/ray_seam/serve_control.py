@@ -1,5 +1,5 @@
 """Serve's controller: the number of a deployment's replicas and when they are replaced, the address of its proxies,
-and the paths they serve.
+and the paths they serve; and the demands of replicas that Ray has no place for.
 
 Serve lets somebody else decide the number in an application that was run with `external_scaler_enabled` (Ray 2.60).
 """
@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
 from cluster.ray_seam import shims
 
+if TYPE_CHECKING:
+    from configs.cluster import ReplicaConfig
+
 CALL_S: Final = 10.0
+_TINY: Final = 1e-3  # a type of accelerator is a resource of which an actor takes this much
 
 
 class ServeReplicas:
@@ -143,3 +147,28 @@ def _serve_controller() -> Any:
     from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 
     return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+
+
+def unplaced_demands() -> list[dict[str, float]]:
+    """Return the resources of each actor that waits for a node, those of equal ones once. Blocks.
+
+    Raises RayIncompatible, and Ray's errors while it does not answer.
+    """
+    shims.require(shims.DEMANDS)
+    from ray.autoscaler.v2.sdk import get_cluster_status  # it takes a moment to import
+
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=int(CALL_S))
+    return [
+        dict(shape.bundle)
+        for demand in status.resource_demands.ray_task_actor_demand
+        for shape in demand.bundles_by_count
+    ]
+
+
+def demand_of(settings: ReplicaConfig) -> Mapping[str, float]:
+    """Return the resources of one replica as Ray names them in a demand."""
+    placement = settings.placement
+    resources = {"CPU": settings.num_cpus, "GPU": settings.num_gpus, **placement.resources}
+    if placement.accelerator_type:
+        resources[f"accelerator_type:{placement.accelerator_type}"] = _TINY
+    return {name: amount for name, amount in resources.items() if amount}

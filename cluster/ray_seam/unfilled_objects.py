@@ -21,13 +21,13 @@ _HEAD_BYTES: Final = 64  # of the array: what Ray writes of it
 _TRIED_BYTES: Final = 2**20
 
 
-class _Asked(threading.local):
+class _ExtraBytes(threading.local):
     """Bytes that the object, which this thread is putting, has beyond what is serialized."""
 
     nbytes = 0
 
 
-_ASKED: Final = _Asked()
+_EXTRA: Final = _ExtraBytes()
 
 
 class _Array:
@@ -60,11 +60,11 @@ def put_unfilled(nbytes: int) -> Any:
     HAZARD: they may be those of an object that was there before. Raises RayIncompatible, and what `ray.put` does.
     """
     _let_objects_be_larger()
-    _ASKED.nbytes = nbytes - _HEAD_BYTES
+    _EXTRA.nbytes = nbytes - _HEAD_BYTES
     try:
         return ray.put(_Unfilled(nbytes))
     finally:
-        _ASKED.nbytes = 0
+        _EXTRA.nbytes = 0
 
 
 def is_unfilled_possible() -> bool:
@@ -84,6 +84,6 @@ def _let_objects_be_larger() -> None:
     class Larger(serialization.MessagePackSerializedObject):
         @property
         def total_bytes(self) -> int:
-            return int(super().total_bytes) + _ASKED.nbytes
+            return int(super().total_bytes) + _EXTRA.nbytes
 
     serialization.MessagePackSerializedObject = Larger

@@ -37,7 +37,7 @@ from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, alive_nodes
-from cluster.registry.registrations import AppliedFile, OverridesFile, Registrations
+from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
 from configs.admission import AdmissionConfig
@@ -158,7 +158,7 @@ class WeightRegistry:
         configure_logs(config.logging.format)
         self._loop = asyncio.get_running_loop()
         store = WeightStore(config.store.path)
-        self._applied = AppliedFile(store.path / "applied" / f"{config.name}.json")
+        self._applied = applied_file(store.path, config.name)
         first, config = config, await asyncio.to_thread(_applied_config, self._applied, config)
         self._config = config
         self._configuring = asyncio.Lock()
@@ -185,7 +185,7 @@ class WeightRegistry:
         self._peer_secret = peer_secret
         self._own_node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
         self._users = Users(had_some=_is_restarted())
-        self._overrides = OverridesFile(store.path / "overrides" / f"{config.name}.json")
+        self._overrides = overrides_file(store.path, config.name)
         self._encoder_batching: BatchingConfig | None = None
         self._admission: AdmissionConfig | None = None
         self._remember_limits(first, config)
@@ -341,7 +341,7 @@ class WeightRegistry:
 
     async def overrides(self) -> Overrides:
         """Return what operators have ordered over the controller's head."""
-        return await asyncio.to_thread(self._overrides.read_overrides)
+        return await asyncio.to_thread(self._overrides.read) or Overrides()
 
     async def _follow_nodes(self, config: ClusterConfig) -> None:
         # A private Ray has one node, which will have replicas: its keeper starts at the same time as they do.
@@ -378,12 +378,12 @@ def _is_restarted() -> bool:
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
 
 
-def _applied_config(file: AppliedFile, first: ClusterConfig) -> ClusterConfig:
+def _applied_config(file: KeptFile[ClusterConfig], first: ClusterConfig) -> ClusterConfig:
     """Return the config to begin with: the one that was applied to this very actor before it died, or the first."""
     if not _is_restarted():
         file.remove()
         return first
-    applied = file.read_config()
+    applied = file.read()
     return applied if applied is not None and cluster_key(applied) == cluster_key(first) else first
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ from pydantic import ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
-from weights.formats.pipeline_variant import pipeline_variant
+from weights.formats.pipeline_parts import pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
+from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.store import WeightStore
 
@@ -131,15 +131,8 @@ class SummaryFiles:
             skeleton=manifest.skeleton,
             summary=summary,
         )
-        staged = self._file(model).with_name(f".{model}.{os.getpid()}")
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(exist_ok=True)
-            try:
-                content = file.model_dump_json().encode()
-                staged.write_bytes(hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
-                staged.replace(self._file(model))
-            finally:
-                staged.unlink(missing_ok=True)  # a part of it, when the disk is full
+        content = file.model_dump_json().encode()
+        remember(self._file(model), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
 
     def remove_summary(self, model: str) -> None:
         """Remove the model's summary, if there is one."""

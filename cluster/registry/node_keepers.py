@@ -51,7 +51,7 @@ class _Life:
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
+class _FailedStart:
     """A keeper that could not start `num_times` in a row, and when it is started again."""
 
     reason: str
@@ -84,7 +84,7 @@ class NodeKeepers:
         self._settings = settings
         self._clock = clock
         self._key = key
-        self._failures: dict[str, _Failure] = {}
+        self._failures: dict[str, _FailedStart] = {}
         self._needed_s: dict[str, float] = {}  # by node: when there was last a replica
         self._handles: dict[str, Any] = {}
         self._lives: dict[str, _Life] = {}
@@ -192,25 +192,21 @@ class NodeKeepers:
         pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
         reason = f"the keeper of node {node_id} cannot start: {_last_line(error)}"
         logger.warning("%s; tried again in %.0f s", reason, pause_s)
-        self._handles.pop(node_id, None)
-        self._silent.discard(node_id)
-        self._holding.discard(node_id)
-        self._readers.discard(node_id)
-        self.residency.forget(node_id)
-        self._failures[node_id] = _Failure(reason, num_times, self._clock() + pause_s)
+        self._forget(node_id)
+        self._failures[node_id] = _FailedStart(reason, num_times, self._clock() + pause_s)
 
     def _end(self, node_id: str) -> None:
-        keeper = self._handles.pop(node_id, None)
-        if keeper is not None:
+        if (keeper := self._forget(node_id)) is not None:
             ray.kill(keeper)
-        self._silent.discard(node_id)
-        self._holding.discard(node_id)
-        self._readers.discard(node_id)
-        self._failures.pop(node_id, None)
-        self._needed_s.pop(node_id, None)
-        self._refreshing.pop(node_id, None)
-        self._lives.pop(node_id, None)
+        for known in (self._failures, self._needed_s, self._refreshing, self._lives):
+            known.pop(node_id, None)
+
+    def _forget(self, node_id: str) -> Any:
+        """Forget a keeper that is gone, and what it said. Return its handle, None without one."""
+        for nodes in (self._silent, self._holding, self._readers):
+            nodes.discard(node_id)
         self.residency.forget(node_id)
+        return self._handles.pop(node_id, None)
 
     async def _refresh(self, node_id: str) -> None:
         """Look at the keeper's process, and tell it of new pins. Raises when it does not answer.
@@ -305,7 +301,7 @@ class NodeKeepers:
 
 def alive_nodes() -> list[str]:
     """Return the ids of the nodes that are alive, by Ray."""
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    return list(node_addresses())
 
 
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:

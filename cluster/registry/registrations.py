@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from cluster.errors import OverrideRefused, RegistrationRefused
+from cluster.errors import ClusterError, OverrideRefused, RegistrationRefused
 from cluster.placement.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.cluster import ClusterConfig
@@ -59,11 +61,7 @@ class Registrations:
 
     def save(self, registration: Registration) -> None:
         """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
-        target = self._file(registration.entry.id)
-        try:
-            _write(target, registration.model_dump_json(exclude_defaults=True))
-        except OSError as error:
-            raise RegistrationRefused(f"{target}: cannot be written: {error.strerror or error}") from error
+        _write(self._file(registration.entry.id), registration, RegistrationRefused)
 
     def remove(self, id_: str) -> None:
         """Remove the model's file, if there is one."""
@@ -75,69 +73,66 @@ class Registrations:
         return self._folder / f"{id_}.json"
 
 
-class OverridesFile:
-    """The file of one cluster with what operators order over the controller's head."""
+Kept = TypeVar("Kept", bound=BaseModel)
 
-    def __init__(self, file: Path) -> None:
+
+class KeptFile(Generic[Kept]):
+    """A file of one cluster with what an operator has set. `refusal` is raised when it cannot be written, and
+    `if_damaged` says in the log what holds when it cannot be read.
+    """
+
+    def __init__(
+        self, file: Path, kind: type[Kept], refusal: Callable[[str], ClusterError], *, if_damaged: str
+    ) -> None:
         self._file = file
+        self._kind = kind
+        self._refusal = refusal
+        self._if_damaged = if_damaged
 
-    def read_overrides(self) -> Overrides:
-        """Return what the file says; nothing where there is no file, or a damaged one."""
+    def read(self) -> Kept | None:
+        """Return what the file says; None where there is no file, or a damaged one."""
         try:
-            return Overrides.model_validate_json(self._file.read_bytes())
-        except FileNotFoundError:
-            return Overrides()
-        except (OSError, ValidationError) as error:
-            logger.warning("%s: the orders by hand cannot be read, none hold: %s", self._file, _reason(error))
-            return Overrides()
-
-    def save(self, overrides: Overrides) -> None:
-        """Write the file durably. Raises OverrideRefused when the disk does not take it."""
-        try:
-            _write(self._file, overrides.model_dump_json())
-        except OSError as error:
-            raise OverrideRefused(f"{self._file}: cannot be written: {error.strerror or error}") from error
-
-
-class AppliedFile:
-    """The file of one cluster with the config that was applied to it while it ran."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def read_config(self) -> ClusterConfig | None:
-        """Return the applied config; None where there is no file, or a damaged one."""
-        try:
-            return ClusterConfig.model_validate_json(self._file.read_bytes())
+            return self._kind.model_validate_json(self._file.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValidationError) as error:
-            logger.warning("%s: the applied config cannot be read, the first one holds: %s", self._file, _reason(error))
+            logger.warning("%s: %s: %s", self._file, self._if_damaged, _reason(error))
             return None
 
-    def save(self, config: ClusterConfig) -> None:
-        """Write the file durably. Raises RegistrationRefused when the disk does not take it."""
-        try:
-            _write(self._file, config.model_dump_json(exclude_defaults=True))
-        except OSError as error:
-            raise RegistrationRefused(f"{self._file}: cannot be written: {error.strerror or error}") from error
+    def save(self, content: Kept) -> None:
+        """Write the file durably. Raises `refusal` when the disk does not take it."""
+        _write(self._file, content, self._refusal)
 
     def remove(self) -> None:
         """Remove the file, if there is one: it is of an earlier life."""
         self._file.unlink(missing_ok=True)
 
 
-def _write(target: Path, text: str) -> None:
+def applied_file(store: Path, cluster: str) -> KeptFile[ClusterConfig]:
+    """Return the file of the config that was applied to the cluster."""
+    file = store / "applied" / f"{cluster}.json"
+    return KeptFile(
+        file, ClusterConfig, RegistrationRefused, if_damaged="the applied config cannot be read, the first one holds"
+    )
+
+
+def overrides_file(store: Path, cluster: str) -> KeptFile[Overrides]:
+    """Return the file of what operators order over the controller's head."""
+    file = store / "overrides" / f"{cluster}.json"
+    return KeptFile(file, Overrides, OverrideRefused, if_damaged="the orders by hand cannot be read, none hold")
+
+
+def _write(target: Path, content: BaseModel, refusal: Callable[[str], ClusterError]) -> None:
     staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         make_folder(target.parent)
-        staged.write_text(text, encoding="utf-8")
+        staged.write_text(content.model_dump_json(exclude_defaults=True), encoding="utf-8")
         sync(staged)
         move(staged, target)
-    except OSError:
+    except OSError as error:
         with contextlib.suppress(OSError):
             staged.unlink(missing_ok=True)
-        raise
+        raise refusal(f"{target}: cannot be written: {error.strerror or error}") from error
 
 
 def _is_id(text: str) -> bool:

@@ -14,8 +14,7 @@ from cluster.admission.records import ModelLoad, Placement, Started
 from cluster.load_failures import retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import chances_of, waits_there
-from cluster.placement.plans import Decision, SwitchPlan
-from cluster.placement.state import ClusterState, Components, ModelState, WorkerState
+from cluster.placement.state import ClusterState, Components, Decision, ModelState, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, SwitchingPolicy, plan_switches
 from cluster.simulator.scenario import Fault, SimRequest
 from cluster.simulator.world import WorkerInWorld, World

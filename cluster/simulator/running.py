@@ -1,4 +1,4 @@
-"""A simulation from scenario to figures."""
+"""A simulation from scenario to figures; as a page shows it; with as many workers as it takes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from cluster.simulator.queued import Queued
 from cluster.simulator.scenario import Scenario
 from cluster.simulator.world import Served, SimulatedDispatcher, World
 
+MAX_REQUESTS: Final = 100_000  # that a page draws
+MAX_MODELS: Final = 2000
+MAX_WORKERS: Final = 256
 LOOK_S: Final = 5.0  # how often a run is looked at that may be given up
 
 Policy = Callable[[World], SimulatedDispatcher]
@@ -140,3 +143,78 @@ def _figures_of(world: World, policy: str) -> RunFigures:
 
 def _percentile(ordered: list[float], share: float) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
+
+
+def why_not_recorded(world: World) -> str:
+    """Return in a sentence why a run is too large for a page; "" where it is not."""
+    sizes = {"requests": len(world.scenario.requests), "models": len(world.models), "workers": len(world.workers)}
+    bounds = {"requests": MAX_REQUESTS, "models": MAX_MODELS, "workers": MAX_WORKERS}
+    return next(
+        (f"{sizes[name]} {name}; a page shows at most {most}" for name, most in bounds.items() if sizes[name] > most),
+        "",
+    )
+
+
+def recording_of(world: World, figures: RunFigures) -> dict[str, Any]:
+    """Return a run that has ended. Times are seconds from its start, lists in the order of their times.
+
+    Requests are [model, worker, arrived, started, ended]; the last two are None where it was never served.
+    """
+    served: list[list[Any]] = [
+        [one.request.model, one.worker, one.request.at_s, one.started_s, one.ended_s] for one in world.served
+    ]
+    answered = {id(one.request) for one in world.served}
+    others: list[list[Any]] = [
+        [one.model, "", one.at_s, None, None] for one in world.scenario.requests if id(one) not in answered
+    ]
+    spans = sorted(world.spans, key=lambda span: span.start_s)
+    return {
+        "title": figures.policy,
+        "figures": figures.as_record(),
+        "end_s": _rounded(world.now_s),
+        "models": {model.id: dict(model.components.sizes) for model in world.scenario.models},
+        "workers": [[spec.id, spec.node, spec.budget_bytes] for spec in world.scenario.workers],
+        "requests": [_rounded_all(one) for one in sorted(served + others, key=lambda one: one[2])],
+        "switches": [
+            _rounded_all([s.worker, s.model, s.start_s, s.end_s, s.moved_bytes]) for s in spans if s.is_switch
+        ],
+        "spans": [_rounded_all([s.worker, s.model, s.start_s, s.end_s]) for s in spans if not s.is_switch],
+    }
+
+
+def _rounded_all(values: list[Any]) -> list[Any]:
+    return [_rounded(value) if isinstance(value, float) else value for value in values]
+
+
+def _rounded(time_s: float) -> float:
+    return round(time_s, 4)
+
+
+def least_workers(
+    scenario_of: Callable[[int], Scenario],
+    policy: str,
+    least_share: float,
+    max_workers: int,
+    policies: Mapping[str, Policy] = POLICIES,
+) -> int | None:
+    """Return the least number of workers with which this share of the requests is answered within their targets.
+
+    `scenario_of` makes the cluster with a number of workers. The number is doubled until it suffices, then halved in;
+    None: `max_workers` do not suffice either. More workers are taken to be no worse.
+    """
+
+    def suffices(num_workers: int) -> bool:
+        return keeps_promise(scenario_of(num_workers), policy, least_share, policies)
+
+    low, high = 1, 1
+    while not suffices(high):
+        if high >= max_workers:
+            return None
+        low, high = high + 1, min(2 * high, max_workers)
+    while low < high:
+        middle = (low + high) // 2
+        if suffices(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return high

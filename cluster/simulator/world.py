@@ -71,7 +71,7 @@ class Served:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class WorkerSpan:
     """A stretch of a worker's time: it switched to a model, for which `moved_bytes` came, or had it ready."""
 
     worker: str
@@ -111,7 +111,7 @@ class World:
             spec.node: set(everything) if scenario.nodes_hold_all else set() for spec in scenario.workers
         }
         self.served: list[Served] = []
-        self.spans: list[Span] = []
+        self.spans: list[WorkerSpan] = []
         self.num_switches = 0
         self.num_failed_loads = 0
         self.moved_bytes = 0
@@ -233,7 +233,7 @@ class World:
         self.moved_bytes += sum(missing.values())
         worker.resident.update(missing)
         worker.loading, worker.ready_at_s = model_id, self.now_s + took_s
-        span = Span(
+        span = WorkerSpan(
             spec.id, model_id, self.now_s, self.now_s + took_s, is_switch=True, moved_bytes=sum(missing.values())
         )
         epoch = worker.epoch
@@ -286,7 +286,7 @@ class World:
                 break
             room += worker.resident.pop(key)
 
-    def _end_load(self, worker: WorkerInWorld, span: Span, epoch: int) -> None:
+    def _end_load(self, worker: WorkerInWorld, span: WorkerSpan, epoch: int) -> None:
         if worker.epoch != epoch:
             return
         worker.loading, model_id = None, span.model
@@ -305,7 +305,7 @@ class World:
 
     def _end_span(self, worker: WorkerInWorld, model_id: str) -> None:
         start_s = self._span_starts.pop((worker.spec.id, model_id), self.now_s)
-        self.spans.append(Span(worker.spec.id, model_id, start_s, self.now_s, is_switch=False))
+        self.spans.append(WorkerSpan(worker.spec.id, model_id, start_s, self.now_s, is_switch=False))
 
     # -- faults
 

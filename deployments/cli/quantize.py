@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from weights.quantization.folders import QuantizationReport, QuantizedTensor
     from weights.quantization.fp8_pipeline import Scales
-    from weights.quantization.report import QuantizationReport, QuantizedTensor
 
 app = typer.Typer()
 

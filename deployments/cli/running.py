@@ -18,7 +18,6 @@ from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, RayIncompatible, SessionError
 from cluster.logs import serve_logging
-from cluster.ray_seam.demands import demand_of, unplaced_demands
 from cluster.ray_seam.process_starts import (
     BASE,
     Template,
@@ -28,7 +27,7 @@ from cluster.ray_seam.process_starts import (
     template_stats,
 )
 from cluster.ray_seam.ray_files import SERVE_MODULES
-from cluster.ray_seam.serve_control import DeployedApp, deployed_app
+from cluster.ray_seam.serve_control import DeployedApp, demand_of, deployed_app, unplaced_demands
 from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
 from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig

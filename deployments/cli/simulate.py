@@ -13,10 +13,20 @@ import typer
 from rich.console import Console
 
 from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import POLICIES, RunFigures, simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
-from cluster.simulator.sizing import least_workers
-from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
+from cluster.simulator.running import POLICIES, RunFigures, least_workers, recording_of, simulate, why_not_recorded
+from cluster.simulator.scenario import (
+    Scenario,
+    SimModel,
+    SimRequest,
+    SimWorker,
+    Trace,
+    bursts,
+    diurnal,
+    poisson,
+    read_trace,
+    trace_lines,
+    zipf_shares,
+)
 from cluster.simulator.world import World
 from deployments.cli.client import Client, Key, Url, find_client
 from deployments.cli.output import Column, Json, OptionError, Wide, print_json, print_table, write_file
@@ -121,7 +131,6 @@ def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigure
 
 def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
     """Write the runs into a page that needs no server. Raises OptionError for what it has no room for."""
-    from cluster.simulator.recording import recording_of, why_not_recorded
     from deployments.ingress.web_pages import simulated_page
 
     if reason := why_not_recorded(runs[0][1]):

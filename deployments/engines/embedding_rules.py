@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 from deployments.engines.config_files import read_config
 from deployments.engines.protocol import EngineError, InputType
 from weights.errors import FormatError
-from weights.formats.sentence_stages import STAGES_FILE, SentenceStage, read_stages
+from weights.formats.encoder_files import STAGES_FILE, SentenceStage, read_stages
 
 _DENSE: Final = "Dense"
 _STAGES: Final = ("Transformer", "Pooling", "Normalize", _DENSE)

@@ -27,11 +27,10 @@ from weights.errors import FormatError
 from weights.formats import dense_head
 from weights.formats.checkpoint import Checkpoint, SourceComponent
 from weights.formats.classifier import SUFFIX
-from weights.formats.encoder_files import tokenizer_folder
+from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
 from weights.formats.gguf_model import DENOISERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
 from weights.formats.pipeline_parts import why_incomplete
-from weights.formats.sentence_stages import STAGES_FILE
 from weights.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")

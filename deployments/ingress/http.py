@@ -30,8 +30,8 @@ from cluster.logs import configure_logs
 from cluster.placement.actor import connect_controller
 from cluster.placement.link import Link, link_queue
 from cluster.placement.slot_link import SlotLink
+from cluster.ray_seam.handles import watch_replicas
 from cluster.ray_seam.loopback import replica_calls_on_loopback
-from cluster.ray_seam.replica_watch import watch_replicas
 from cluster.ray_seam.serve_control import proxy_host
 from cluster.registry.actor import connect_registry
 from cluster.registry.snapshot import RegistrySnapshot

@@ -25,10 +25,8 @@ from cluster.placement.checking import usable_state
 from cluster.placement.state import Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import plan_switches
 from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker
-from cluster.simulator.sizing import least_workers
-from cluster.simulator.traces import poisson, zipf_shares
+from cluster.simulator.running import least_workers, simulate
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
 from deployments.cli.output import Column, print_line, print_table
 from infra.bench.oracle import oracle_mean_latency_s
 

@@ -28,8 +28,7 @@ from rich.console import Console
 
 from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimRequest, trace_lines
-from cluster.simulator.traces import bursts, poisson
+from cluster.simulator.scenario import Scenario, SimRequest, bursts, poisson, trace_lines
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from configs.model import ModelConfig

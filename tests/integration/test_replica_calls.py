@@ -21,9 +21,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.ray_seam.handles import BY_GRPC
+from cluster.ray_seam.handles import BY_GRPC, watch_replicas
 from cluster.ray_seam.placed_router import CLASS as PLACED_ROUTER
-from cluster.ray_seam.replica_watch import watch_replicas
 from cluster.ray_seam.serve_control import ServeReplicas
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica
 from deployments.services.replica_calls import ReplicaCalls, ReplicaStates

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
+from weights.formats.encoder_files import read_stages
 from weights.formats.folder import files_below
-from weights.formats.fused_rows import split_rows
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter_folder, read_ip_adapter
@@ -38,8 +38,7 @@ from weights.formats.peft import (
 )
 from weights.formats.published_quantization import read_quantized
 from weights.formats.safetensors import read_header
-from weights.formats.sentence_stages import read_stages
-from weights.formats.tensors import SourceTensor
+from weights.formats.tensors import SourceTensor, split_rows
 from weights.formats.untrusted import shown
 from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
@@ -177,10 +176,10 @@ def read_checkpoint(
         if layout != "file" or path.suffix not in (".safetensors", ".gguf"):
             what = f"a file of {path.suffix!r}" if layout == "file" else f"a folder in the layout of {layout}"
             raise FormatError(f"{path}: {what}; `like` is for a single .safetensors or .gguf file")
-        # By name: they take torch and diffusers, which the control plane does without.
-        form = "gguf_denoiser" if path.suffix == ".gguf" else "single_file"
-        whole: Checkpoint = getattr(importlib.import_module(f"weights.formats.{form}"), f"read_{form}")(path, like)
-        return _only(whole, component)
+        # By name: it takes torch and diffusers, which the control plane does without.
+        module = importlib.import_module("weights.formats.single_file")
+        read = module.read_gguf_denoiser if path.suffix == ".gguf" else module.read_single_file
+        return _only(read(path, like), component)
     if layout == "diffusers":
         return _diffusers(path, component, allow_torch)
     if component is not None:

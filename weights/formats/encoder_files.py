@@ -8,13 +8,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, NamedTuple
 
 from weights.errors import FormatError
-from weights.formats.sentence_stages import STAGES_FILE
+from weights.formats.untrusted import load_json, shown
+from weights.formats.weight_files import is_plain_name
 from weights.manifest import ModelKind
 
 LIBRARY: Final = "transformers"
+STAGES_FILE: Final = "modules.json"
+_MAX_STAGES: Final = 64
+_STAGES_LIBRARY: Final = "sentence_transformers."
 _SENTENCE_FILES: Final = (STAGES_FILE, "sentence_bert_config.json")
 # What nobody reads here. The config has a hash of its own, an index only says which file a tensor was in.
 _UNREAD: Final = ("config.json",)
@@ -60,3 +64,43 @@ def _parts(folder: PurePosixPath, files: set[PurePosixPath]) -> Iterator[PurePos
 
 def _inner(file: PurePosixPath, folder: str) -> PurePosixPath:
     return file.relative_to(folder) if file.is_relative_to(folder) else PurePosixPath(file.name)
+
+
+class SentenceStage(NamedTuple):
+    """A stage: the name of its class, and its folder, "" for the model's own.
+
+    A class of sentence-transformers is named without its module; the whole name is that of code of the model's own.
+    """
+
+    name: str
+    folder: str
+
+
+def read_stages(folder: Path) -> tuple[SentenceStage, ...] | None:
+    """Return the stages of a model's folder; None where it has no list of them. Raises FormatError naming the file.
+
+    Format: a list of objects with `type`, the dotted name of a class, and `path`, the folder of its files beside it, ""
+    for the folder itself. Source: sentence-transformers 6.2, `base/model.py`.
+    """
+    path = folder / STAGES_FILE
+    if not path.is_file():
+        return None
+    try:
+        found = load_json(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(found, list) or len(found) > _MAX_STAGES or not all(map(_is_stage, found)):
+        raise FormatError(f"{path}: expected a list of at most {_MAX_STAGES} objects with 'type' and 'path'")
+    stages = tuple(SentenceStage(_name(stage["type"]), stage["path"].rstrip("/")) for stage in found)
+    for stage in stages:
+        if stage.folder and not is_plain_name(stage.folder):
+            raise FormatError(f"{path}: {shown(stage.folder)} is not a folder beside it")
+    return stages
+
+
+def _name(dotted: str) -> str:
+    return dotted.rsplit(".", 1)[-1] if dotted.startswith(_STAGES_LIBRARY) else dotted
+
+
+def _is_stage(stage: object) -> bool:
+    return isinstance(stage, dict) and isinstance(stage.get("type"), str) and isinstance(stage.get("path"), str)

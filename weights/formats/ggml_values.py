@@ -33,26 +33,6 @@ def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     return ((blocks[:, at : at + 4, None] >> shifts & 1) << 4).flatten(1)
 
 
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float()
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8)
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16)
-
-
-def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)).float() + _halves(blocks, 2)
-
-
 def _scales_and_mins(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the eight 6-bit scales and minima in 12 bytes, each (N, 8)."""
     first, second, both = packed[:, :4], packed[:, 4:8], packed[:, 8:]
@@ -69,14 +49,6 @@ def _q4_or_5_k(blocks: torch.Tensor, high: torch.Tensor | None, q: torch.Tensor)
         u = u | ((high[:, None, :] >> shifts & 1) << 4)
     d, dmin = _halves(blocks, 0), _halves(blocks, 2)
     return ((d * scales)[..., None] * u.float() - (dmin * mins)[..., None]).flatten(1)
-
-
-def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _q4_or_5_k(blocks, None, blocks[:, 16:])
-
-
-def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
-    return _q4_or_5_k(blocks, blocks[:, 16:48], blocks[:, 48:])
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
@@ -118,10 +90,6 @@ def _looked_up(values: tuple[int, ...], nibbles: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float32, device=nibbles.device)[nibbles.long()]
 
 
-def _iq4_nl(blocks: torch.Tensor) -> torch.Tensor:
-    return _halves(blocks, 0) * _looked_up(_IQ4_VALUES, _nibbles(blocks[:, 2:]))
-
-
 def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
     shifts = torch.tensor([0, 2, 4, 6], device=blocks.device, dtype=torch.uint8)
     high = (blocks[:, 2:4, None] >> shifts & 3).flatten(1)
@@ -136,18 +104,21 @@ def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
     return scales * _looked_up(_FP4_VALUES, _nibbles(blocks[:, 1:]))
 
 
+# Each takes blocks (N, bytes) as uint8 and returns (N, elements), as the functions above do.
 _UNPACK: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "Q8_0": _q8_0,
-    "Q4_0": _q4_0,
-    "Q4_1": _q4_1,
-    "Q5_0": _q5_0,
-    "Q5_1": _q5_1,
+    "Q8_0": lambda blocks: _halves(blocks, 0) * blocks[:, 2:].contiguous().view(torch.int8).float(),
+    "Q4_0": lambda blocks: _halves(blocks, 0) * (_nibbles(blocks[:, 2:]).float() - 8),
+    "Q4_1": lambda blocks: _halves(blocks, 0) * _nibbles(blocks[:, 4:]).float() + _halves(blocks, 2),
+    "Q5_0": lambda blocks: _halves(blocks, 0) * ((_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)).float() - 16),
+    "Q5_1": lambda blocks: (
+        _halves(blocks, 0) * (_nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4)).float() + _halves(blocks, 2)
+    ),
     "Q2_K": _q2_k,
     "Q3_K": _q3_k,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
+    "Q4_K": lambda blocks: _q4_or_5_k(blocks, None, blocks[:, 16:]),
+    "Q5_K": lambda blocks: _q4_or_5_k(blocks, blocks[:, 16:48], blocks[:, 48:]),
     "Q6_K": _q6_k,
-    "IQ4_NL": _iq4_nl,
+    "IQ4_NL": lambda blocks: _halves(blocks, 0) * _looked_up(_IQ4_VALUES, _nibbles(blocks[:, 2:])),
     "IQ4_XS": _iq4_xs,
     "MXFP4": _mxfp4,
 }

@@ -1,4 +1,4 @@
-"""GGUF files, versions 2 and 3: the header, checked before any tensor byte is trusted; writing a file again.
+"""GGUF files, versions 2 and 3: the header, checked before any tensor byte is trusted; files written, again or anew.
 
 Format: `GGUF`, u32 version, i64 tensors, i64 keys, the keys, the tensor infos, padding, the tensors one after another,
 each padded to `general.alignment`. Source: ggml/docs/gguf.md; as strict as the C++ reader (gguf.cpp) or stricter.
@@ -88,6 +88,7 @@ GGML_TYPES: dict[int, str] = {
     40: "NVFP4",
     41: "Q1_0",
 }
+_TYPE_IDS = {name: number for number, name in GGML_TYPES.items()}
 
 
 class _HeaderCursor:
@@ -359,3 +360,46 @@ def _read_infos(cursor: _HeaderCursor, num_tensors: int) -> dict[str, tuple[str,
 
 def _aligned(position: int, alignment: int) -> int:
     return position + -position % alignment
+
+
+def encode_gguf_header(metadata: Mapping[str, GgufValue], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> bytes:
+    """Return the bytes before the first tensor; `tensors` maps names to (dtype, shape in torch order), in file order.
+
+    Integers are written as u32 where they fit, floats as f32. Raises FormatError for what the format cannot express.
+    """
+    parts = [b"GGUF", struct.pack("<IQQ", _VERSIONS[-1], len(tensors), len(metadata))]
+    for key, value in metadata.items():
+        parts += [_text(key), _value(key, value)]
+    position = 0
+    for name, (dtype, shape) in tensors.items():
+        if len(name.encode()) > MAX_NAME_BYTES:
+            raise FormatError(f"tensor name {name!r} has more than {MAX_NAME_BYTES} bytes, which GGUF cannot hold")
+        dims = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        parts += [_text(name), dims, struct.pack("<IQ", _TYPE_IDS[dtype], position)]
+        nbytes = tensor_nbytes(dtype, shape)
+        position = _aligned(position + nbytes, _DEFAULT_ALIGNMENT)
+    header = b"".join(parts)
+    return header + bytes(-len(header) % _DEFAULT_ALIGNMENT)
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(key: str, value: GgufValue) -> bytes:
+    """Return type and value. HAZARD: Python's bool is an int as well."""
+    if isinstance(value, bool):
+        return struct.pack("<I?", 7, value)
+    if isinstance(value, int):
+        if not -(2**63) <= value < 2**63:
+            raise FormatError(f"{key} is {value}, which GGUF's integers cannot hold")
+        return struct.pack("<II", 4, value) if 0 <= value < 2**32 else struct.pack("<Iq", 11, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, tuple):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+    kind = _BOOL if value.dtype == np.bool_ else next(kind for kind, dtype in _NUMBERS.items() if dtype == value.dtype)
+    return struct.pack("<IIQ", _ARRAY, kind, len(value)) + np.ascontiguousarray(value).tobytes()

@@ -220,7 +220,8 @@ def _open_awq(where: Path, given: Mapping[str, Any]) -> Callable[[_Module], _Mat
     def opened(module: _Module) -> _Matrix:
         columns, packed_rows = module.shape("qweight", "I32")
         groups, rows = module.shape("scales", *_FLOATS)
-        _check_packing(module, "qweight", packed_rows * 8, rows)
+        if packed_rows * 8 != rows:
+            raise module.misfit("qweight", f"expected {rows} outputs, as the scales have")
         _check_groups(module, "scales", columns, groups)
         module.check("qzeros", (groups, packed_rows), "I32")
 
@@ -379,11 +380,6 @@ _OPENERS: Final[Mapping[str, Callable[[Path, Mapping[str, Any]], Callable[[_Modu
     "compressed-tensors": _open_compressed,
     "fp8": _open_fp8,
 }
-
-
-def _check_packing(module: _Module, part: str, held: int, expected: int) -> None:
-    if held != expected:
-        raise module.misfit(part, f"expected {expected} outputs, as the scales have")
 
 
 def _check_groups(module: _Module, part: str, columns: int, groups: int) -> None:

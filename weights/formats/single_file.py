@@ -4,6 +4,10 @@ diffusers translates the names (by the tables of its `from_single_file`), with a
 tensors: nothing is read before it is hashed but what diffusers computes itself. A tensor has the bytes that it has in
 the folder form of the same model, so the store keeps it once.
 
+In GGUF, as ComfyUI's users write it, a file has the denoiser alone, with blocks of packed tensors in the place of their
+elements: diffusers cuts fused matrices into runs of whole rows, and a row is whole blocks, so what it cuts or puts
+together is exact. A packed matrix of a linear layer stays packed; what cannot is unpacked to float32.
+
 Imported by `weights.formats.checkpoint` alone, when a file comes with a pipeline that it is like.
 """
 
@@ -11,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +28,18 @@ from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from weights.base_pipeline import BasePipeline
+from weights.dtypes import BLOCK_SIZES, tensor_nbytes
 from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, weighted_parts
+from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
+from weights.formats.gguf_model import DENOISERS, gguf_set, read_gguf_model
+from weights.formats.published_quantization import ComputedTensor
 from weights.formats.safetensors import read_header
+from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.torch_file import TorchTensor
+from weights.formats.untrusted import shown
 from weights.formats.weight_files import read_json
+from weights.loading.mapped_checkpoint import mapped_views
 from weights.torch_dtypes import DTYPE_NAMES
 
 _Tensors = dict[str, torch.Tensor]
@@ -36,6 +48,9 @@ _VAE_PREFIXES: Final = ("first_stage_model.", "vae.")
 _VAE_NAMES: Final = ("decoder.conv_in.weight", "encoder.conv_in.weight")
 _TEXT_PREFIXES: Final = ("cond_stage_model.", "conditioner.", "text_encoders.")
 _MAX_NAMES: Final = 3
+_GGUF_FILE: Final = "diffusion_pytorch_model.gguf"
+_GGUF_PREFIX: Final = "model.diffusion_model."
+_GGUF_TYPES: Final = ("F32", "F16", "BF16", *UNPACKED_KINDS)
 
 
 def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
@@ -94,22 +109,22 @@ def _translated(
     own = _own_tensors(mapped, name, model_class)
     if not own:
         return None
-    convert = _text_encoder if library == "transformers" else convert_denoiser
+    convert = _text_encoder if library == "transformers" else _convert_denoiser
     try:
-        expected = expected_shapes(blank_model(model_class, base.folder / name))
-        with WithoutCopies(own.values()):
+        expected = _expected_shapes(_blank_model(model_class, base.folder / name))
+        with _WithoutCopies(own.values()):
             tensors = convert(own, model_class, base.folder, name)
     except Exception as error:
-        raise unreadable(path, name, class_name, base, error) from None
+        raise _unreadable(path, name, class_name, base, error) from None
     kept = _Tensors()
-    for key, shape in matched(path, name, base, expected, tensors).items():
+    for key, shape in _matched(path, name, base, expected, tensors).items():
         if tuple(tensors[key].shape) != shape:
-            raise unlike(path, name, key, tensors[key].shape, base, shape)
+            raise _unlike(path, name, key, tensors[key].shape, base, shape)
         kept[key] = tensors[key]
     return kept
 
 
-def unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
+def _unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
     """Return the error for tensors that diffusers' conversion cannot take."""
     return FormatError(
         f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}: "
@@ -117,7 +132,7 @@ def unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error
     )
 
 
-def unlike(
+def _unlike(
     path: Path, name: str, key: str, found: Sequence[int], base: BasePipeline, shape: Sequence[int]
 ) -> FormatError:
     """Return the error for a tensor of another shape than the base's config asks for."""
@@ -127,7 +142,7 @@ def unlike(
     )
 
 
-def matched(
+def _matched(
     path: Path, name: str, base: BasePipeline, expected: _Shapes, tensors: Collection[str]
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape that each weight of a model should have, by the name that it has in `tensors`.
@@ -165,7 +180,7 @@ def _own_tensors(mapped: Mapping[str, torch.Tensor], name: str, model_class: typ
     return {key: value for key, value in mapped.items() if not key.startswith(others)}
 
 
-def convert_denoiser(tensors: _Tensors, model_class: Any, folder: Path, name: str) -> _Tensors:
+def _convert_denoiser(tensors: _Tensors, model_class: Any, folder: Path, name: str) -> _Tensors:
     """Return a model's tensors under diffusers' names. Raises ValueError for a class that it reads from no file."""
     entry = next(
         (
@@ -195,7 +210,7 @@ def _text_encoder(tensors: _Tensors, model_class: Any, folder: Path, name: str) 
     return {key: tensor for key, tensor in model.state_dict().items() if not tensor.is_meta}
 
 
-def blank_model(model_class: Any, folder: Path) -> Any:
+def _blank_model(model_class: Any, folder: Path) -> Any:
     """Return a model with the config in `folder`, built without memory."""
     with torch.device("meta"):
         if model_class.__module__.startswith("diffusers."):
@@ -203,7 +218,7 @@ def blank_model(model_class: Any, folder: Path) -> Any:
         return model_class(model_class.config_class.from_pretrained(folder, local_files_only=True))
 
 
-def expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int, ...]]:
+def _expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int, ...]]:
     """Return the shape of each weight of a model, by its names: tied ones have several."""
     names: dict[int, list[str]] = {}
     weights = model.state_dict(keep_vars=True)
@@ -212,7 +227,7 @@ def expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int, 
     return {tuple(keys): tuple(weights[keys[0]].shape) for keys in names.values()}
 
 
-class WithoutCopies(TorchFunctionMode):
+class _WithoutCopies(TorchFunctionMode):
     """Gives the tensor itself where diffusers copies a mapped one as it is: copies of a file would fill the memory."""
 
     def __init__(self, mapped: Iterable[torch.Tensor]) -> None:
@@ -238,3 +253,153 @@ def _scaled(sizes: tuple[int, ...], total: int) -> tuple[int, ...]:
     """Return sizes in the same proportions whose sum is `total`: diffusers splits a Flux at the sizes of FLUX.1's."""
     scaled = tuple(size * total // sum(sizes) for size in sizes)
     return scaled if sum(scaled) == total else sizes
+
+
+def read_gguf_denoiser(path: Path, base: BasePipeline) -> Checkpoint:
+    """Return the pipeline `base` with the denoiser of a GGUF file, or of the split set that `path` is one of.
+
+    HAZARD: the file is mapped, so one that is cut short while it is open ends the process with SIGBUS.
+    Raises FormatError: another architecture, a type that nothing here unpacks, missing tensors, names that diffusers
+    cannot translate, a component that `base` has no weights of.
+    """
+    model = read_gguf_model(gguf_set(path))
+    classes = weighted_parts(base.folder)
+    name = _denoiser_of(path, model.architecture, base, classes)
+    unknown = next((item for item in model.tensors.items() if item[1].dtype not in _GGUF_TYPES), None)
+    if unknown:
+        raise FormatError(
+            f"{path}: tensor {shown(unknown[0])} is {unknown[1].dtype}; known are {', '.join(_GGUF_TYPES)}"
+        )
+    components = []
+    for part, (library, class_name) in classes.items():
+        if part == name:
+            tensors = _translated_blocks(path, model.tensors, base, name, class_name)
+            metadata = {"general.architecture": str(model.architecture)}
+            components.append(
+                SourceComponent(name, library, class_name, name, tensors, metadata, (_GGUF_FILE,), "gguf")
+            )
+        elif part in base.components:
+            components.append(base.components[part])
+        else:
+            raise FormatError(f"{path}: has no {part}, and neither has {base.name!r}, which it is said to be like")
+    class_name = str(read_json(base.folder / "model_index.json").get("_class_name"))
+    return Checkpoint(path, "diffusion", class_name, tuple(components), skeleton=base.folder)
+
+
+def _denoiser_of(
+    path: Path, architecture: str | None, base: BasePipeline, classes: Mapping[str, tuple[str, str]]
+) -> str:
+    """Return the component of `base` that a file of this architecture is. Raises FormatError."""
+    wanted = DENOISERS.get(architecture or "")
+    if wanted is None:
+        raise FormatError(
+            f"{path}: GGUF architecture {shown(architecture)} is no denoiser that is read (known: "
+            f"{', '.join(DENOISERS)})"
+        )
+    found = next((name for name, (_, class_name) in classes.items() if class_name in wanted), None)
+    if found is None:
+        has = ", ".join(f"{name} {class_name}" for name, (_, class_name) in classes.items())
+        raise FormatError(
+            f"{path}: GGUF architecture {architecture!r} is a {' or '.join(wanted)}, and {base.name!r}, which it is "
+            f"said to be like, has none ({has})"
+        )
+    return found
+
+
+def _translated_blocks(
+    path: Path, stored: Mapping[str, FileTensor], base: BasePipeline, name: str, class_name: str
+) -> dict[str, SourceTensor]:
+    """Return the denoiser's tensors under diffusers' names."""
+    model_class = getattr(diffusers, class_name)
+    mapped = mapped_views({key.removeprefix(_GGUF_PREFIX): tensor for key, tensor in stored.items()})
+    kinds = {key.removeprefix(_GGUF_PREFIX): tensor.dtype for key, tensor in stored.items()}
+    tracked = _Blocks(mapped, kinds)
+    try:
+        model = _blank_model(model_class, base.folder / name)
+        with tracked:
+            tensors = _convert_denoiser(mapped, model_class, base.folder, name)
+    except Exception as error:
+        raise _unreadable(path, name, class_name, base, error) from None
+    packable = {f"{key}.weight" for key, part in model.named_modules() if type(part) is torch.nn.Linear}
+    found: dict[str, SourceTensor] = {}
+    for key, shape in _matched(path, name, base, _expected_shapes(model), tensors).items():
+        tensor, kind = tensors[key], tracked.kind_of(tensors[key])
+        if kind is None and tensor.dtype == torch.uint8:
+            raise FormatError(f"{path}: {name}: diffusers computes with the elements of {key}, which are packed")
+        form = tuple(tensor.shape) if kind is None else _elements(kind, tuple(tensor.shape))
+        if _without_ones(form) != _without_ones(shape):
+            raise _unlike(path, name, key, form, base, shape)
+        found[key] = _block_source(path, tensor, kind, shape, stays=key in packable)
+    return found
+
+
+def _block_source(
+    path: Path, tensor: torch.Tensor, kind: str | None, shape: tuple[int, ...], *, stays: bool
+) -> SourceTensor:
+    """Return a tensor as it comes into the store, of the shape that the model has it in."""
+    if kind is None:
+        return TorchTensor(path, DTYPE_NAMES[tensor.dtype], tensor.reshape(shape))
+    if stays:
+        return _BlockTensor(path, kind, shape, tensor)
+    return ComputedTensor(path, "F32", shape, lambda: unpack_blocks(kind, tensor).reshape(shape).numpy())
+
+
+@dataclass(frozen=True, slots=True)
+class _BlockTensor:
+    """A packed matrix: rows of blocks as bytes, views of a mapped file or put together of such."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    rows: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks."""
+        return tensor_nbytes(self.dtype, self.shape)
+
+    def read(self) -> memoryview:
+        """Return the bytes."""
+        return self.rows.numpy().reshape(-1).data
+
+
+class _Blocks(_WithoutCopies):
+    """Knows the types of packed tensors through what diffusers does with them: views, and joins of one type."""
+
+    def __init__(self, mapped: Mapping[str, torch.Tensor], kinds: Mapping[str, str]) -> None:
+        super().__init__(mapped.values())
+        packed = {key: tensor for key, tensor in mapped.items() if kinds[key] in BLOCK_SIZES}
+        self._kinds = {_place(tensor): kinds[key] for key, tensor in packed.items()}
+        self._joined: list[torch.Tensor] = []  # kept, for a place that was let go could be another one's
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func is torch.cat and isinstance(result, torch.Tensor):
+            kinds = {self.kind_of(part) for part in args[0]}
+            is_by_rows = (kwargs or {}).get("dim", args[1] if len(args) > 1 else 0) == 0
+            if len(kinds) == 1 and (kind := kinds.pop()) and is_by_rows:
+                self._kinds[_place(result)] = kind
+                self._joined.append(result)
+        return result
+
+    def kind_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the type of packed rows, None for other tensors and for what is no run of whole rows."""
+        kind = self._kinds.get(_place(tensor))
+        return kind if kind and tensor.dtype == torch.uint8 and tensor.is_contiguous() else None
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _elements(kind: str, form: tuple[int, ...]) -> tuple[int, ...]:
+    elements, nbytes = BLOCK_SIZES[kind]
+    return (*form[:-1], form[-1] // nbytes * elements)
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape as ggml keeps it: without leading sizes of 1."""
+    first = next((place for place, size in enumerate(shape[:-1]) if size != 1), len(shape) - 1)
+    return shape[first:]

@@ -1,11 +1,12 @@
-"""The ends of a quantization: a Hugging Face folder that is read, and a target that is whole or not there."""
+"""The ends of a quantization: a Hugging Face folder that is read, a target that is whole or not there, losses."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -111,3 +112,84 @@ def copy_small_files(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file.suffix in _SMALL_SUFFIXES and "safetensors" not in file.name:
             shutil.copyfile(file, target / file.name)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """One tensor: bits per weight with its scales, and errors relative to the root mean square of its elements.
+
+    `note` says why a matrix was not quantized.
+    """
+
+    name: str
+    kind: str
+    num_elements: int
+    bits_per_weight: float
+    rms_error: float
+    max_error: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationReport:
+    """The tensors of a model as they were written."""
+
+    tensors: Sequence[QuantizedTensor]
+
+    @property
+    def bits_per_weight(self) -> float:
+        """The mean over all elements, those of norms and of what was left as it is included."""
+        return sum(t.bits_per_weight * t.num_elements for t in self.tensors) / sum(t.num_elements for t in self.tensors)
+
+
+class ErrorSum:
+    """Compares a tensor with what was written of it, part by part."""
+
+    def __init__(self) -> None:
+        self._num_elements = 0
+        self._squares = 0.0
+        self._squared_errors = 0.0
+        self._max_error = 0.0
+
+    def add(self, original: npt.NDArray[np.float32], restored: npt.NDArray[np.float32]) -> None:
+        """Compare a part with what its packed bytes stand for."""
+        difference = original - restored
+        self._num_elements += original.size
+        self._squares += float(np.square(original, dtype=np.float64).sum())
+        self._squared_errors += float(np.square(difference, dtype=np.float64).sum())
+        self._max_error = max(self._max_error, float(np.abs(difference).max(initial=0)))
+
+    def result(self, name: str, kind: str, nbytes: int, note: str = "") -> QuantizedTensor:
+        """Return what has come together, for a tensor that takes `nbytes`."""
+        count = self._num_elements
+        size = math.sqrt(self._squares / count) or 1.0
+        rms = math.sqrt(self._squared_errors / count)
+        return QuantizedTensor(name, kind, count, 8 * nbytes / count, rms / size, self._max_error / size, note)
+
+
+class WrittenTensors:
+    """The tensors of a target as they are written, one after the other: what was lost, and how far the work is."""
+
+    def __init__(self, total_bytes: int, progress: Progress) -> None:
+        self._rows: list[QuantizedTensor] = []
+        self._done_bytes = 0
+        self._total_bytes = total_bytes
+        self._progress = progress
+
+    def count(self, source_bytes: int, row: QuantizedTensor | None = None) -> None:
+        """Count bytes of the source that are done, and a tensor with its row."""
+        if row is not None:
+            self._rows.append(row)
+        self._done_bytes += source_bytes
+        self._progress(self._done_bytes, self._total_bytes)
+
+    def as_it_is(self, name: str, tensor: SourceTensor, note: str) -> bytes | memoryview:
+        """Return the bytes of a tensor that is not quantized, and count it."""
+        count = max(1, math.prod(tensor.shape))
+        row = QuantizedTensor(name, tensor.dtype, count, 8 * tensor.nbytes / count, 0.0, 0.0, note)
+        self.count(tensor.nbytes, row)
+        return tensor.read()
+
+    def report(self) -> QuantizationReport:
+        """Return all rows."""
+        return QuantizationReport(self._rows)

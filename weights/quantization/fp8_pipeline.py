@@ -7,7 +7,6 @@ relatively, but for what is 2^14 times smaller than the largest element.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -22,8 +21,16 @@ from weights.errors import FormatError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.safetensors import write_safetensors
 from weights.formats.tensors import SourceTensor
-from weights.quantization.folders import Progress, float_parts, read_array, staged_target
-from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
+from weights.quantization.folders import (
+    ErrorSum,
+    Progress,
+    QuantizationReport,
+    QuantizedTensor,
+    WrittenTensors,
+    float_parts,
+    read_array,
+    staged_target,
+)
 
 Scales = Literal["row", "tensor"]
 _FLOATS: Final = ("F32", "F16", "BF16")
@@ -50,25 +57,11 @@ def export_fp8(
     part = next((part for part in checkpoint.components if part.name == component), None)
     if checkpoint.kind != "diffusion" or part is None:
         raise FormatError(f"{source}: no diffusers pipeline with a {component!r}")
-    rows: list[QuantizedTensor] = []
-    total = sum(tensor.nbytes for tensor in part.tensors.values())
-    done = 0
-
-    def counted(tensor: SourceTensor) -> None:
-        nonlocal done
-        done += tensor.nbytes
-        progress(done, total)
-
-    def as_it_is(name: str, tensor: SourceTensor, note: str) -> bytes | memoryview:
-        count = max(1, math.prod(tensor.shape))
-        rows.append(QuantizedTensor(name, tensor.dtype, count, 8 * tensor.nbytes / count, 0.0, 0.0, note))
-        counted(tensor)
-        return tensor.read()
+    done = WrittenTensors(sum(tensor.nbytes for tensor in part.tensors.values()), progress)
 
     def values_of(name: str, tensor: SourceTensor) -> bytes:
         values, _, row = _quantize_rows(name, read_array(tensor), scales)
-        rows.append(row)
-        counted(tensor)
+        done.count(tensor.nbytes, row)
         return values.tobytes()
 
     def scales_of(name: str, tensor: SourceTensor) -> bytes:
@@ -78,7 +71,7 @@ def export_fp8(
     for name, tensor in part.tensors.items():
         note = _reason_to_keep(name, tensor, kept)
         if note is not None:
-            written[name] = tensor.dtype, tensor.shape, lambda n=name, t=tensor, w=note: as_it_is(n, t, w)  # type: ignore[misc]
+            written[name] = tensor.dtype, tensor.shape, lambda n=name, t=tensor, w=note: done.as_it_is(n, t, w)  # type: ignore[misc]
             continue
         shape = (tensor.shape[0], 1) if scales == "row" else ()
         written[name] = "F8_E4M3", tensor.shape, lambda n=name, t=tensor: values_of(n, t)  # type: ignore[misc]
@@ -87,7 +80,7 @@ def export_fp8(
     with staged_target(target, nbytes) as new:
         shutil.copytree(source, new, ignore=lambda folder, names: _left_out(source / part.folder, folder, names))
         write_safetensors(new / part.folder / "diffusion_pytorch_model.safetensors", written, {"format": "pt"})
-    return QuantizationReport(rows)
+    return done.report()
 
 
 def _quantize_rows(

@@ -1,7 +1,8 @@
 """A Hugging Face checkpoint as one GGUF file (version 3) that llama.cpp, gguf-py and our engine open, tensor by tensor.
 
 Matrices are quantized; a head is kept at 8 bits at least, as llama.cpp does. Norms, biases and the routers of experts
-are float32. What has rows of no whole number of blocks is float16.
+are float32. What has rows of no whole number of blocks is float16. Blocks are gguf-py's, bit for bit: gguf-py 0.19,
+`quants.py`, classes `Q8_0` and `Q4_0` (which follow ggml's reference code).
 """
 
 from __future__ import annotations
@@ -14,17 +15,26 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError, WeightsError
-from weights.formats.gguf import GgufValue, write_gguf
-from weights.formats.gguf_header import encode_gguf_header
+from weights.formats.ggml_values import unpack_blocks
+from weights.formats.gguf import GgufValue, encode_gguf_header, write_gguf
 from weights.formats.gguf_names import EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
 from weights.formats.tensors import SourceTensor
-from weights.quantization.folders import Progress, SourceModel, float_parts, read_array, staged_target
-from weights.quantization.ggml_blocks import BLOCK_ELEMENTS, dequantize_blocks, quantize_blocks
+from weights.quantization.folders import (
+    ErrorSum,
+    Progress,
+    QuantizationReport,
+    QuantizedTensor,
+    SourceModel,
+    WrittenTensors,
+    float_parts,
+    read_array,
+    staged_target,
+)
 from weights.quantization.gguf_vocabulary import vocabulary_metadata
-from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
 
 BlockKind = Literal["Q8_0", "Q4_0", "F32"]
 
@@ -46,6 +56,9 @@ _MIXTRAL_NAMES: Final = {
 _FILE_TYPES: Final = {"F32": 0, "Q4_0": 2, "Q8_0": 7}  # general.file_type, llama.cpp's LLAMA_FTYPE_MOSTLY_*
 _COMPUTED: Final = "rotary_emb.inv_freq"  # that old checkpoints saved
 _FLOAT16_MAX: Final = 65504.0
+_BLOCK_ELEMENTS: Final = 32
+_Floats = npt.NDArray[np.float32]
+_Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +93,11 @@ def export_gguf(
     if factors is not None:
         infos = {FREQUENCY_FACTORS: ("F32", factors.shape), **infos}
         readers.append((factors.nbytes, factors.tobytes))
-    rows: list[QuantizedTensor] = []
-    done = 0
+    done = WrittenTensors(model.nbytes, progress)
 
     def packed(name: str, written: _Written) -> bytes:
-        nonlocal done
         data, row = _packed(name, written)
-        rows.append(row)
-        done += sum(source.nbytes for source in written.sources)
-        progress(done, model.nbytes)
+        done.count(sum(source.nbytes for source in written.sources), row)
         return data
 
     for name, written in tensors.items():
@@ -97,7 +106,7 @@ def export_gguf(
     header = encode_gguf_header(metadata, infos)
     with staged_target(target, len(header) + sum(nbytes for nbytes, _ in readers)) as staged:
         write_gguf(staged, header, readers)
-    return QuantizationReport(rows)
+    return done.report()
 
 
 def _architecture(model: SourceModel) -> tuple[str, bool]:
@@ -157,8 +166,8 @@ def _kind_of(part: str, shape: tuple[int, ...], kind: BlockKind) -> tuple[str, s
         return "F32", ""
     if part == "ffn_gate_inp":
         return "F32", "routes to experts"
-    if shape[-1] % BLOCK_ELEMENTS:
-        return "F16", f"rows of {shape[-1]} are no whole number of blocks of {BLOCK_ELEMENTS}"
+    if shape[-1] % _BLOCK_ELEMENTS:
+        return "F16", f"rows of {shape[-1]} are no whole number of blocks of {_BLOCK_ELEMENTS}"
     return kind, ""
 
 
@@ -191,7 +200,7 @@ def _pack_part(kind: str, part: npt.NDArray[np.float32]) -> tuple[bytes, npt.NDA
         half = part.astype(np.float16)
         return half.tobytes(), half.astype(np.float32)
     packed = quantize_blocks(kind, part)
-    return packed.tobytes(), dequantize_blocks(kind, packed)
+    return packed.tobytes(), unpack_blocks(kind, torch.from_numpy(packed)).numpy()
 
 
 def _metadata(model: SourceModel, architecture: str, kind: BlockKind) -> dict[str, GgufValue]:
@@ -290,3 +299,48 @@ def _frequency_factors(model: SourceModel) -> npt.NDArray[np.float32] | None:
     turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the original context
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+
+
+def quantize_blocks(kind: str, matrix: _Floats) -> _Bytes:
+    """Return rows of blocks, (..., bytes), of rows (..., elements). `kind` is Q8_0 or Q4_0.
+
+    Raises WeightsError for rows of no whole number of blocks, and for infinities and NaNs.
+    """
+    if not matrix.shape or matrix.shape[-1] % _BLOCK_ELEMENTS:
+        raise WeightsError(f"rows of shape {list(matrix.shape)} are no whole number of blocks of {_BLOCK_ELEMENTS}")
+    if not np.isfinite(matrix).all():
+        raise WeightsError(f"{kind} cannot express the infinities or NaNs of a tensor of shape {list(matrix.shape)}")
+    blocks = np.ascontiguousarray(matrix, np.float32).reshape(-1, _BLOCK_ELEMENTS)
+    with np.errstate(over="ignore"):  # a scale beyond float16 becomes infinite, as it does in ggml
+        packed = _quantize_q8_0(blocks) if kind == "Q8_0" else _quantize_q4_0(blocks)
+    if not np.isfinite(packed[:, :2].copy().view(np.float16)).all():
+        raise WeightsError(f"{kind} cannot express values of {float(np.abs(matrix).max()):g}: its scales are float16")
+    return packed.reshape(*matrix.shape[:-1], -1)
+
+
+def _quantize_q8_0(blocks: _Floats) -> _Bytes:
+    scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    scaled = blocks * _reciprocal(scales)
+    whole = np.floor(np.abs(scaled))
+    rounded = np.sign(scaled) * (whole + np.floor(2 * (np.abs(scaled) - whole)))  # half away from zero
+    return np.concatenate((_as_half(scales), rounded.astype(np.int8).view(np.uint8)), axis=1)
+
+
+def _quantize_q4_0(blocks: _Floats) -> _Bytes:
+    """Return blocks whose largest element, with its sign, becomes -8."""
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
+    scales = largest / np.float32(-8)
+    values = np.trunc(blocks * _reciprocal(scales) + np.float32(8.5)).astype(np.uint8).clip(0, 15)
+    half = _BLOCK_ELEMENTS // 2
+    return np.concatenate((_as_half(scales), values[:, :half] | values[:, half:] << np.uint8(4)), axis=1)
+
+
+def _reciprocal(scales: _Floats) -> _Floats:
+    """Return 1 / scales, and 0 where that is none: such a block is zeros to float16."""
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.float32(1) / scales
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
+
+
+def _as_half(scales: _Floats) -> _Bytes:
+    return scales.astype(np.float16).view(np.uint8)

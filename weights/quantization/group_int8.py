@@ -18,14 +18,17 @@ from weights.errors import WeightsError
 from weights.formats.safetensors import write_safetensors
 from weights.loading.stage_transforms import dequantize_int8, quantize_int8
 from weights.quantization.folders import (
+    ErrorSum,
     Progress,
+    QuantizationReport,
+    QuantizedTensor,
     SourceModel,
+    WrittenTensors,
     copy_small_files,
     float_parts,
     read_array,
     staged_target,
 )
-from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
 
 _EMBEDDING: Final = "model.embed_tokens.weight"
 _ROUTER: Final = ".gate.weight"
@@ -61,39 +64,25 @@ def export_group_int8(
 
     Raises WeightsError for what int8 cannot express.
     """
-    rows: list[QuantizedTensor] = []
-    done = 0
-
-    def counted(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        progress(done, model.nbytes)
-
-    def as_it_is(name: str, note: str) -> bytes | memoryview:
-        tensor = model.tensors[name]
-        count = int(np.prod(tensor.shape))
-        rows.append(QuantizedTensor(name, tensor.dtype, count, 8 * tensor.nbytes / count, 0.0, 0.0, note))
-        counted(tensor.nbytes)
-        return tensor.read()
+    done = WrittenTensors(model.nbytes, progress)
 
     def values_of(name: str) -> bytes:
         # HAZARD: the scales are a tensor of another type, written long before: the matrix is quantized twice, so that
         # one matrix is in memory at a time.
         values, _, row = quantize_groups(name, read_array(model.tensors[name]), group_size)
-        rows.append(row)
-        counted(model.tensors[name].nbytes - model.tensors[name].nbytes // 2)
+        done.count(model.tensors[name].nbytes - model.tensors[name].nbytes // 2, row)
         return values.tobytes()
 
     def scales_of(name: str) -> bytes:
         _, scales, _ = quantize_groups(name, read_array(model.tensors[name]), group_size)
-        counted(model.tensors[name].nbytes // 2)
+        done.count(model.tensors[name].nbytes // 2)
         return scales.tobytes()
 
     written: dict[str, tuple[str, tuple[int, ...], _Read]] = {}
     for name, tensor in model.tensors.items():
         note = _reason_to_keep(model, name, tensor.shape, group_size)
         if note is not None:
-            written[name] = tensor.dtype, tensor.shape, lambda name=name, note=note: as_it_is(name, note)  # type: ignore[misc]
+            written[name] = tensor.dtype, tensor.shape, lambda n=name, t=tensor, w=note: done.as_it_is(n, t, w)  # type: ignore[misc]
             continue
         num_groups = int(np.prod(tensor.shape)) // group_size
         written[name] = "I8", tensor.shape, lambda name=name: values_of(name)  # type: ignore[misc]
@@ -107,7 +96,7 @@ def export_group_int8(
             "quantization_config": {"quant_method": GROUP_INT8_METHOD, "group_size": group_size}
         }
         (staged / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return QuantizationReport(rows)
+    return done.report()
 
 
 def _reason_to_keep(model: SourceModel, name: str, shape: tuple[int, ...], group_size: int) -> str | None:

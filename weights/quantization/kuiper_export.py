@@ -12,9 +12,17 @@ import numpy.typing as npt
 from weights.errors import FormatError
 from weights.formats.kuiper import LAYER_NAMES, TOP_NAMES, KuiperHeader, write_kuiper
 from weights.formats.tensors import SourceTensor
-from weights.quantization.folders import Progress, SourceModel, copy_small_files, read_array, staged_target
+from weights.quantization.folders import (
+    ErrorSum,
+    Progress,
+    QuantizationReport,
+    SourceModel,
+    WrittenTensors,
+    copy_small_files,
+    read_array,
+    staged_target,
+)
 from weights.quantization.group_int8 import quantize_groups
-from weights.quantization.report import ErrorSum, QuantizationReport, QuantizedTensor
 
 _MODEL_TYPES: Final = ("llama", "qwen2")
 
@@ -31,21 +39,14 @@ def export_kuiper(
     """
     header = _kuiper_header_of(model, group_size)
     originals = _by_stored_name(model, header)
-    rows: list[QuantizedTensor] = []
     latest: dict[str, _Array] = {}
-    done = 0
-
-    def counted(tensor: SourceTensor) -> None:
-        nonlocal done
-        done += tensor.nbytes
-        progress(done, model.nbytes)
+    done = WrittenTensors(model.nbytes, progress)
 
     def quantized(stem: str) -> bytes:
         # Values and scales are asked for one after the other; one matrix is in memory at a time.
         tensor = originals[f"{stem}.weight"]
         values, latest["scales"], row = quantize_groups(f"{stem}.weight", read_array(tensor), group_size)
-        rows.append(row)
-        counted(tensor)
+        done.count(tensor.nbytes, row)
         return values.tobytes()
 
     def widened(name: str) -> bytes:
@@ -54,8 +55,7 @@ def export_kuiper(
         errors = ErrorSum()
         errors.add(values.reshape(-1), values.reshape(-1))
         note = "float32 in this form" if values.ndim > 1 else ""
-        rows.append(errors.result(name, "F32", values.nbytes, note))
-        counted(tensor)
+        done.count(tensor.nbytes, errors.result(name, "F32", values.nbytes, note))
         return values.tobytes()
 
     readers: dict[str, Callable[[], bytes | memoryview]] = {}
@@ -71,7 +71,7 @@ def export_kuiper(
         staged.mkdir()
         write_kuiper(staged / "model.bin", header, readers)
         copy_small_files(model.folder, staged)
-    return QuantizationReport(rows)
+    return done.report()
 
 
 def _kuiper_header_of(model: SourceModel, group_size: int) -> KuiperHeader:

@@ -20,12 +20,11 @@ from weights.manifest import ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.memory.pages import ByteArray, allocate_pages
 from weights.reading.blocks import PackReader, resolve_pack
-from weights.reading.deltas import Bases, Resident, decoded
-from weights.reading.forms import MeasuredRate, prefers_delta
+from weights.reading.deltas import Bases, MeasuredRate, Resident, decoded, prefers_delta
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import LoadReport, StageClock
 from weights.reading.strategy import ReadStrategy
-from weights.storage.deltas.codec import DeltaDamaged, Source
+from weights.storage.deltas.codec import ByteSource, DeltaDamaged
 
 __all__ = ["ByteArray", "ExtentReader", "Place", "Progress", "Resident", "read_extent", "reading_order"]
 
@@ -138,7 +137,7 @@ class ExtentReader:
             fetch(staging)
             begin_s = self._clock()
             try:
-                found = self._take_in(decoded(extent, Source([staging.data]), bases, stages), once, stages)
+                found = self._take_in(decoded(extent, ByteSource([staging.data]), bases, stages), once, stages)
             except DeltaDamaged as error:
                 raise ExtentCorrupt(f"the delta of extent {extent.id} is damaged: {error}", extent.id) from None
             if self._verify and found != extent.checksum:
@@ -282,7 +281,7 @@ class ExtentReader:
             bases = stack.enter_context(
                 contextlib.closing(Bases(delta, resident, lambda part: self._open_base(part, stages)))
             )
-            source = Source(self._measured(pack.blocks(staging, staging.nbytes), stages, passed))
+            source = ByteSource(self._measured(pack.blocks(staging, staging.nbytes), stages, passed))
             where = f"{self._places[delta.pack][0]}: bytes {delta.offset}..{delta.offset + delta.nbytes}"
             what = f"{where} (delta of extent {extent.id})"
             try:

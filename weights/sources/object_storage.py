@@ -115,7 +115,9 @@ class _Mirror:
         listed = source.objects()
         self._source, self._target, self._part_bytes, self._progress = source, target, part_bytes, progress
         self._is_single = len(listed) == 1 and listed[0].key == source.prefix
-        self._objects = [remote for remote in listed if self._is_single or _belongs(remote.name)]
+        self._objects = [
+            remote for remote in listed if self._is_single or PurePosixPath(remote.name).suffix in _CHECKPOINT_SUFFIXES
+        ]
         self._skipped = tuple(remote.name for remote in listed if remote not in self._objects)
         if not self._objects:
             raise StoreError(f"{source.url}: none of its {len(listed)} objects is part of a checkpoint")
@@ -175,10 +177,6 @@ class _Mirror:
                 self._progress(self._present_bytes, self._nbytes)
 
 
-def _belongs(name: str) -> bool:
-    return PurePosixPath(name).suffix in _CHECKPOINT_SUFFIXES
-
-
 @contextlib.contextmanager
 def _given_back(downloads: Iterable[Download]) -> Iterator[None]:
     """Give back what was reserved when the disk refuses something within the block: it may be full."""
@@ -221,10 +219,6 @@ class LocalSource:
     etags: Mapping[str, str] | None = None
 
 
-def _is_url(source: str | Path) -> bool:
-    return isinstance(source, str) and "://" in source
-
-
 @contextlib.contextmanager
 def localized(
     source: str | Path | LocalSource,
@@ -241,9 +235,8 @@ def localized(
     if isinstance(source, LocalSource):
         yield source
         return
-    if not _is_url(source):
+    if not (isinstance(source, str) and "://" in source):
         yield LocalSource(Path(source))
         return
-    url = str(source)
-    with _mirrored(url, mirror_folder(sources, url), options=options, progress=progress) as report:
-        yield LocalSource(report.path, url, report.etags)
+    with _mirrored(source, mirror_folder(sources, source), options=options, progress=progress) as report:
+        yield LocalSource(report.path, source, report.etags)

@@ -15,8 +15,7 @@ from weights.storage.durable import disk_errors, sync_tree
 from weights.storage.hashing import HashedTensor
 from weights.storage.index import StoreIndex
 from weights.storage.meta import StoredExtent, StoreMeta
-from weights.storage.packs import FileExtent, copy_file, file_extents, write_combined, write_separate
-from weights.storage.sharing import SharedExtents
+from weights.storage.packs import FileExtent, SharedExtents, copy_file, file_extents, write_combined, write_separate
 from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
 from weights.store import WeightStore, manifest_text
 

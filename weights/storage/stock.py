@@ -9,8 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from weights.errors import FormatError, StoreError
-from weights.formats.gguf import read_gguf, write_gguf
-from weights.formats.gguf_header import encode_gguf_header
+from weights.formats.gguf import encode_gguf_header, read_gguf, write_gguf
 from weights.formats.kuiper import parse_kuiper, read_kuiper, write_kuiper
 from weights.formats.safetensors import read_header, write_safetensors
 from weights.formats.tensors import FileTensor, ReadableTensor

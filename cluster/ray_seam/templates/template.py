@@ -23,13 +23,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 from cluster.ray_seam.process_starts import Template
-from cluster.ray_seam.templates import forked_ray
 from cluster.ray_seam.templates.messages import (
     FOLDER_VARIABLE,
     NAME_VARIABLE,
@@ -256,7 +256,7 @@ def _import_all(template: Template, folder: str) -> None:
     for name in template.imports:
         module, _, attribute = name.partition(":")
         try:
-            with forked_ray.python_draws_class_ids():
+            with _python_draws_class_ids():
                 found = importlib.import_module(module)
                 if attribute:
                     getattr(found, attribute)
@@ -271,7 +271,7 @@ def _ids_of_twins() -> str:
 
     Raises OSError when it cannot be copied now.
     """
-    if not forked_ray.has_ray():
+    if not _has_ray():
         return ""
     first, second = _drawn_in_copy().split(), _drawn_in_copy().split()
     if not first or len(first) != len(second) or set(first) & set(second):
@@ -285,8 +285,8 @@ def _drawn_in_copy() -> bytes:
     process = os.fork()
     if process == 0:
         try:
-            drawn = [forked_ray.draw_id()]
-            thread = threading.Thread(target=lambda: drawn.append(forked_ray.draw_id()))
+            drawn = [_draw_id()]
+            thread = threading.Thread(target=lambda: drawn.append(_draw_id()))
             thread.start()
             thread.join()
             os.write(writing, " ".join(drawn).encode())
@@ -329,11 +329,46 @@ def _why_no_copy(own: Mapping[str, str], asked: Mapping[str, str]) -> str:
     return ""
 
 
+def _has_ray() -> bool:
+    """Return whether this process has imported Ray, and so its compiled library."""
+    return "ray" in sys.modules
+
+
+@contextlib.contextmanager
+def _python_draws_class_ids() -> Iterator[None]:
+    """Let actor classes that are defined in the block have ids of the system's randomness.
+
+    HAZARD: Ray's library draws ids of tasks and objects from one generator, which begins with the first draw. Copies
+    made after that would draw the same ids as each other. The class of an actor draws its id when it is defined.
+    """
+    actor: Any = sys.modules.get("ray.actor")
+    if actor is None:
+        yield
+        return
+    drawing = actor.ActorClassID
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: drawing(os.urandom(drawing.size())))
+    try:
+        yield
+    finally:
+        actor.ActorClassID = drawing
+
+
+def _draw_id() -> str:
+    """Return an id of Ray's generator, in hex."""
+    return str(sys.modules["ray"].WorkerID.from_random().hex())
+
+
+def _reload_settings() -> None:
+    """Read Ray's settings from the environment again, which was another one at import."""
+    if _has_ray():
+        sys.modules["ray._raylet"].Config.initialize("")
+
+
 def _become(request: CopyRequest, script: str) -> None:
     """Make a copy what the process would be that asked for it, and run the worker's script."""
     request.apply()
     _renew_randomness()
-    forked_ray.reload_settings()
+    _reload_settings()
     gc.enable()
     sys.argv = [script, *request.arguments]
     sys.path.insert(0, os.path.dirname(script))

@@ -40,7 +40,7 @@ from deployments.engines.text.forwards import (
 from deployments.engines.text.known import ScoringRule
 from deployments.engines.text.sentence_layers import Pooling, scores_of
 from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenizer, TokenizedText
-from weights.formats.sentence_stages import SentenceStage
+from weights.formats.encoder_files import SentenceStage
 
 _Outputs = Mapping[str, torch.Tensor]
 

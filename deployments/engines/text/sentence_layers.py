@@ -18,7 +18,7 @@ from deployments.engines.protocol import ComputationFailed, EngineError
 from deployments.engines.text.known import ACTIVATIONS, POOLINGS, SOFTMAX, ScoringRule, check_head
 from weights.errors import FormatError
 from weights.formats.dense_head import DenseConfig, check_dense_tensors, read_dense_config
-from weights.formats.sentence_stages import SentenceStage
+from weights.formats.encoder_files import SentenceStage
 from weights.torch_dtypes import DTYPE_NAMES
 
 _ACTIVATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = dict(

@@ -18,7 +18,7 @@ from weights.loader import load_from_store
 from weights.manifest import ExtentRef, Layout, Manifest
 from weights.reading.extents import read_extent
 from weights.storage.meta import StoreMeta
-from weights.storage.sharing import SharedExtents
+from weights.storage.packs import SharedExtents
 from weights.store import WeightStore
 from weights.verification import verify
 
@@ -128,7 +128,7 @@ def test_what_is_shared_is_read_once_and_without_the_lock(
         read.append(extent.id)
         return read_extent(packs, extent)
 
-    monkeypatch.setattr("weights.storage.sharing.read_extent", watch)
+    monkeypatch.setattr("weights.storage.packs.read_extent", watch)
     wanted = {name: tensors[name] for name in ("t1", "t2", "t5")}
     new = externalize(store, "new", write_model("new", wanted | {"own": torch.rand(400)}))
     assert len(read) == 3
@@ -200,7 +200,7 @@ def test_what_is_written_again_for_the_rule_is_less_than_a_hundredth_of_the_stor
     family = {"base": base, "attn": tensors(base, "ff"), "ff": tensors(base, "attn"), "none": tensors(base, "nowhere")}
     stored_bytes = []
     for part in (0.0, 0.25):
-        monkeypatch.setattr("weights.storage.sharing.MIN_WANTED_PART", part)
+        monkeypatch.setattr("weights.storage.packs.MIN_WANTED_PART", part)
         store = WeightStore(tmp_path / f"store-{part}")
         for name, own in family.items():
             externalize(store, name, write_model(name, own | small))

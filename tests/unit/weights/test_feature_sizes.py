@@ -24,11 +24,6 @@ def sizes(store: WeightStore, folder: Path, component: str | None = None) -> Fea
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
-@pytest.fixture
 def bert(tmp_path: Path) -> Path:
     return Path(shutil.copytree(MODELS / "texts-bert", tmp_path / "bert"))
 

@@ -19,11 +19,6 @@ from weights.store import WeightStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
-@pytest.fixture
 def onnx_file(tmp_path: Path) -> Path:
     weight = seeded_rng().standard_normal((64, 8)).astype(np.float32)
     graph = make_graph(

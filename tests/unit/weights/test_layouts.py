@@ -27,11 +27,6 @@ DEMO_MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 @pytest.fixture(autouse=True)
 def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of small files; what a flush is good for, no test of this file could see."""

@@ -24,11 +24,6 @@ from weights.verification import verify
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 

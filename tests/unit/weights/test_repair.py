@@ -25,11 +25,6 @@ from weights.verification import verify
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 @pytest.fixture(autouse=True)
 def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip flushes: no test of this file could see what they are good for."""

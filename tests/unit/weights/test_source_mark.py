@@ -21,11 +21,6 @@ from weights.store import WeightStore
 EPOCH_NS = 10**18
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def freeze(folder: Path) -> None:
     """Set times as SOURCE_DATE_EPOCH and `tar --mtime` do."""
     for file in folder.rglob("*"):

@@ -14,11 +14,6 @@ from weights.store import WeightStore
 from weights.verification import verify
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def flip(file: Path, offset: int) -> None:
     data = bytearray(file.read_bytes())
     data[offset] ^= 0x10

@@ -63,7 +63,7 @@ class Segment(NamedTuple):
     offset: int = 0
 
 
-class Source:
+class ByteSource:
     """Bytes in the order asked for, from blocks that are gone when the next one comes."""
 
     def __init__(self, blocks: Iterable[memoryview]) -> None:
@@ -105,7 +105,7 @@ def encode_header(segments: Sequence[Segment]) -> bytes:
     return _HEADER.pack(_MAGIC, sum(part.nbytes for part in segments), len(segments)) + b"".join(rows)
 
 
-def read_header(source: Source, nbytes: int, stored_bytes: int, bases: Sequence[int]) -> list[Segment]:
+def read_header(source: ByteSource, nbytes: int, stored_bytes: int, bases: Sequence[int]) -> list[Segment]:
     """Return the segments of a delta of `stored_bytes` for an extent of `nbytes`, against bases of so many bytes.
 
     Raises DeltaDamaged when they are not its size, reach beyond a base or cannot be in so few bytes.
@@ -167,7 +167,9 @@ class ChunkDecoder:
         self._zstd = zstandard.ZstdDecompressor(max_window_size=2 * CHUNK_BYTES)
         self._out = np.empty(CHUNK_BYTES, np.uint8)
 
-    def frames(self, source: Source, nbytes: int, item_bytes: int) -> tuple[bool, list[tuple[bool, int]], memoryview]:
+    def frames(
+        self, source: ByteSource, nbytes: int, item_bytes: int
+    ) -> tuple[bool, list[tuple[bool, int]], memoryview]:
         """Take a chunk of `nbytes` from `source`: whether it is a difference, its frames' forms, and their bytes.
 
         Raises DeltaDamaged when a frame is larger than its plane.

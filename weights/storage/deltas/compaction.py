@@ -7,6 +7,7 @@ manifest last. What a run that was killed has finished stays, and the next one g
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import hashlib
 import json
 import os
@@ -27,8 +28,15 @@ from weights.layouts import publish_again
 from weights.manifest import EXTENT_ALIGNMENT, MAX_BASES, Component, DeltaRef, ExtentRef, Manifest, TensorRef
 from weights.memory.pages import ByteArray
 from weights.reading.extents import read_extent
-from weights.storage.deltas.codec import CODEC, ChunkDecoder, Segment, Source, chunk_sizes, encode_chunk, encode_header
-from weights.storage.deltas.families import MAX_RATIO, Sample, choose_bases
+from weights.storage.deltas.codec import (
+    CODEC,
+    ByteSource,
+    ChunkDecoder,
+    Segment,
+    chunk_sizes,
+    encode_chunk,
+    encode_header,
+)
 from weights.storage.durable import disk_errors
 from weights.storage.hashing import HASH_THREADS, hash_tensors
 from weights.storage.publishing import publish_places
@@ -39,6 +47,11 @@ _Member = tuple[str, str]  # model and component
 
 _NUM_SAMPLED: Final = 16  # tensors of a component, the largest
 _SAMPLE_BYTES: Final = 16 * 1024  # of each
+# A delta that is not smaller than this part of its extent is not worth decoding: the plain bytes stay.
+_MAX_RATIO: Final = 0.9
+# Bits of weights that have nothing to do with each other agree here and there: that makes no family.
+_MAX_OF_ALONE: Final = 0.97
+_Sample = Sequence[tuple[int, ByteArray]]  # bytes of an item, and some items, of the same tensors in all members
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +161,7 @@ def _bases_of(store: WeightStore, manifests: Mapping[str, Manifest]) -> dict[_Me
         if len(members) > 1:
             parts = {(model, name): manifests[model].components[name] for model, name in members}
             samples = {member: _sample(store, manifests[member[0]], part) for member, part in parts.items()}
-            bases |= choose_bases(samples, _fixed(parts, needed))
+            bases |= _choose_bases(samples, _fixed(parts, needed))
     return bases
 
 
@@ -172,7 +185,7 @@ def _structure(part: Component) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _sample(store: WeightStore, manifest: Manifest, part: Component) -> Sample:
+def _sample(store: WeightStore, manifest: Manifest, part: Component) -> _Sample:
     """Read some bytes from the middle of the largest tensors; unverified: they only say who is near to whom."""
     largest = sorted(part.tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_NUM_SAMPLED]
     sample = []
@@ -335,7 +348,7 @@ class _DeltaWriter:
                 parts.append(chunk)
                 sizes[piece.kind] += len(chunk)
         nbytes = sum(map(len, parts))
-        if nbytes >= MAX_RATIO * extent.nbytes:
+        if nbytes >= _MAX_RATIO * extent.nbytes:
             return None
         self._stored += sizes
         for piece in pieces:
@@ -388,7 +401,49 @@ def _encoded(chunk: ByteArray, item_bytes: int, base: ByteArray | None) -> bytes
     """Encode a chunk, and decode it again: the plain bytes are given up for it."""
     data = encode_chunk(chunk, item_bytes, base)
     decoder = ChunkDecoder()
-    is_difference, frames, frame_bytes = decoder.frames(Source([memoryview(data)]), chunk.nbytes, item_bytes)
+    is_difference, frames, frame_bytes = decoder.frames(ByteSource([memoryview(data)]), chunk.nbytes, item_bytes)
     if decoder.decode(chunk.nbytes, item_bytes, frames, frame_bytes, base if is_difference else None) != chunk.data:
         raise StoreError("a chunk of a delta does not decode to what was encoded; nothing was changed")
     return data
+
+
+def _choose_bases(samples: Mapping[_Member, _Sample], fixed: Collection[_Member] = ()) -> dict[_Member, _Member]:
+    """Return the base of each member that is to be a delta. One hop: a base is in no delta itself.
+
+    Members have one structure. `fixed` are bases already, and stay. Of the others each joins the nearest of these that
+    it is near to; then medoids become bases, each of those that are near, until nobody is left.
+    """
+
+    @functools.cache
+    def distance(one: _Member, other: _Member) -> float:
+        return _bit_distance(samples[one], samples[other])
+
+    bases: dict[_Member, _Member] = {}
+    free = [member for member in samples if member not in fixed]
+    for member in free:
+        nearest = min(fixed, key=functools.partial(distance, member), default=None)
+        if nearest is not None and _is_near(samples[member], samples[nearest]):
+            bases[member] = nearest
+    left = [member for member in free if member not in bases]
+    while len(left) > 1:
+        sums = {base: sum(distance(base, member) for member in left) for base in left}
+        medoid = min(left, key=sums.__getitem__)
+        joined = [m for m in left if m != medoid and _is_near(samples[m], samples[medoid])]
+        bases |= dict.fromkeys(joined, medoid)
+        left = [member for member in left if member not in (medoid, *joined)]
+    return bases
+
+
+def _bit_distance(sample: _Sample, other: _Sample) -> float:
+    """Return the part of the bits that differ, 0 to 1."""
+    num_bytes = sum(items.nbytes for _, items in sample)
+    num_bits = sum(int(np.bitwise_count(a ^ b).sum()) for (_, a), (_, b) in zip(sample, other, strict=True))
+    return num_bits / (8 * num_bytes) if num_bytes else 0.0
+
+
+def _is_near(sample: _Sample, base: _Sample) -> bool:
+    """Return whether the sample is well stored as a difference, and better so than through the same codec alone."""
+    num_bytes = sum(items.nbytes for _, items in sample)
+    alone = sum(len(encode_chunk(items, size, None)) for size, items in sample)
+    encoded = sum(len(encode_chunk(a, size, b)) for (size, a), (_, b) in zip(sample, base, strict=True))
+    return encoded < _MAX_RATIO * num_bytes and encoded < _MAX_OF_ALONE * alone

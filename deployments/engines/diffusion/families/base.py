@@ -195,7 +195,7 @@ class Family(ABC):
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
 
     def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
-        """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_variant.py`)."""
+        """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
         return self.defaults
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:

@@ -16,7 +16,6 @@ from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import Claim, HeldExtent
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.residency.admission import PATIENCE_S
 
 WAIT_S = 10.0
 
@@ -144,47 +143,6 @@ def test_the_wait_is_bounded_by_the_clock(held: HeldExtents, clock: Clock, pool:
         future.result(WAIT_S)
 
 
-def test_what_can_never_fit_is_refused_at_once(held: HeldExtents) -> None:
-    with pytest.raises(BudgetExceeded, match=r"100 bytes are missing.*never fit.*nobody"):
-        held.claim(extents("abcd"), "w")
-    acquire(held, "a", "v")
-    give(held, "a", "v")
-    held.set_pins(["a"])
-    with pytest.raises(BudgetExceeded, match=r"100 bytes are missing.*never fit.*pinned: 100 bytes"):
-        held.claim(extents("bcd"), "w")
-    assert acquire(held, "abc", "w")  # the pinned one is asked for itself
-
-
-def test_a_large_request_is_not_overtaken_by_small_ones(held: HeldExtents, pool: ThreadPoolExecutor) -> None:
-    acquire(held, "ab", "v")
-    large = waiting(held, pool, "cde", "w")
-    small = [waiting(held, pool, id_, f"small-{id_}") for id_ in "xyz"]  # there is room for one of them now
-    give(held, "a", "v")
-    assert not large.done()
-    assert not any(future.done() for future in small)
-    give(held, "b", "v")
-    large.result(WAIT_S)
-    give(held, "cde", "w")
-    assert [future.result(WAIT_S) for future in small] == [{id_: f"ref-{id_}"} for id_ in "xyz"]
-
-
-def test_who_wants_only_what_is_here_overtakes_for_a_while(
-    held: HeldExtents, clock: Clock, pool: ThreadPoolExecutor
-) -> None:
-    acquire(held, "ab", "v")
-    large = waiting(held, pool, "cde", "w")
-    acquire(held, "a", "quick")
-    clock.now_s += PATIENCE_S
-    late = waiting(held, pool, "a", "late")
-    acquire(held, "b", "quick")  # it has leases: the one in front may be waiting for just those
-    give(held, "ab", "v")
-    give(held, "ab", "quick")
-    large.result(WAIT_S)
-    assert not late.done()
-    give(held, "cde", "w")
-    late.result(WAIT_S)
-
-
 def test_two_models_that_do_not_fit_together_take_turns(pool: ThreadPoolExecutor) -> None:
     held = HeldExtents(300)
 
@@ -229,16 +187,6 @@ def test_pinned_extents_stay_until_they_are_unpinned(held: HeldExtents) -> None:
     held.set_pins([])
     assert held.drop(list("aacd")) == ["a"]
     assert {found.id: found.pinned for found in held.residents()} == {"c": False, "d": False}
-
-
-def test_what_is_used_more_stays_longer(held: HeldExtents, clock: Clock) -> None:
-    for ids in ("a", "a", "a", "b", "c"):
-        acquire(held, ids, "v")
-        give(held, ids, "v")
-        clock.now_s += 1.0
-    acquire(held, "d", "v")
-    assert resident(held) == "acd"
-    assert {found.id: found.hits for found in held.residents()} == {"a": 3, "c": 1, "d": 1}
 
 
 def test_what_is_quick_to_get_again_goes_first(clock: Clock) -> None:

@@ -179,22 +179,6 @@ def test_leases_are_counted_and_releasing_is_idempotent(keeper, extents) -> None
     assert node.holders()["a"] == ("w",)
 
 
-def test_the_least_recently_used_extent_goes_first(keeper, extents, reads: Reads) -> None:
-    node = keeper(300)
-    for id_ in "abc":
-        node.acquire([extents[id_]], "w")
-    node.release(["a", "b", "c"], "w")
-    node.acquire([extents["a"]], "w")
-    node.release(["a"], "w")
-    node.acquire([extents["d"]], "w")
-    assert resident(node) == "acd"
-    node.acquire([extents["e"]], "w")
-    assert resident(node) == "ade"
-    assert node.stats().num_evicted == 2
-    node.acquire([extents["b"]], "w")
-    assert reads.counts["b"] == 2
-
-
 def test_making_room_spares_what_the_same_call_asks_for(keeper, extents, reads: Reads) -> None:
     node = keeper(200)
     for id_ in "ab":

@@ -363,16 +363,6 @@ def test_kept_extents_are_adopted_by_the_next_keeper_and_called_back_by_it(node,
     after.close()
 
 
-def test_a_smaller_budget_calls_back_what_is_kept(node, replica) -> None:
-    one = replica("one")
-    one.use("abc")
-    one.leave("ab")
-    listening(node, "one")
-    node.set_budget(100)
-    wait_until(lambda: node.stats().resident_bytes == 100)
-    assert (resident(node), node.stats().holders) == ("c", {"one": 100})
-
-
 def test_what_is_dropped_is_called_back(node, replica) -> None:
     one = replica("one")
     one.use("abc")

@@ -7,8 +7,16 @@ import random
 from dataclasses import fields, replace
 from typing import Any
 
-from cluster.placement.plans import SwitchPlan
-from cluster.placement.state import BATCH, INTERACTIVE, STANDARD, ClusterState, Components, ModelState, WorkerState
+from cluster.placement.state import (
+    BATCH,
+    INTERACTIVE,
+    STANDARD,
+    ClusterState,
+    Components,
+    ModelState,
+    SwitchPlan,
+    WorkerState,
+)
 
 GB = 10**9
 

@@ -7,7 +7,7 @@ from collections import Counter
 from types import FrameType
 from typing import Any
 
-from cluster.placement import candidates, on_demand, switching
+from cluster.placement import on_demand, outlook, switching
 from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.switching import plan_switches
@@ -41,7 +41,7 @@ def test_a_tick_of_ten_thousand_models_and_workers_is_linear() -> None:
     assert many.total() < 4.4 * few.total()  # four times the cluster
     assert many.total() < 16 * 10_000
     # What is costly is done for the models that are looked at only, on a few workers each.
-    most_candidates = 3 * candidates.MAX_CANDIDATES
-    ahead = 2 * candidates.MAX_CANDIDATES * candidates.FEW
+    most_candidates = 3 * outlook.MAX_CANDIDATES
+    ahead = 2 * outlook.MAX_CANDIDATES * outlook.FEW
     assert many["_option_for"] < switching.MAX_NEEDS * most_candidates + ahead
     assert many["switch_s"] <= many["_option_for"] + 4 * on_demand.MAX_STARTS

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import OverrideRefused
 from cluster.placement.overrides import OverrideChange, Overrides, changed
-from cluster.registry.registrations import OverridesFile
+from cluster.registry.registrations import overrides_file
 
 WORKERS = ("w-one", "w-two", "x-three")
 
@@ -66,18 +66,18 @@ def test_what_was_ordered_for_a_worker_that_is_gone_can_be_ended() -> None:
 def test_a_file_keeps_them_and_a_damaged_one_is_said_and_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = OverridesFile(tmp_path / "overrides" / "one.json")
-    assert file.read_overrides() == Overrides()
+    file = overrides_file(tmp_path, "one")
+    assert file.read() is None
     wanted = after(freeze(), freeze("x"), pin("w-one", "a"), OverrideChange("drain", True, "w-two"))
     file.save(wanted)
-    assert file.read_overrides() == wanted
+    assert file.read() == wanted
     assert [found.name for found in (tmp_path / "overrides").iterdir()] == ["one.json"]
     (tmp_path / "overrides" / "one.json").write_text('{"frozen": 7}')
-    assert file.read_overrides() == Overrides()
+    assert file.read() is None
     assert "one.json" in caplog.text
 
 
 def test_a_disk_that_does_not_take_it_is_said(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "overrides").write_text("")
     with pytest.raises(OverrideRefused, match="cannot be written"):
-        OverridesFile(tmp_path / "file" / "one.json").save(Overrides())
+        overrides_file(tmp_path, "one").save(Overrides())

@@ -7,8 +7,7 @@ from dataclasses import replace
 from cluster.admission.replica_slots import OnDemandSwitch
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import waits_there
-from cluster.placement.plans import Decision, SwitchPlan
-from cluster.placement.state import BATCH, INTERACTIVE, Components, ModelState, WorkerState
+from cluster.placement.state import BATCH, INTERACTIVE, Components, Decision, ModelState, SwitchPlan, WorkerState
 from cluster.placement.switching import THROUGHPUT_FIRST, plan_switches
 
 GB = 10**9

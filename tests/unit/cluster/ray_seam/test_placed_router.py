@@ -15,7 +15,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.ray_seam import replica_watch
+from cluster.ray_seam import handles
 from cluster.ray_seam.placed_router import PlacedRouter
 from cluster.text_routes import FEW_TEXTS, encoder_for, route_of
 
@@ -66,9 +66,9 @@ def replicas() -> list[Replica]:
 def known() -> Iterator[list[frozenset[str]]]:
     """Every list of names that the watchers were told."""
     told: list[frozenset[str]] = []
-    replica_watch._watchers[WORKER.app_name, WORKER.name] = [told.append]
+    handles._watchers[WORKER.app_name, WORKER.name] = [told.append]
     yield told
-    del replica_watch._watchers[WORKER.app_name, WORKER.name]
+    del handles._watchers[WORKER.app_name, WORKER.name]
 
 
 @pytest.fixture

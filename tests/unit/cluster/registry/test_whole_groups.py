@@ -10,8 +10,8 @@ from unit.counting import operations
 
 from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import PeerAddress
-from cluster.placement.held_components import HeldComponents
 from cluster.registry.extent_locations import ResidencyMap
+from cluster.registry.whole_groups import HeldComponents
 
 ADDRESS = PeerAddress("10.0.0.1", 7000)
 EXTENTS = [f"e{number}" for number in range(12)]

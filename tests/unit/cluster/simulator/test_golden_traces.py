@@ -10,8 +10,7 @@ from unit.cluster.simulator.random_scenarios import GB, random_scenario
 from cluster.placement.state import Components, SloClass
 from cluster.simulator.controlled import Controlled
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
-from cluster.simulator.traces import poisson, zipf_shares
+from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
 from cluster.simulator.world import World
 
 

@@ -15,8 +15,7 @@ from cluster.admission.replica_slots import Ended
 from cluster.placement.state import Components
 from cluster.simulator.recorded import note_sizes, recorded_scenario
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker, read_trace, trace_lines
-from cluster.simulator.traces import poisson
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, read_trace, trace_lines
 from configs.admission import AdmissionConfig
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 import pytest
 
-from cluster.placement.state import Components
-from cluster.simulator import recording
+from cluster.placement.state import Components, SloClass
+from cluster.simulator import running
 from cluster.simulator.multiplexed import policies_and_multiplexed
-from cluster.simulator.recording import recording_of, why_not_recorded
-from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker
+from cluster.simulator.running import least_workers, recording_of, simulate, why_not_recorded
+from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
 
 GB = 10**9
 
@@ -51,5 +51,25 @@ def test_requests_that_nobody_served_have_no_times() -> None:
 def test_a_run_that_is_too_large_for_a_page_is_told(monkeypatch) -> None:
     _, world = simulate(scenario(), "latency-first")
     assert why_not_recorded(world) == ""
-    monkeypatch.setattr(recording, "MAX_REQUESTS", 11)
+    monkeypatch.setattr(running, "MAX_REQUESTS", 11)
     assert why_not_recorded(world) == "12 requests; a page shows at most 11"
+
+
+MAX = 7
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_one_worker_less_does_not_suffice(seed: int) -> None:
+    slo = SloClass("test", 6.0)
+    models = tuple(SimModel(f"m{n}", Components({f"c{n}": GB}), 1.0, 0.6, slo) for n in range(4))
+    requests = tuple(poisson(1.5 + seed, zipf_shares([m.id for m in models]), 40.0, random.Random(seed)))
+
+    def scenario_of(num: int) -> Scenario:
+        workers = tuple(SimWorker(f"w{n}", "n", GB, attach_bytes_per_s=GB / 1.5) for n in range(num))
+        return Scenario(models, workers, requests)
+
+    found = least_workers(scenario_of, "latency-first", 0.9, MAX)
+    enough = [num for num in range(1, MAX + 1) if simulate(scenario_of(num), "latency-first")[0].slo_attainment >= 0.9]
+    assert found in enough
+    assert found - 1 not in enough
+    assert least_workers(scenario_of, "latency-first", 0.9, found - 1 or 1) is (None if found > 1 else 1)

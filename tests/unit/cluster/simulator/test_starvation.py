@@ -11,8 +11,7 @@ from unit.cluster.simulator.random_scenarios import GB
 from cluster.placement.state import MAX_WAIT_TARGETS, Components, SloClass
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, SwitchingPolicy
 from cluster.simulator.controlled import TICK_S, Controlled
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
-from cluster.simulator.traces import poisson
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, poisson
 from cluster.simulator.world import WorkerInWorld, World
 
 POLICIES = pytest.mark.parametrize("policy", [LATENCY_FIRST, THROUGHPUT_FIRST], ids=lambda policy: policy.mode)

@@ -14,8 +14,7 @@ from unit.cluster.simulator.random_scenarios import random_scenario
 
 from cluster.simulator.chart import chart_of
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import read_trace, trace_lines
-from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
+from cluster.simulator.scenario import bursts, diurnal, poisson, read_trace, trace_lines, zipf_shares
 
 
 @pytest.mark.parametrize("seed", range(10))

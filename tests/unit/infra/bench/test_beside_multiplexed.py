@@ -10,8 +10,7 @@ import pytest
 from cluster.placement.state import Components
 from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimWorker
-from cluster.simulator.traces import bursts, poisson
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, bursts, poisson
 
 SHARES: Final = {"flux": 0.5, "sdxl": 0.25, "inverted": 0.15, "t0": 0.04, "t1": 0.03, "t2": 0.03}
 SERVICE_S: Final = {"sdxl": 0.2}

@@ -18,11 +18,6 @@ from weights.store import WeightStore
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
-@pytest.fixture
 def root(tmp_path: Path) -> Path:
     (tmp_path / "models").mkdir()
     return tmp_path / "models"

@@ -10,9 +10,8 @@ from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
 from weights.errors import FormatError
-from weights.formats.fused_rows import split_rows
 from weights.formats.safetensors import read_header
-from weights.formats.tensors import FileTensor
+from weights.formats.tensors import FileTensor, split_rows
 
 
 @pytest.mark.parametrize(

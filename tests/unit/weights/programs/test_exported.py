@@ -129,11 +129,6 @@ def linear() -> ExportedProgram:
     return torch.export.export(nn.Linear(6, 5), (torch.rand(2, 6),))
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
-
-
 def outputs(program: ExportedProgram, inputs: tuple[Any, ...]) -> list[torch.Tensor]:
     with torch.no_grad():
         found = program.module()(*inputs)

@@ -22,16 +22,10 @@ from safetensors.torch import save_file
 from weights.errors import FormatError, StoreError, WeightsError
 from weights.externalize import externalize
 from weights.programs.onnx_models import MIN_EXTERNAL_BYTES, externalize_onnx, load_onnx, write_onnx
-from weights.store import WeightStore
 
 pytestmark = pytest.mark.slow
 
 WIDTH = 24
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> WeightStore:
-    return WeightStore(tmp_path / "store")
 
 
 def floats(*shape: int) -> np.ndarray:

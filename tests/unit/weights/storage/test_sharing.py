@@ -9,7 +9,7 @@ from kit.seeding import seeded_random
 
 from weights.manifest import ExtentRef
 from weights.storage.meta import StoreMeta
-from weights.storage.sharing import MIN_WANTED_PART, shared_extents
+from weights.storage.packs import MIN_WANTED_PART, shared_extents
 
 
 def sha(text: str) -> str:

@@ -29,7 +29,7 @@ from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.tokens import TextTokenizer
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.pipeline_variant import pipeline_variant
+from weights.formats.pipeline_parts import pipeline_variant
 
 KLEIN, DEV = "Flux2KleinPipeline", "Flux2Pipeline"
 FLUX_2 = (KLEIN, DEV)  # which take no negative prompt in stock

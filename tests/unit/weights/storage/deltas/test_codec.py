@@ -14,10 +14,10 @@ from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
 from weights.memory.pages import ByteArray
 from weights.storage.deltas.codec import (
     CHUNK_BYTES,
+    ByteSource,
     ChunkDecoder,
     DeltaDamaged,
     Segment,
-    Source,
     chunk_sizes,
     encode_chunk,
     encode_header,
@@ -40,7 +40,7 @@ def encode(target: ByteArray, segments: Sequence[Segment], bases: Sequence[ByteA
 
 
 def decode(data: bytes, nbytes: int, bases: Sequence[ByteArray], block_bytes: int = 1 << 30) -> bytes:
-    source = Source(memoryview(data)[start : start + block_bytes] for start in range(0, len(data), block_bytes))
+    source = ByteSource(memoryview(data)[start : start + block_bytes] for start in range(0, len(data), block_bytes))
     decoder, out = ChunkDecoder(), bytearray()
     for segment in read_header(source, nbytes, len(data), [base.nbytes for base in bases]):
         offset = segment.offset
