@@ -208,8 +208,8 @@ _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 LongText = Literal["truncate", "error", "chunk"]
 # "stock": T5 and CLIP see the padding, as in diffusers. "trimmed": a T5 sees the real tokens only; no others are kept.
 TextPadding = Literal["stock", "trimmed"]
-# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI.
-PromptSyntax = Literal["plain", "weighted"]
+# "weighted": (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; "compel": word++, (words)--.
+PromptSyntax = Literal["plain", "weighted", "compel"]
 
 
 class GenerationDefaults(StrictModel):
@@ -236,7 +236,9 @@ class GenerationDefaults(StrictModel):
         None, gt=0, le=1, allow_inf_nan=False, description="how much of an input image is made anew"
     )
     prompt_syntax: PromptSyntax | None = Field(
-        None, description="weighted: (word:1.3), [word] and BREAK in prompts mean what they do in the WebUI"
+        None,
+        description="weighted: (word:1.3), [word] and BREAK in prompts mean what they do in the WebUI; compel: word++ "
+        "and (words)-- what they do in Compel",
     )
     clip_skip: int | None = Field(None, ge=0, le=64, description="layers of its CLIPs that are left out of prompts")
     deterministic: bool | None = None

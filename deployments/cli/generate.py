@@ -46,6 +46,9 @@ def generate(
     control: Annotated[
         list[str] | None, typer.Option(help="ControlNet and its image, as NAME:FILE or NAME:FILE:SCALE.")
     ] = None,
+    ip_adapter: Annotated[
+        list[str] | None, typer.Option(help="IP-Adapter and its image, as NAME:FILE or NAME:FILE:SCALE.")
+    ] = None,
     local: Annotated[bool, typer.Option("--local", help="In this process, without a cluster.")] = False,
     config: Annotated[Path, typer.Option(help="Cluster YAML, for --local.")] = DEFAULT_CONFIG,
     url: Url = None,
@@ -67,7 +70,8 @@ def generate(
         "strength": strength,
         "init_image": image and _file(image, "--image"),
         "mask_image": mask and _file(mask, "--mask"),
-        "control": [_control(text) for text in control or []],
+        "control": [_with_image(text, "--control") for text in control or []],
+        "ip_adapter": [_with_image(text, "--ip-adapter") for text in ip_adapter or []],
     }
     client = None if local else find_client(url, key)
     body = {name: value for name, value in body.items() if value is not None and value != []}
@@ -170,14 +174,15 @@ def _file(path: Path, option: str) -> str:
         raise OptionError(f"{option} {path}: {error.strerror}") from None
 
 
-def _control(text: str) -> dict[str, Any]:
+def _with_image(text: str, option: str) -> dict[str, Any]:
+    """Return the adapter that NAME:FILE or NAME:FILE:SCALE says, as requests have it. Raises OptionError."""
     name, _, rest = text.partition(":")
     file, _, scale = rest.rpartition(":")
     if not file or not math.isfinite(_scale(scale)):  # a file whose name may have colons
         file, scale = rest, ""
     if not name or not file:
-        raise OptionError(f"--control {text!r}: expected NAME:FILE or NAME:FILE:SCALE")
-    return {"name": name, "image": _file(Path(file), "--control"), "scale": _scale(scale)}
+        raise OptionError(f"{option} {text!r}: expected NAME:FILE or NAME:FILE:SCALE")
+    return {"name": name, "image": _file(Path(file), option), "scale": _scale(scale)}
 
 
 def lora_use(text: str) -> dict[str, Any]:

@@ -99,6 +99,12 @@ SHIMS: Final = (
         is_needed=False,
     ),
     Shim(
+        "images of chats",
+        "language models see no images",
+        used=("transformers:ProcessorMixin._process_images",),
+        is_needed=False,
+    ),
+    Shim(
         "language models with a cache of their own",
         "hybrid and recurrent language models are not served",
         used=(
@@ -268,6 +274,14 @@ def generate_step(
         inputs["logits_to_keep"] = 1
     output = module(**inputs, return_dict=True)
     return output.logits, module._update_model_kwargs_for_generation(output, dict(kept))
+
+
+def process_image(processor: Any, image: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return an image as the model of a processor takes it, and what stands for it in a text."""
+    known = inspect.signature(processor._process_images).parameters
+    own = {name: getattr(processor, name) for name in known if hasattr(processor, name)}  # of GOT-OCR, its rules
+    inputs, texts = processor._process_images([[image]], return_tensors="pt", **(own | dict(options)))
+    return inputs, texts[0]
 
 
 def ignored_names(module: Any) -> tuple[list[str], list[str]]:

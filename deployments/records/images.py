@@ -103,7 +103,9 @@ class ImageOptions(RequestModel):
     sigmas: tuple[Annotated[float, Finite], ...] | None = Field(None, min_length=1, max_length=1000)
     timesteps: tuple[int, ...] | None = Field(None, min_length=1, max_length=1000)
     prompt_syntax: PromptSyntax | None = Field(
-        None, description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; else plain"
+        None,
+        description="weighted: (word), (word:1.3), [word] and BREAK as in the Stable Diffusion WebUI; compel: word++, "
+        "(words)-- and (words)1.3 as in Compel; else plain",
     )
     clip_skip: int | None = Field(
         None, ge=0, le=64, description="layers of its CLIPs that a Stable Diffusion 1, 2 or XL leaves out of prompts"

@@ -23,7 +23,7 @@ from deployments.engines.diffusion.families.texts import EncodeItem, lacking_enc
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.prompt_weights import has_weights, without_weights
+from deployments.engines.text.prompt_weights import from_compel, has_weights, without_weights
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
 from deployments.modules.cache import Lease, ModuleCache
@@ -276,6 +276,9 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
     """
     if request.prompt_syntax == "plain":
         return request, False, ()
+    if request.prompt_syntax == "compel":
+        negative = None if request.negative_prompt is None else from_compel(request.negative_prompt)
+        request = replace(request, prompt=from_compel(request.prompt), negative_prompt=negative)
     if "chunk" not in family.refused_text_rules:
         return replace(request, long_text="chunk"), True, ()
     texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]

@@ -2,17 +2,18 @@
 
     python -m infra.supported.language_models [CLASS ...]
 
-prints a line for each class: `our decoder`, `paged`, `own cache`, `paged, with eyes` (which `vision_models` compares),
-or `refused: why`. A class that is said to be served and differs is printed with what it differs by, and ends the script
-with status 1.
+prints a line for each class: `our decoder`, `paged`, `own cache`, with `, text alone` behind it where a model reads
+images or sound as well, `paged, with eyes` (which `vision_models` compares), or `refused: why`. A class that is said to
+be served and differs is printed with what it differs by, and ends the script with status 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -22,11 +23,12 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.gemma3n import modeling_gemma3n
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES
-from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, SEEING
+from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, PAGED, SEEING, TEXT_ALONE
 from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
 
 VOCABULARY: Final = 96
@@ -131,21 +133,97 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = {
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]], "window_size": 16},
     "ZayaForCausalLM": {"num_experts_per_tok": 1},
     "Mamba2ForCausalLM": {"num_heads": 8, "head_dim": 8},
+    "Dots3NoteForCausalLM": {
+        **_LATENT,
+        "n_routed_experts": 4,
+        "shared_experts_intermediate_size": 16,
+        "qk_rope_head_dim": 8,
+        "head_dim": 16,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+        "num_hidden_layers": 3,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4,
+        "swa_q_lora_rank": 16,
+        "swa_kv_lora_rank": 16,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "Qwen4ExpForCausalLM": {
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 64,
+        "make_ngram_vocab_size_divisible_by": 8,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "eos_token_id": 2,
+    },
+    # What is not served of these models has sizes of its own.
+    "FuyuForCausalLM": {"patch_size": 2},
+    "Gemma3nForConditionalGeneration": {
+        "vision_config": {"hidden_size": 16},
+        "audio_config": {
+            "hidden_size": 16,
+            "conf_num_attention_heads": 2,
+            "conf_num_hidden_layers": 1,
+            "sscp_conv_channel_size": [4, 4],
+        },
+    },
+    "Gemma4UnifiedForConditionalGeneration": {
+        "vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 8, "output_proj_dims": 16},
+        "audio_config": {"audio_embed_dim": 16},
+    },
+    "MossTranscribeDiarizeForConditionalGeneration": {
+        "audio_config": {
+            "num_mel_bins": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 24,
+            "hidden_size": 16,
+            "max_source_positions": 16,
+        }
+    },
+    "Phi4MultimodalForCausalLM": {
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "crop_size": 8,
+            "patch_size": 4,
+        },
+        "audio_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_blocks": 1,
+            "num_attention_heads": 2,
+            "ext_pw_out_channel": 16,
+            "depthwise_separable_out_channel": 16,
+            "nemo_conv_channels": 16,
+        },
+    },
 }
 
 
 _IMAGES: Final = "it is for images or sound beside text"
-_DRAFTS: Final = "it drafts for another model, whose keys and values it reads"
 _ENCODED: Final = "it writes what an encoder has seen or heard"
 _UNEQUAL: Final = "a tiny model of it was not found equal to its own `generate`"
 REFUSED: Final[Mapping[str, str]] = {
-    **dict.fromkeys(
-        ("FuyuForCausalLM", "GitForCausalLM", "Phi4MultimodalForCausalLM", "Dots3NoteForCausalLM"), _IMAGES
-    ),
-    **dict.fromkeys(("Gemma4AssistantForCausalLM", "Gemma4UnifiedAssistantForCausalLM"), _DRAFTS),
+    "GitForCausalLM": _IMAGES,
+    **{name: f"it drafts for a {whole}, whose keys and values it reads" for name, whole in DRAFTS_FOR.items()},
     **dict.fromkeys(("TrOCRForCausalLM", "WhisperForCausalLM"), _ENCODED),
     **dict.fromkeys(("MusicgenForCausalLM", "MusicgenMelodyForCausalLM"), "it writes codes of sound"),
-    **dict.fromkeys(("RecurrentGemmaForCausalLM", "ZambaForCausalLM", "Qwen4ExpForCausalLM"), _UNEQUAL),
+    **dict.fromkeys(("RecurrentGemmaForCausalLM", "ZambaForCausalLM"), _UNEQUAL),
     **dict.fromkeys(("xLSTMForCausalLM", "ReformerModelWithLMHead"), _UNEQUAL),
     "BltForCausalLM": "it reads bytes in patches that a second model finds",
 }
@@ -172,6 +250,8 @@ def _way(class_name: str) -> str:
         return "own cache"
     if class_name in SEEING:
         return "paged, with eyes"
+    if class_name in TEXT_ALONE:
+        return f"{_way(TEXT_ALONE[class_name])}, text alone"
     images = _IMAGES if class_name.endswith("ForConditionalGeneration") else _UNEQUAL
     return f"refused: {REFUSED.get(class_name, images)}"
 
@@ -199,6 +279,8 @@ def tiny_config(class_name: str, **changes: Any) -> Any:
     if len(kinds) > 1 and "layer_types" in known:
         given["layer_types"] = kinds
         given |= {name: len(kinds) for name in ("num_hidden_layers", "n_layer", "num_layers") if name in given}
+    if class_name in TEXT_ALONE and "text_config" in known:
+        given["text_config"] = tiny_config(TEXT_ALONE[class_name], **changes).to_dict()
     given |= {**_ALWAYS, **OVERRIDES.get(class_name, {}), **changes}
     return config_class(**{name: value for name, value in given.items() if value is not ...})
 
@@ -206,11 +288,12 @@ def tiny_config(class_name: str, **changes: Any) -> Any:
 def tiny_model(class_name: str, **changes: Any) -> PreTrainedModel:
     """Return a random model of the class, whose layers matter to what it says. Draws from torch's generator."""
     config, model_class = tiny_config(class_name, **changes), getattr(transformers, class_name)
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in model_class(config).parameters())
-    if size > MAX_PARAMETERS:
-        raise EngineError(f"the config is not small: {size} parameters")
-    model: PreTrainedModel = model_class(config).eval().requires_grad_(False)
+    with _without_timm():
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in model_class(config).parameters())
+        if size > MAX_PARAMETERS:
+            raise EngineError(f"the config is not small: {size} parameters")
+        model: PreTrainedModel = model_class(config).eval().requires_grad_(False)
     for name, parameter in model.named_parameters():
         if parameter.ndim > 1 and "A_log" not in name:
             parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
@@ -218,6 +301,24 @@ def tiny_model(class_name: str, **changes: Any) -> PreTrainedModel:
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1)  # some search beams, or force an end
     return model
+
+
+class _SomeModel(transformers.AutoModel):
+    """What makes the parts of a model: of one that timm would make, it makes something that nothing runs."""
+
+    @classmethod
+    def from_config(cls, config: Any, **options: Any) -> Any:
+        is_timm = config.model_type == "gemma3n_vision"
+        return torch.nn.Linear(1, 1) if is_timm else transformers.AutoModel.from_config(config, **options)
+
+
+@contextlib.contextmanager
+def _without_timm() -> Iterator[None]:
+    before, modeling_gemma3n.AutoModel = modeling_gemma3n.AutoModel, _SomeModel
+    try:
+        yield
+    finally:
+        modeling_gemma3n.AutoModel = before
 
 
 def save_tiny(model: PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:

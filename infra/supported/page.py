@@ -50,6 +50,7 @@ from the library's source.
 | stock path with the paged cache | transformers' own code, batched by the scheduler of language models |
 | stock path with its own cache | transformers' own code, one sequence at a time |
 | stock path | the library's own code: pipelines take turns with others from block to block, the rest run in batches |
+| ..., text alone | the decoder of a model that reads images or sound as well, which are refused here |
 | stock path, encodes itself | the same, with the text encoders in the worker instead of the text encoder service |
 
 Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
@@ -80,7 +81,8 @@ def table() -> Iterator[SupportedClass]:
         yield SupportedClass("pipeline", pipeline.class_name, how, pipeline.makes, is_equal)
     models = {row.class_name: row.way for row in language_models.rows()} | dict.fromkeys(SEEING, "paged, with eyes")
     for name, way in sorted(models.items()):
-        how = _LANGUAGE_MODELS.get(way, way)
+        way, comma, alone = way.partition(", text alone")
+        how = _LANGUAGE_MODELS.get(way, way) + comma + alone
         yield SupportedClass("language model", name, how, "text", not how.startswith("refused"))
     for kind, rows in (("encoder", encoders.ENCODERS), ("classifier", encoders.CLASSIFIERS)):
         for row in sorted(rows, key=lambda one: one.class_name):

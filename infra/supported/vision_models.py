@@ -34,6 +34,7 @@ WORDS: Final = 80
 _SPECIAL: Final = (
     *("<image>", "<boi>", "<eoi>", "<|video|>", "<video>", "<fake_token_around_image>", "<global-img>"),
     *("<end_of_utterance>", "<row_1_col_1>", "<row_1_col_2>", "<row_2_col_1>", "<row_2_col_2>", "<end>"),
+    "<imgpad>",
 )
 # Some of them stand for images that are not there.
 BANNED: Final = tuple((token, -100.0) for token in (0, *range(WORDS, WORDS + len(_SPECIAL))))  # w0 pads: it has no text
@@ -204,6 +205,24 @@ TINY: Final[Mapping[str, _Tiny]] = {
         _library("Gemma4ImageProcessorPil", patch_size=4, pooling_kernel_size=2, max_soft_tokens=70),
         _processor("Gemma4Processor", image_seq_length=70),
     ),
+    "GotOcr2ForConditionalGeneration": _Tiny(
+        _LLAMA | {"model_type": "qwen2"},
+        {
+            "hidden_size": 16,
+            "output_channels": 8,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 4,
+            "window_size": 3,
+            "global_attn_indexes": [1],
+            "mlp_dim": 24,
+        },
+        {"image_token_index": _token("<imgpad>"), "image_seq_length": 16},
+        _library("GotOcr2ImageProcessorPil", size={"height": 64, "width": 64}),
+        _processor("GotOcr2Processor"),
+        "<imgpad>",
+    ),
     "Idefics3ForConditionalGeneration": _Tiny(
         _LLAMA,
         _IDEFICS,
@@ -277,6 +296,7 @@ def tiny_processor(class_name: str) -> Any:
     """Return the class's own processor, with images made small."""
     tiny = TINY[class_name]
     processing_smolvlm.num2words = processing_smolvlm.num2words or str  # it spells numbers of videos
+    transformers.GotOcr2Processor.num_image_tokens = 16  # which no file says
     processor = tiny.processor(tiny.image_processor(), tokenizer())
     processor.chat_template = _PARTS.replace("IMAGE", tiny.template_token)
     return processor
@@ -323,6 +343,8 @@ def stock_inputs(processor: Any, chat: Chat, images: Sequence[npt.NDArray[np.uin
         chat, chat_template=processor.chat_template, tokenize=False, add_generation_prompt=True
     )
     shown = [Image.fromarray(pixels) for pixels in images]
+    if not shown and isinstance(processor, transformers.GotOcr2Processor):  # which takes no text alone
+        return processor.tokenizer([text], return_tensors="pt")
     return processor(text=[text], images=shown or None, return_tensors="pt")
 
 

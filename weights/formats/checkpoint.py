@@ -21,7 +21,7 @@ from weights.formats.encoder_files import read_stages
 from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
-from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, is_words_file
@@ -452,6 +452,9 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
+            if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them
+                read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
+                raise FormatError(f"{path}: an IP-Adapter is a folder: this file, and {IP_ENCODER}, the CLIP beside it")
             if is_lora(header.tensors) and not is_peft(list(header.tensors)):
                 return _adapter(path)
             if is_words_file(path, header.tensors):

@@ -52,10 +52,15 @@ def is_ip_adapter_folder(path: Path) -> bool:
     return (path / ENCODER / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
+def is_ip_adapter(names: Collection[str]) -> bool:
+    """Return whether the tensors of a file are an IP-Adapter's, by their names."""
+    return any(name.startswith("image_proj.") for name in names) and any(_KEYS.match(name) for name in names)
+
+
 def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
     """Return the structure of the adapter that these tensors are (those of its encoder may be among them).
 
-    Raises AdapterError for what is none, for those that read faces, and naming the tensor that is missing.
+    Raises AdapterError for what is none, for FaceID and full ones, and naming the tensor that is missing.
     """
     own = {name: shape for name, shape in shapes.items() if not name.startswith(f"{ENCODER}.")}
     pairs = {int(match[1]) for name in own if (match := _KEYS.match(name))}
@@ -64,9 +69,7 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
         raise AdapterError(f"{file}: no IP-Adapter: expected tensors image_proj.* and ip_adapter.N.to_k_ip.weight")
     is_plain = "proj.weight" in projection
     if not is_plain and "latents" not in projection:
-        raise AdapterError(
-            f"{file}: an IP-Adapter that reads faces, or of a kind that is not known; plain and plus are"
-        )
+        raise AdapterError(f"{file}: {_why_unknown(projection)}; plain and plus ones are served, plus-face among them")
     num_resampled = 0 if is_plain else _count_layers(projection)
     wanted = {f"image_proj.{name}" for name in (_PLAIN if is_plain else _resampler_names(num_resampled))}
     wanted |= {f"ip_adapter.{number}.to_{half}_ip.weight" for number in pairs for half in "kv"}
@@ -77,6 +80,17 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
     width = projection["norm.weight" if is_plain else "norm_out.weight"][0]
     num_tokens = _PLAIN_TOKENS if is_plain else projection["latents"][1]
     return IpAdapterForm(tuple(sorted(pairs)), num_tokens, width, num_resampled)
+
+
+def _why_unknown(projection: Collection[str]) -> str:
+    """Return what an adapter of another kind is, by the names of its projection's tensors, as diffusers tells them."""
+    is_plus = any(name.startswith("perceiver_resampler.") for name in projection)
+    if is_plus or {"proj.0.weight", "norm.weight"} <= set(projection):
+        return (
+            "a FaceID adapter, which reads a face as insightface's recognition models (buffalo_l, antelopev2) describe "
+            "it, and none of them is served"
+        )
+    return "a full IP-Adapter" if "proj.3.weight" in projection else "an IP-Adapter of a kind that is not known"
 
 
 def _count_layers(names: Collection[str]) -> int:

@@ -28,7 +28,15 @@ from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
-from deployments.engines.llm.models.registry import AnyModel, create_any_model, decoder_spec, is_stock, load_config
+from deployments.engines.llm.models.registry import (
+    AnyModel,
+    create_any_model,
+    decoder_spec,
+    decoder_tensors,
+    is_stock,
+    is_text_alone,
+    load_config,
+)
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.own_cache_runner import OwnCacheRunner
 from deployments.engines.llm.pooling import load_embedding_rules
@@ -414,7 +422,7 @@ def working_bytes(
     """
     config = load_config(folder)
     if is_stock(config):  # what its layers keep is known when it runs
-        return kv_cache_bytes + converted_bytes(config, tensor_bytes)
+        return kv_cache_bytes + converted_bytes(config, decoder_tensors(config, tensor_bytes))
     sizes = (dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
     return _layer_caches(decoder_spec(config), *sizes)[-1]
 
@@ -430,10 +438,11 @@ def layer_caches(
 ) -> list[int] | None:
     """Return the bytes that an engine takes on its device beside weights, where 0, 1, ... of its layers are there.
 
-    None for a model of transformers, whose layers are all there. Raises EngineError as the engine does.
+    None for a model of transformers, or a part of one, whose layers are all there. Raises EngineError as the engine
+    does.
     """
     config = load_config(folder)
-    if is_stock(config):
+    if is_stock(config) or is_text_alone(config):
         return None
     return _layer_caches(decoder_spec(config), dtype, device, kv_cache_bytes, max_num_seqs, kv_dtype)
 

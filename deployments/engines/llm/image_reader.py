@@ -15,6 +15,7 @@ import transformers
 from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from deployments.engines.library_seam import process_image
 from deployments.engines.llm.tokenizer import checked_characters, render_chat
 from deployments.engines.processors import load_image_processor
 from deployments.engines.prompt_images import PromptImage
@@ -66,8 +67,7 @@ class ImageReader:
         if (known := self._known.get(key)) is not None:
             return known
         try:
-            inputs = self._processor.image_processor([[Image.fromarray(pixels)]], return_tensors="pt", **self._options)
-            text = self._processor.replace_image_token(inputs, 0)
+            inputs, text = process_image(self._processor, Image.fromarray(pixels), self._options)
         except Exception as error:  # of sizes that it does not take, say
             height, width = pixels.shape[:2]
             raise EngineError(f"the model takes no image of {width}x{height} pixels: {error}") from error

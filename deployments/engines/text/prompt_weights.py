@@ -1,7 +1,8 @@
 """Prompts with weights, as the Stable Diffusion WebUI reads them: `(word)`, `(word:1.3)`, `[word]` and `BREAK`.
 
 A bracket multiplies the weight of what is in it: round ones by 1.1 or by the number behind the colon, square ones by
-1 / 1.1. A backslash before a bracket makes it a character. `BREAK` begins a new chunk. No torch.
+1 / 1.1. A backslash before a bracket makes it a character. `BREAK` begins a new chunk. Prompts with weights as Compel
+reads them, `word++`, `(a b)--` and `(a b)1.3`, are read by way of that. No torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from deployments.engines.protocol import EngineError
 ROUND: Final = 1.1
 MAX_WEIGHT: Final = 10.0
 _TOKENS: Final = re.compile(r"\\[()\[\]\\]|[(\[\])]|:\s*([+-]?\d{0,6}\.?\d{1,6})\s*\)|[^\\()\[\]:]+|[\\:]")
+_MARKS: Final = {"+": 1.1, "-": 0.9}
+# A character that is meant so, the end of a bracket with its weight, or a run of characters with marks behind it.
+_COMPEL: Final = re.compile(r"\\(.)|\)(\++|-+|\d{0,6}\.?\d{1,6}(?!\w))?|([^\s()\\\[\],;:!?\"]+)|(.)", re.DOTALL)
+_COMPEL_CALL: Final = re.compile(r"\.(blend|and|swap)\s*\(")
 _BREAK: Final = re.compile(r"\s*\bBREAK\b\s*")
 
 
@@ -47,6 +52,45 @@ def has_weights(prompt: str) -> bool:
     """Return whether any words of a prompt have a weight, or a chunk of their own. Raises EngineError."""
     chunks = parse_weights(prompt)
     return len(chunks) > 1 or any(piece.weight != 1.0 for chunk in chunks for piece in chunk)
+
+
+def from_compel(prompt: str) -> str:
+    """Return a prompt with weights as Compel reads it, as `parse_weights` does: each mark multiplies by 1.1 or 0.9.
+
+    A bracket alone weighs nothing, and one without its other half is a character. Raises EngineError for a call.
+    """
+    if call := _COMPEL_CALL.search(prompt):
+        raise EngineError(
+            f"prompt: .{call[1]}() of Compel is not supported; supported are its weights: word+, (words)--, (words)1.2"
+        )
+    found: list[str] = []
+    open_: list[int] = []
+    for match in _COMPEL.finditer(prompt):
+        escaped, weight, run, other = match.groups()
+        if run is not None:
+            bare = run.rstrip(".")
+            stem = bare.rstrip("+-")
+            marks, rest = bare[len(stem) :], run[len(bare) :]
+            is_weighed = stem and len(set(marks)) == 1
+            found.append(f"({stem}:{_factor(marks)}){rest}" if is_weighed else run)
+        elif other == "(":
+            open_.append(len(found))
+            found.append("(")
+        elif match[0].startswith(")"):
+            found.append(f":{_factor(weight or '')})" if open_ else f"\\){weight or ''}")
+            open_[-1:] = []
+        else:
+            character = escaped or other
+            found.append(f"\\{character}" if character in "()[]\\" else character)
+    for place in open_:
+        found[place] = "\\("
+    return "".join(found)
+
+
+def _factor(weight: str) -> str:
+    """Return what marks, or a number, multiply by, as `parse_weights` reads it."""
+    factor = _MARKS[weight[0]] ** min(len(weight), 999) if weight[:1] in _MARKS else float(weight or 1)
+    return f"{min(factor, 999_999):.6f}"
 
 
 class _WeightedSpan(NamedTuple):

@@ -25,7 +25,8 @@ def _option(name: str, datatype: str) -> TensorSpec:
 
 
 # Optional inputs have one element for all prompts or one for each. Their names are the fields of the records in
-# `deployments/records/`, save `lora` ("name:scale,name") and `chat` (answer the text as one turn of a chat).
+# `deployments/records/`, save `lora` ("name:scale,name"), `ip_adapter` ("name:scale", which reads `ip_adapter_image`)
+# and `chat` (answer the text as one turn of a chat).
 _DIFFUSION: Final = Signature(
     inputs=(
         TensorSpec("prompt", "BYTES", (-1,)),
@@ -43,6 +44,9 @@ _DIFFUSION: Final = Signature(
         TensorSpec("init_image", "UINT8", (-1, -1, -1, 3), optional=True),
         TensorSpec("mask_image", "UINT8", (-1, -1, -1), optional=True),
         _option("strength", "FP32"),
+        _option("prompt_syntax", "BYTES"),
+        _option("ip_adapter", "BYTES"),
+        TensorSpec("ip_adapter_image", "UINT8", (-1, -1, -1, 3), optional=True),
     ),
     outputs=(TensorSpec("images", "UINT8", (-1, -1, -1, 3)), TensorSpec("seed", "INT64", (-1,))),
 )

@@ -54,6 +54,7 @@ def image_requests(
             raise InvalidRequest(f"{name}: the images of one request are one tensor, so all have one size", name)
     for option in options:
         option["lora"] = _lora(option.get("lora", ""))
+        option["ip_adapter"] = _image_prompts(option.get("ip_adapter"), option.pop("ip_adapter_image", None))
     fields = schedule.fields_of(model)
     return [
         as_record(ImageRequest, {**fields, "prompt": prompt, **option})
@@ -171,16 +172,29 @@ def _lora(text: str) -> tuple[LoraUse, ...]:
     """Parse `bold:0.8,thin`: bold at 0.8, thin at 1."""
     if (number := text.count(",") + 1) > MAX_LORAS:
         raise InvalidRequest(f"lora: {number} adapters, at most {MAX_LORAS} are allowed", "lora")
-    uses = []
-    for part in text.split(",") if text.strip() else ():
-        name, _, scale = part.strip().partition(":")
-        try:
-            uses.append(as_record(LoraUse, {"name": name, "scale": float(scale or 1)}))
-        except (ValueError, InvalidRequest):
-            raise InvalidRequest(
-                f"lora: expected name:scale with scales from -10 to 10, got {shown(part)}", "lora"
-            ) from None
-    return tuple(uses)
+    return tuple(_use(part, "lora") for part in (text.split(",") if text.strip() else ()))
+
+
+def _image_prompts(text: str | None, image: Any) -> list[dict[str, Any]]:
+    """Return the IP-Adapter that `look:0.8` names, with its image (height, width, 3); none for an empty text."""
+    if (text is None and image is None) or text == "":
+        return []
+    if text is None or image is None:
+        lacking, given = ("ip_adapter", "ip_adapter_image") if text is None else ("ip_adapter_image", "ip_adapter")
+        raise InvalidRequest(f"{lacking}: missing beside {given}; an IP-Adapter's name goes with its image", lacking)
+    use = _use(text, "ip_adapter")
+    return [{"name": use.name, "scale": use.scale, "image": image}]
+
+
+def _use(text: str, field: str) -> LoraUse:
+    """Parse `bold:0.8`: bold at 0.8, or at 1 where it says nothing."""
+    name, _, scale = text.strip().partition(":")
+    try:
+        return as_record(LoraUse, {"name": name, "scale": float(scale or 1)})
+    except (ValueError, InvalidRequest):
+        raise InvalidRequest(
+            f"{field}: expected name:scale with scales from -10 to 10, got {shown(text)}", field
+        ) from None
 
 
 _MAX_TIMEOUT_US: Final = 2**63 - 1

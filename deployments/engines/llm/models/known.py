@@ -9,7 +9,15 @@ from typing import Any, Final
 
 from deployments.engines.library_classes import has_model_type, version
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES
-from deployments.engines.llm.models.stock_classes import ATTENTION_LAYERS, MASKED, OWN_CACHE, PAGED, SEEING
+from deployments.engines.llm.models.stock_classes import (
+    ATTENTION_LAYERS,
+    DRAFTS_FOR,
+    MASKED,
+    OWN_CACHE,
+    PAGED,
+    SEEING,
+    TEXT_ALONE,
+)
 from deployments.engines.protocol import EngineError
 from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.published_quantization import METHODS
@@ -20,12 +28,19 @@ ROPE_TYPES: Final = ("default", "linear", "llama3", "yarn")
 
 
 def check_config(content: Mapping[str, Any], path: Path) -> str:
-    """Return the class of the decoder that a config.json, read from `path`, describes.
+    """Return the class of the decoder that a config.json, read from `path`, describes: of some, that of a part.
 
     Raises EngineError for an architecture (with the nearest), a quantization or a RoPE scaling that is not supported.
     """
-    names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
-    class_name = names[0] if isinstance(names, list) else None
+    class_name = named_decoder(content)
+    if class_name in DRAFTS_FOR:
+        raise EngineError(
+            f"{path}: a {class_name} drafts for a {DRAFTS_FOR[class_name]}, whose keys and values it reads: alone it "
+            "writes nothing"
+        )
+    if class_name in TEXT_ALONE:
+        text = content.get("text_config")
+        content, class_name = {**content, **(text if isinstance(text, dict) else {})}, TEXT_ALONE[class_name]
     if class_name in PAGED or class_name in OWN_CACHE or class_name in SEEING:
         _check_stock(str(class_name), content, path)
         return str(class_name)
@@ -37,6 +52,12 @@ def check_config(content: Mapping[str, Any], path: Path) -> str:
     rope = content.get("rope_parameters") or content.get("rope_scaling")
     check_rope_type(rope.get("rope_type") or rope.get("type") if isinstance(rope, dict) else None, f" in {path}")
     return str(class_name)
+
+
+def named_decoder(content: Mapping[str, Any]) -> str:
+    """Return the class that a config.json names first, or that its type of model means; "" without either."""
+    names = content.get("architectures") or [CLASS_NAMES.get(str(content.get("model_type")))]
+    return names[0] if isinstance(names, list) and isinstance(names[0], str) else ""
 
 
 def has_own_layers(class_name: str | None) -> bool:
@@ -74,7 +95,8 @@ def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> Non
 
 def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
     """Return what to say of a class that is not served."""
-    near = difflib.get_close_matches(str(asked), [*CLASS_NAMES.values(), *PAGED, *OWN_CACHE, *SEEING], n=1, cutoff=0.5)
+    served = [*CLASS_NAMES.values(), *PAGED, *OWN_CACHE, *SEEING, *TEXT_ALONE]
+    near = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.5)
     return (
         f"architecture {shown(asked)} in {path} is not supported: it is no language model of "
         f"transformers {version('transformers')} that is served"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -17,13 +18,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from deployments.engines.config_files import read_config
 from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
-from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type
+from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
 from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
 from deployments.engines.llm.models.own_cache import OwnCacheModel, create_own_cache_model
 from deployments.engines.llm.models.packed import PackedSource, compute_dtype, place_packed, uses_torch_products
 from deployments.engines.llm.models.stock import StockModel, create_stock_model
-from deployments.engines.llm.models.stock_classes import OWN_CACHE
+from deployments.engines.llm.models.stock_classes import OWN_CACHE, TEXT_ALONE
 from deployments.engines.llm.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_linear import Arithmetic
@@ -35,7 +36,10 @@ from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 from weights.memory.layer_plan import layer_of
 
+T = TypeVar("T")
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
+# The parts of a model that read images and sound.
+_SENSES = re.compile(r"(model\.)?(vision_|audio_|multi_modal_projector\.|embed_(vision|audio|tokens_extend)\.)")
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 
@@ -97,15 +101,51 @@ def load_config(folder: Path) -> PretrainedConfig:
         return gguf_config(headers)
     content = read_config(folder / "config.json")
     class_name = check_config(content, folder / "config.json")
+    named = named_decoder(content)
+    whole = named if named in TEXT_ALONE else class_name
     try:
-        source = AutoConfig if class_name in ARCHITECTURES else getattr(transformers, class_name).config_class
+        source = AutoConfig if whole in ARCHITECTURES else getattr(transformers, whole).config_class
         config = source.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if whole != class_name:
+            config = _text_config(config, class_name)
     except Exception as error:  # transformers raises many kinds; all mean that this config cannot be used
         raise EngineError(f"{folder / 'config.json'} is not a valid config: {error}") from error
     config.architectures = [class_name]
     if (header := kuiper_header(folder)) is not None:
         config.packed_source = kuiper_source(header, config)
     return config
+
+
+def _text_config(whole: PretrainedConfig, class_name: str) -> PretrainedConfig:
+    """Return the config of a model's decoder alone, as its class (of `TEXT_ALONE`) has it."""
+    text = whole.get_text_config()
+    kind = getattr(transformers, class_name).config_class
+    if not isinstance(text, kind):  # the decoder's fields are the model's own
+        parts = {name: value for name, value in text.to_dict().items() if not name.endswith("_config")}
+        text = kind.from_dict({**parts, "model_type": kind.model_type})
+    text.tie_word_embeddings, text.name_or_path, text.is_text_alone = (
+        whole.tie_word_embeddings,
+        whole.name_or_path,
+        True,
+    )
+    return text
+
+
+def decoder_tensors(config: PretrainedConfig, tensors: Mapping[str, T]) -> Mapping[str, T]:
+    """Return the tensors that are the decoder's, by its names for them: of models that read more, not all of them."""
+    if not is_text_alone(config):
+        return tensors
+    bare = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}  # in old checkpoints
+    return {
+        name.replace("model.language_model.", "model.", 1): tensor
+        for name, tensor in bare.items()
+        if not _SENSES.match(name)
+    }
+
+
+def is_text_alone(config: PretrainedConfig) -> bool:
+    """Return whether the model reads images or sound in ways that are not served, so that its decoder is alone."""
+    return bool(getattr(config, "is_text_alone", False))
 
 
 def is_stock(config: PretrainedConfig) -> bool:
@@ -122,6 +162,7 @@ def create_any_model(
     keeps_places: bool = False,
 ) -> AnyModel:
     """Build our decoder, or the class of transformers where we have none. Raises EngineError as they do."""
+    tensors = decoder_tensors(config, tensors)
     if not is_stock(config):
         return create_model(config, tensors, device, arithmetic=arithmetic, keeps_places=keeps_places)
     create = create_own_cache_model if config.architectures[0] in OWN_CACHE else create_stock_model

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 
@@ -38,35 +39,48 @@ PAGED: Final = _names(
 # They see images, and their decoder's attention runs over the paged cache.
 SEEING: Final = _names(
     """
-    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration Idefics3ForConditionalGeneration
-    LlavaForConditionalGeneration LlavaNextForConditionalGeneration LlavaOnevisionForConditionalGeneration
-    Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration Qwen3VLForConditionalGeneration
-    Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration
+    Gemma3ForConditionalGeneration Gemma4ForConditionalGeneration GotOcr2ForConditionalGeneration
+    Idefics3ForConditionalGeneration LlavaForConditionalGeneration LlavaNextForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration Qwen2VLForConditionalGeneration Qwen2_5_VLForConditionalGeneration
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration SmolVLMForConditionalGeneration
     """
 )
 # Of these, the tokens of an image see each other: in all layers, or in those with a window where the config says so.
 SEES_ITSELF: Final = {"Gemma3ForConditionalGeneration": "everywhere", "Gemma4ForConditionalGeneration": "windows"}
+# They read images or sound in ways that are not served: their decoder is, as the class that it is alone.
+TEXT_ALONE: Final[Mapping[str, str]] = {
+    "FuyuForCausalLM": "PersimmonForCausalLM",
+    "Gemma3nForConditionalGeneration": "Gemma3nForCausalLM",
+    "Gemma4UnifiedForConditionalGeneration": "Gemma4UnifiedForCausalLM",
+    "MossTranscribeDiarizeForConditionalGeneration": "Qwen3ForCausalLM",
+    "Phi4MultimodalForCausalLM": "Phi3ForCausalLM",
+}
+# They draft for models of these classes, whose keys and values they read.
+DRAFTS_FOR: Final[Mapping[str, str]] = {
+    "Gemma4AssistantForCausalLM": "Gemma4ForConditionalGeneration",
+    "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForConditionalGeneration",
+}
 # They keep their states in a cache of their own for each sequence.
 OWN_CACHE: Final = _names(
     """
     AXK2ForCausalLM BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BigBirdForCausalLM
     BigBirdPegasusForCausalLM BioGptForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM
     CodeGenForCausalLM CohereCompassForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM
-    DogeForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GPTJForCausalLM GPTNeoForCausalLM
-    GPTNeoXJapaneseForCausalLM GlmMoeDsaForCausalLM GraniteMoeHybridForCausalLM HYV4ForCausalLM Inkling2ForCausalLM
-    InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Lfm3ForCausalLM
-    MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM MiniMaxForCausalLM
-    MptForCausalLM MvpForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel PLBartForCausalLM
-    PegasusForCausalLM ProphetNetForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
-    RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM StableLmForCausalLM XGLMForCausalLM XLMWithLMHeadModel
-    XLNetLMHeadModel Zamba2ForCausalLM ZayaForCausalLM
+    DogeForCausalLM Dots3NoteForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GPTJForCausalLM
+    GPTNeoForCausalLM GPTNeoXJapaneseForCausalLM GlmMoeDsaForCausalLM GraniteMoeHybridForCausalLM HYV4ForCausalLM
+    Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Lfm3ForCausalLM MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM
+    MiniMaxForCausalLM MptForCausalLM MvpForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel
+    PLBartForCausalLM PegasusForCausalLM ProphetNetForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM StableLmForCausalLM
+    XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel Zamba2ForCausalLM ZayaForCausalLM
     """
 )
 # Of these, they begin anew with each forward of several tokens.
 WHOLE_PROMPTS: Final = _names(
     """
-    AXK2ForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM FalconMambaForCausalLM GlmMoeDsaForCausalLM
-    HYV4ForCausalLM JambaForCausalLM MambaForCausalLM ProphetNetForCausalLM XLNetLMHeadModel
+    AXK2ForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM FalconMambaForCausalLM
+    GlmMoeDsaForCausalLM HYV4ForCausalLM JambaForCausalLM MambaForCausalLM ProphetNetForCausalLM XLNetLMHeadModel
     """
 )
 # Encoders, unless their config says `is_decoder`.

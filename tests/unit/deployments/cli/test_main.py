@@ -239,7 +239,17 @@ def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_pat
     (tmp_path / "a:b").write_bytes(b"colon")
     image, odd = str(tmp_path / "in.png"), str(tmp_path / "a:b")
     options = ["--image", image, "--mask", image, "--strength", "0.5", "--url", url, "-o", str(tmp_path / "out.png")]
-    run("generate", "x", "--control", f"strokes:{image}:0.5", "--control", f"edges:{odd}", *options)
+    run(
+        "generate",
+        "x",
+        "--control",
+        f"strokes:{image}:0.5",
+        "--control",
+        f"edges:{odd}",
+        "--ip-adapter",
+        f"look:{image}:0.7",
+        *options,
+    )
     (body,) = server.bodies
     data = base64.b64encode(b"in").decode()
     assert (body["init_image"], body["mask_image"], body["strength"]) == (data, data, 0.5)
@@ -247,6 +257,7 @@ def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_pat
         {"name": "strokes", "image": data, "scale": 0.5},
         {"name": "edges", "image": base64.b64encode(b"colon").decode(), "scale": 1.0},
     ]
+    assert body["ip_adapter"] == [{"name": "look", "image": data, "scale": 0.7}]
 
 
 @pytest.mark.parametrize(
@@ -254,6 +265,7 @@ def test_images_are_sent_with_a_request(run: Run, url: str, server: Any, tmp_pat
     [
         (["--image", "nothing.png"], "--image nothing.png: No such file"),
         (["--control", "strokes"], "--control 'strokes': expected NAME:FILE"),
+        (["--ip-adapter", "look"], "--ip-adapter 'look': expected NAME:FILE"),
         (["--control", "strokes:nothing.png:0.5"], "--control nothing.png: No such file"),
     ],
 )

@@ -369,6 +369,9 @@ async def test_weights_in_prompts(sdxl, flux):
     assert (encoded.cache.misses, encoded.warnings) == (0, ())  # weights change no encoding that is kept
     assert torch.equal(strong["pooled_prompt_embeds"], plain["pooled_prompt_embeds"])
     assert not torch.allclose(strong["prompt_embeds"], plain["prompt_embeds"])
+    weighed, _ = await sdxl.condition(encoders, "(seven:1.21)", "(nine:0.9)", prompt_syntax="weighted")
+    marked, _ = await sdxl.condition(encoders, "seven++", "nine-", prompt_syntax="compel")
+    assert all(torch.equal(marked[name], weighed[name]) for name in weighed)
     broken, _ = await sdxl.condition(encoders, "seven BREAK eight", "nine", prompt_syntax="weighted")
     assert broken["prompt_embeds"].shape == broken["negative_prompt_embeds"].shape == (1, 32, strong_width(strong))
     words, encoded = await flux.condition(encoders, "a (seven:1.5) [eight]", prompt_syntax="weighted")

@@ -183,7 +183,17 @@ def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: 
 
     assert "no IP-Adapter: expected tensors image_proj" in words_of({"w": torch.zeros(1)})
     faces = {name: one for name, one in tensors.items() if not name.startswith("image_proj.")}
-    assert "reads faces" in words_of(faces | {"image_proj.proj.0.weight": torch.zeros(2, 2)})
+    first, norm = {"image_proj.proj.0.weight": torch.zeros(2, 2)}, {"image_proj.norm.weight": torch.zeros(2)}
+    assert "of a kind that is not known; plain and plus ones" in words_of(faces | first)
+    assert "a full IP-Adapter; plain" in words_of(faces | first | {"image_proj.proj.3.weight": torch.zeros(2)})
+    face_lora = {"ip_adapter.0.to_q_lora.down.weight": torch.zeros(1)}
+    for face in (first | norm, {"image_proj.perceiver_resampler.proj_in.weight": torch.zeros(2, 2)}):
+        assert "a FaceID adapter, which reads a face as insightface" in words_of(faces | face | face_lora)
+        with pytest.raises(AdapterError, match="a FaceID adapter"):
+            read_checkpoint(file)
+    save_file(tensors, file)
+    with pytest.raises(FormatError, match="an IP-Adapter is a folder: this file, and image_encoder"):
+        read_checkpoint(file)
     lacking = {name: one for name, one in tensors.items() if name != "ip_adapter.1.to_v_ip.weight"}
     assert "tensor 'ip_adapter.1.to_v_ip.weight' is missing" in words_of(lacking)
     assert "tensor 'ip_adapter.1.to_k_lora.down.weight' is not of" in words_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,9 +13,17 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.model_runner import ModelRunner
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES
 from deployments.engines.llm.models.registry import create_any_model, load_config
-from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, WHOLE_PROMPTS
+from deployments.engines.llm.models.stock_classes import (
+    DRAFTS_FOR,
+    OWN_CACHE,
+    PAGED,
+    SEEING,
+    TEXT_ALONE,
+    WHOLE_PROMPTS,
+)
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from deployments.engines.protocol import EngineError, SamplingParams, StepAborted, TextLora, TextRequest
+from deployments.engines.servable import why_unservable
 from infra.supported.language_models import (
     MAX_ERROR,
     VOCABULARY,
@@ -28,6 +37,7 @@ from infra.supported.language_models import (
 )
 from tests.kit.seeding import seeded_rng
 from weights.adapters import LoraAdapter, LoraPair
+from weights.formats.checkpoint import read_checkpoint
 
 # Windows and soft caps, two kinds of rotation, sinks, keys and values of unlike sizes, chunks, experts, biases, one
 # product for queries, keys and values, heads of unlike sizes, learned positions.
@@ -49,6 +59,7 @@ CLASSES = {
     "NemotronForCausalLM": {},  # whose layers do not pass on what they are given
 }
 GEMMA = "Gemma3ForCausalLM"
+MOSS = "MossTranscribeDiarizeForConditionalGeneration"
 
 
 def drawn_prompt(length):
@@ -260,11 +271,45 @@ def test_several_completions_each_have_states(mamba):
     assert found == [stock_answer(model, prompt, 6)[0]] * 2
 
 
+# Computed by transformers, by our decoder, and of a config that is the decoder's and the model's in one.
+@pytest.mark.parametrize("class_name", ["Gemma3nForConditionalGeneration", MOSS, "Phi4MultimodalForCausalLM"])
+def test_a_decoder_alone_equals_the_whole_model(class_name):
+    assert class_name in TEXT_ALONE
+    assert difference(class_name, (5, 40), 12) < MAX_ERROR
+
+
+def test_a_decoder_alone_under_old_and_new_names_sees_nothing(tmp_path):
+    model, prompt = tiny_model("FuyuForCausalLM"), drawn_prompt(20)
+    old, expected = save_tiny(model, tmp_path), stock_answer(model, prompt, 6)[0]
+    new = {name: tensor for name, tensor in model.state_dict().items() if ".inv_freq" not in name}
+    assert {"vision_embed_tokens.weight", "language_model.model.embed_tokens.weight"} < old.keys()
+    assert {"model.vision_embed_tokens.weight", "model.language_model.embed_tokens.weight"} < new.keys()
+    assert why_unservable(read_checkpoint(tmp_path)) is None
+    for tensors in (old, new):
+        engine = LLMEngine(tmp_path, tensors, LLMEngineConfig())
+        assert our_answers(engine, [prompt], 6)[0].token_ids == expected
+    with pytest.raises(EngineError, match="the model sees no images"):
+        engine.read_images([np.zeros((8, 8, 3), np.uint8)])
+    with pytest.raises(EngineError, match="stranger"):
+        LLMEngine(tmp_path, new | {"model.stranger.weight": new["lm_head.weight"]}, LLMEngineConfig())
+
+
+@pytest.mark.parametrize(("drafts", "whole"), DRAFTS_FOR.items())
+def test_a_draft_names_the_model_that_it_is_for(drafts, whole, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [drafts]}))
+    with pytest.raises(EngineError, match=f"a {drafts} drafts for a {whole}, whose keys and values"):
+        load_config(tmp_path)
+
+
 def test_every_class_is_in_one_table():
     assert PAGED | OWN_CACHE | set(CLASS_NAMES.values()) <= set(class_names())
     assert not PAGED & OWN_CACHE
     assert not (PAGED | OWN_CACHE) & set(CLASS_NAMES.values())
     assert WHOLE_PROMPTS <= OWN_CACHE
+    assert set(TEXT_ALONE.values()) <= PAGED | set(CLASS_NAMES.values())
+    apart = TEXT_ALONE.keys() | DRAFTS_FOR.keys()
+    assert apart <= set(class_names())
+    assert not apart & (PAGED | OWN_CACHE | SEEING)
 
 
 REFUSED = {

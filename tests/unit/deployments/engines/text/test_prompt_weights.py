@@ -13,7 +13,13 @@ from unit.deployments.engines.stock.tiny_pipelines import CLIP_TOKENS, clip, cli
 
 from deployments.engines.protocol import EngineError
 from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.prompt_weights import WeightedText, has_weights, parse_weights, without_weights
+from deployments.engines.text.prompt_weights import (
+    WeightedText,
+    from_compel,
+    has_weights,
+    parse_weights,
+    without_weights,
+)
 from deployments.engines.text.tokens import MAX_CHUNKS, join_chunks, weighted
 
 ROOM = CLIP_TOKENS - 2
@@ -56,13 +62,52 @@ def test_break_begins_a_chunk_and_keeps_weights() -> None:
     assert has_weights("a BREAK b")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a tall+ man++.", [("a ", 1), ("tall", 1.1), (" ", 1), ("man", 1.1**2), (".", 1)]),
+        ("(a b)-- c-", [("a b", 0.9**2), (" ", 1), ("c", 0.9)]),
+        ("(some (figs)1.3 here)+ (now)", [("some ", 1.1), ("figs", 1.3 * 1.1), (" here", 1.1), (" now", 1)]),
+        ("((a)++ b)--, c", [("a", 1.1**2 * 0.9**2), (" b", 0.9**2), (", c", 1)]),
+        ("well-known - C++", [("well-known - ", 1), ("C", 1.1**2)]),
+        (r"C\+\+ \(a\) [b] (c", [("C++ (a) [b] (c", 1)]),
+        ("a)+ b:5) (16:9)+", [("a)+ b:5) ", 1), ("16:9", 1.1)]),
+        ("(a)2nd +-", [("a2nd +-", 1)]),
+    ],
+)
+def test_weights_as_compel_has_them(prompt: str, expected: list[tuple[str, float]]) -> None:
+    assert pieces(from_compel(prompt)) == [(text, pytest.approx(weight, abs=1e-4)) for text, weight in expected]
+
+
+def test_marks_multiply_by_their_number() -> None:
+    rng = seeded_random()
+    for _ in range(20):
+        up, down = rng.randint(1, 24), rng.randint(1, 24)
+        (piece,) = parse_weights(from_compel(f"(a{'+' * up}){'-' * down}"))[0]
+        assert piece.weight == pytest.approx(1.1**up * 0.9**down, rel=1e-4)
+
+
+def test_calls_of_compel_are_refused() -> None:
+    for call in ("blend", "and", "swap"):
+        with pytest.raises(EngineError, match=rf"\.{call}\(\) of Compel is not supported; supported are its weights"):
+            from_compel(f'("a", "b").{call}(0.5, 0.5)')
+
+
 @pytest.mark.parametrize("prompt", ["(a:11)", "(a:-10.5)", "(" * 30 + "a" + ")" * 30, "(" * 9000 + "a"])
 def test_weights_are_bounded(prompt: str) -> None:
     with pytest.raises(EngineError, match=r"has weight .*, expected -10 to 10"):
         parse_weights(prompt)
 
 
-@pytest.mark.parametrize("unit", ["(", ")", "[a", "[", "(a)", "(:1.1)", "(a:1.1", ":", "\\", "1.1)", "BREAK ", "a b"])
+@pytest.mark.parametrize("prompt", ["(a)11", "a" + "+" * 25, "a" + "+" * 9000, "(a)99999"])
+def test_weights_of_compel_are_bounded(prompt: str) -> None:
+    with pytest.raises(EngineError, match=r"has weight .*, expected -10 to 10"):
+        parse_weights(from_compel(prompt))
+
+
+@pytest.mark.parametrize(
+    "unit", ["(", ")", "[a", "[", "(a)", "(:1.1)", "(a:1.1", ":", "\\", "1.1)", "BREAK ", "a b", "a+", "(a)-", "+"]
+)
 def test_hostile_prompts_take_linear_time(unit: str) -> None:
     def seconds(number: int) -> float:
         times = []
@@ -70,6 +115,7 @@ def test_hostile_prompts_take_linear_time(unit: str) -> None:
             start = time.process_time()
             with contextlib.suppress(EngineError):
                 parse_weights(unit * number)
+                parse_weights(from_compel(unit * number))
             times.append(time.process_time() - start)
         return min(times)
 

@@ -77,6 +77,28 @@ async def test_images_begin_at_images(inference: Inference, service: Any) -> Non
             await inference.infer(wrong)
 
 
+async def test_images_are_prompts_to_adapters(inference: Inference, service: Any) -> None:
+    """One image for all prompts, or one for each; an empty name is none."""
+    chance = seeded_rng()
+    image = TensorValue("ip_adapter_image", "UINT8", chance.integers(0, 256, (3, 9, 7, 3), np.uint8))
+    syntax = text_tensor("prompt_syntax", ["compel"])
+    await inference.infer(image_request(image, syntax, text_tensor("ip_adapter", ["look:0.5", "", "other"])))
+    first, none, last = (asked.ip_adapter for asked in service.requests)
+    assert [(use.name, use.scale) for use in (*first, *last)] == [("look", 0.5), ("other", 1.0)]
+    assert none == ()
+    assert np.array_equal(first[0].image, image.data[0])
+    assert np.array_equal(last[0].image, image.data[2])
+    assert {asked.prompt_syntax for asked in service.requests} == {"compel"}
+    named = {"ip_adapter": "look"}
+    for wrong, message in [
+        (image_request(image), "ip_adapter: missing beside ip_adapter_image"),
+        (image_request(parameters=named), "ip_adapter_image: missing beside ip_adapter"),
+        (image_request(image, parameters={"ip_adapter": "look:much"}), "ip_adapter: expected name:scale"),
+    ]:
+        with pytest.raises(InvalidRequest, match=message):
+            await inference.infer(wrong)
+
+
 async def test_images_come_in_the_order_of_their_prompts(inference: Inference, service: Any) -> None:
     names = ["num_inference_steps", "width", "height"]
     more = [tensor("num_inference_steps", "INT32", [2, 3, 4])]
