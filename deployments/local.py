@@ -93,14 +93,8 @@ class LocalModels:
 
         extents, device = _UnleasedExtents(self._store.packs), DeviceThread()
         # A module cache each, as in a cluster: text encoders and denoiser have budgets of their own.
-        builder = ComponentBuilder(self._config.worker)
-        factory = ComponentFactory(
-            builder,
-            working_memory=builder.working_memory,
-            can_stream=builder.can_stream,
-            footprints=builder.footprints,
-        )
-        encoder_cache = self._module_cache(extents, self._config.text_encoder, ComponentFactory(TextEncoderBuilder()))
+        texts, factory = TextEncoderBuilder(), ComponentFactory.of(ComponentBuilder(self._config.worker))
+        encoder_cache = self._module_cache(extents, self._config.text_encoder, ComponentFactory(texts, texts.retire))
         worker_cache = self._module_cache(extents, self._config.worker, factory)
         encoder = FallbackEncoder(encoder_cache, device, warnings=())
         images = ImageService(worker_cache, self._config.worker, device)

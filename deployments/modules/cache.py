@@ -20,7 +20,7 @@ from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import Report, SlotFiller, switch_report
 from deployments.modules.footprints import FootprintBook
-from deployments.modules.loading import Builder
+from deployments.modules.loading import Builder, ComponentBuilder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
     LayerCaches,
@@ -115,6 +115,19 @@ class ComponentFactory:
     footprints: FootprintBook | None = None
     layer_caches: LayerCaches = lambda component, skeleton: None
     streams_layers: Callable[[Component], bool] = lambda component: False
+
+    @classmethod
+    def of(cls, builder: ComponentBuilder) -> ComponentFactory:
+        """Return the factory of all that a worker runs."""
+        return cls(
+            builder,
+            builder.retire,
+            builder.working_memory,
+            builder.can_stream,
+            builder.footprints,
+            builder.layer_caches,
+            builder.streams_layers,
+        )
 
 
 class ModuleCache:

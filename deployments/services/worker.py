@@ -73,7 +73,7 @@ class Worker(ModelReplica):
             self._settings,
             builder,
             self._settings.num_threads,
-            _factory(builder),
+            ComponentFactory.of(builder),
         )
         self._images = ImageService(self._module_cache, self._settings, self._device)
         self._texts = TextService(self._module_cache, self._device)
@@ -209,15 +209,3 @@ class Worker(ModelReplica):
             "text_encoder_down": self._encoder.is_believed_down,
             "texts_encoded_alone": self._fallback_encoder.num_requests,
         }
-
-
-def _factory(builder: ComponentBuilder) -> ComponentFactory:
-    return ComponentFactory(
-        builder,
-        builder.retire,
-        builder.working_memory,
-        builder.can_stream,
-        builder.footprints,
-        builder.layer_caches,
-        builder.streams_layers,
-    )

@@ -139,6 +139,19 @@ def bench_dedup(models: Path = Path("infra/demo/models"), as_json: Json = False)
     print_dedup_figures(measure_dedup(models), as_json)
 
 
+@app.command("single-file")
+def bench_single_file(
+    seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Of each way, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Measure the import of an all-in-one file of 2 GB beside `from_single_file`, and the bytes that it adds."""
+    from infra.bench.single_file import Sizes, measure_single_file, print_single_file_figures
+
+    with _err.status("measuring: takes a minute or two, and 9 GB of the temporary folder"):
+        print_single_file_figures(measure_single_file(Sizes(), seed, rounds), as_json)
+
+
 @app.command("deltas")
 def bench_deltas(
     models: Path = Path("infra/demo/models"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from device.conftest import SIMULATED
 from device.hosting import DEMO, Host, demo_store
 from diffusers import UNet2DConditionModel
 from unit.deployments.engine_loops import stream_images
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 
+from configs.cluster import ClusterConfig
 from deployments.engines.diffusion.families import family_of
 from deployments.errors import ServiceError
+from deployments.local import LocalModels
 from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageProgress, ImagePromptUse, ImageRequest, ImageResult
 from deployments.services.image_service import ImageService
@@ -84,6 +88,31 @@ async def test_a_pipeline_larger_than_the_budget_makes_the_same_image(store: Wei
         assert small.describe()["charged_bytes"] <= budget < encoders + denoiser
     with pytest.raises(ServiceError, match="budget"):
         await draw(Host(store, str(device), denoiser // 50), REQUEST)
+
+
+@pytest.mark.parametrize("share", ["in turn", "streamed"])
+def test_the_library_alone_makes_the_same_image_again_and_again(
+    store: WeightStore, device: torch.device, share: str
+) -> None:
+    """What it evicts is let go at once: nothing waits for a collection of garbage to get its room."""
+    unet = device_bytes(store, ["unet"])
+    budget = smallest_budget(store) if share == "in turn" else unet * 2 // 3
+
+    def models(**worker: Any) -> LocalModels:
+        entry = {"id": "digits-sdxl", "path": str(DEMO / "digits-sdxl"), "dtype": "float32"}
+        config = {"store": {"path": str(store.path)}, "models": [entry], "worker": worker}
+        simulated = SIMULATED.model_dump(mode="json")
+        return LocalModels(ClusterConfig.model_validate(config | {"simulated": simulated}))
+
+    small = models(device=str(device), device_budget_bytes=budget)
+    [whole] = models().generate(REQUEST).images
+    gc.disable()
+    try:
+        for _ in range(2):
+            [found] = small.generate(REQUEST).images
+            assert np.array_equal(found, whole)
+    finally:
+        gc.enable()
 
 
 async def test_float8_weights_are_uploaded_as_they_are(store: WeightStore, device: torch.device) -> None:

@@ -25,12 +25,11 @@ from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter, is_ip_adapter_fo
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, is_words_file
-from weights.formats.lora import is_lora, read_lora_configs
+from weights.formats.lora import LoraBase, check_named_base, is_lora, read_lora_configs
 from weights.formats.peft import (
     PEFT_CLASS,
     PEFT_CONFIG,
     PEFT_FILE,
-    LoraBase,
     check_peft_base,
     is_peft,
     peft_targets,
@@ -242,8 +241,10 @@ def check_lora_base(lora: Checkpoint, base: LoraBase) -> None:
     wanted, what = ("llm", "language models") if lora.class_name == PEFT_CLASS else ("diffusion", "diffusion pipelines")
     if base.kind != wanted:
         raise AdapterError(f"{lora.path}: a LoRA of {what}, which cannot change {base.model!r}, of kind {base.kind!r}")
-    if lora.class_name == PEFT_CLASS:
-        shapes = {name: tensor.shape for name, tensor in lora.components[0].tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in lora.components[0].tensors.items()}
+    if lora.class_name != PEFT_CLASS:
+        check_named_base(lora.path, shapes, base)
+    else:
         check_peft_base(lora.path, peft_targets(lora.path, shapes), base)
 
 

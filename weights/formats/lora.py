@@ -1,6 +1,6 @@
-"""Scales of LoRA files: the training config, which diffusers keeps as JSON in the file's metadata.
+"""LoRA files: layouts, which pipelines they fit, and scales by the training config, which is JSON in the metadata.
 
-Keys are flat, `<component>.<option>`. Source: diffusers 0.42, `loaders/lora_base.py:_save_lora_weights`; peft 0.21,
+Its keys are flat, `<component>.<option>`. Source: diffusers 0.42, `loaders/lora_base.py:_save_lora_weights`; peft 0.21,
 `LoraConfig` and `utils/other.py:get_pattern_key`.
 """
 
@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from weights.errors import AdapterError
 from weights.formats.learned_words import is_words
 from weights.formats.untrusted import load_json, shown
+from weights.manifest import ModelKind
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names every module has some 100 KB
@@ -31,6 +32,17 @@ _OLD_MATRICES: Final = tuple(
 )
 _MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight")
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
+
+
+class LoraBase(Protocol):
+    """A model that a LoRA is for, as its manifest or its checkpoint has it: the id, the kind, components by name."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def kind(self) -> ModelKind: ...
+    @property
+    def components(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +89,34 @@ def is_convertible(names: Iterable[str]) -> bool:
     ComfyUI's, or that of diffusers before PEFT.
     """
     return any(is_kohya(name) or name.endswith(_OLD_MATRICES) for name in names)
+
+
+def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: LoraBase) -> None:
+    """Check that a pipeline has what a LoRA changes whose tensors are named as diffusers saves them.
+
+    Of text encoders only that there is one: their layers have several names. What stock converts is named only beside
+    the model. Raises AdapterError naming the component or layer.
+    """
+    for name, down in () if is_convertible(shapes) else shapes.items():
+        component, _, rest = name.partition(".")
+        path, is_down, _ = rest.rpartition(".lora_A.weight")
+        if not is_down:
+            continue
+        if component not in base.components:
+            known = ", ".join(base.components)
+            raise AdapterError(f"{file}: changes a {component}, which {base.model!r} does not have (it has {known})")
+        if component.startswith("text_encoder"):
+            continue
+        part, up = base.components[component], shapes.get(f"{component}.{path}.lora_B.weight", ())
+        layer = part.tensors.get(f"{path}.weight")
+        if layer is None:
+            raise AdapterError(f"{file}: changes {component}.{path}, which {base.model!r} does not have")
+        given = [*up[:1], *down[1:]]
+        if part.format == "safetensors" and given != list(layer.shape):
+            raise AdapterError(
+                f"{file}: changes a layer {component}.{path} of shape {given}, which in {base.model!r} is "
+                f"{list(layer.shape)}"
+            )
 
 
 def changes_text_encoders(names: Iterable[str]) -> bool:

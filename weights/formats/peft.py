@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from weights.errors import AdapterError, FormatError
-from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, check_lora_options
+from weights.formats.lora import MAX_NAME_CHARS, LoraBase, LoraConfig, check_lora_options
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import read_json
-from weights.manifest import ModelKind
 
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"
@@ -106,17 +105,6 @@ def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: b
             f"{file}: tensor '{_PREFIX}{lacking[0]}.{_MAGNITUDE}' is missing, and the config says use_dora"
         )
     return targets
-
-
-class LoraBase(Protocol):
-    """A model that a LoRA is for, as its manifest or its checkpoint has it: the id, the kind, components by name."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def kind(self) -> ModelKind: ...
-    @property
-    def components(self) -> Mapping[str, Any]: ...
 
 
 def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: LoraBase) -> None:

@@ -47,6 +47,8 @@ _Shapes = Mapping[tuple[str, ...], tuple[int, ...]]
 _VAE_PREFIXES: Final = ("first_stage_model.", "vae.")
 _VAE_NAMES: Final = ("decoder.conv_in.weight", "encoder.conv_in.weight")
 _TEXT_PREFIXES: Final = ("cond_stage_model.", "conditioner.", "text_encoders.")
+# Of two encoders, the one that is not the component's: diffusers tells them by their widths, which may be equal.
+_OTHER_TEXTS: Final = {"text_encoder": ("conditioner.embedders.1.",), "text_encoder_2": ("conditioner.embedders.0.",)}
 _MAX_NAMES: Final = 3
 _GGUF_FILE: Final = "diffusion_pytorch_model.gguf"
 _GGUF_PREFIX: Final = "model.diffusion_model."
@@ -127,8 +129,8 @@ def _translated(
 def _unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
     """Return the error for tensors that diffusers' conversion cannot take."""
     return FormatError(
-        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}: "
-        f"{type(error).__name__}: {str(error)[:300]}"
+        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly like that model "
+        f"({type(error).__name__}: {str(error)[:300]})"
     )
 
 
@@ -170,7 +172,8 @@ def _own_tensors(mapped: Mapping[str, torch.Tensor], name: str, model_class: typ
         is_there = single_file_utils.is_clip_model_in_single_file(model_class, mapped) or (
             model_class.__name__ == "T5EncoderModel" and single_file_utils.is_t5_in_single_file(mapped)
         )
-        return {key: value for key, value in mapped.items() if key.startswith(_TEXT_PREFIXES)} if is_there else {}
+        texts = {key: value for key, value in mapped.items() if is_there and key.startswith(_TEXT_PREFIXES)}
+        return {key: value for key, value in texts.items() if not key.startswith(_OTHER_TEXTS.get(name, ()))} or texts
     if name == "vae":
         is_bare = any(key in mapped for key in _VAE_NAMES)
         return {key: value for key, value in mapped.items() if is_bare or key.startswith(_VAE_PREFIXES)}

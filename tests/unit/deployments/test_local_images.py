@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from unit.weights.formats.original_names import unet_of_ldm, vae_of_ldm
 
 from configs.cluster import ClusterConfig
 from deployments.errors import InvalidRequest, UnknownModel
 from deployments.local import LocalModels
 from deployments.records import ControlNetUse, ImageRequest
+from infra.bench.original_names import unet_of_ldm, vae_of_ldm
 from weights.store import WeightStore
 
 pytestmark = pytest.mark.slow  # imports diffusers

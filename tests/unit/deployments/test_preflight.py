@@ -131,6 +131,7 @@ def test_a_program_is_known_once_its_owner_has_brought_it_in(mistakes: Callable[
     ("adapter", "base", "key", "words"),
     [
         ("bold", "adder", "base.0", "a LoRA of diffusion pipelines, which cannot change 'adder', of kind 'llm'"),
+        ("bold", "sdxl", "base.0", "changes a transformer, which 'sdxl' does not have (it has "),
         ("outline", "adder", "base.0", "a ControlNet, which 'adder', llm, cannot follow"),
         ("outline", "sdxl", "base.0", "and 'sdxl' (StableDiffusionXLPipeline) takes a ControlNetModel"),
         ("adder", "flux", "path", "a model of kind 'llm', no adapter"),
@@ -248,3 +249,21 @@ def test_what_lies_in_object_storage_is_not_looked_at(mistakes: Callable[..., Fo
         "outputs": {"v": "$v"},
     }
     assert mistakes(models=[{"id": "far", "path": "s3://bucket/far"}], pipelines=[pipeline]) == {}
+
+
+def test_a_lora_of_another_pipelines_layers_is_a_mistake(mistakes: Callable[..., Found], tmp_path: Path) -> None:
+    for name, words in (
+        (
+            "transformer_blocks.77.attn.to_q",
+            "changes transformer.transformer_blocks.77.attn.to_q, which 'flux' does not",
+        ),
+        (
+            "transformer_blocks.0.attn.to_q",
+            "transformer.transformer_blocks.0.attn.to_q of shape [8, 3], which in 'flux' is",
+        ),
+    ):
+        tensors = {"lora_A.weight": torch.zeros(2, 3), "lora_B.weight": torch.zeros(8, 2)}
+        file = tmp_path / "lora.safetensors"
+        save_file({f"transformer.{name}.{half}": tensor for half, tensor in tensors.items()}, file)
+        found = mistakes(models=[FLUX], adapters=[{"id": "a", "path": str(file), "base": ["flux"]}])
+        assert words in found["adapters.0.base.0"]

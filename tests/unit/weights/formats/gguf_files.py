@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import torch
 from kit.seeding import seeded_rng
-from unit.weights.formats import original_names
 
+from infra.bench import original_names
 from weights.dtypes import BLOCK_SIZES
 
 Tensors = dict[str, torch.Tensor]

@@ -10,9 +10,9 @@ import torch
 from diffusers import AutoencoderKL
 from safetensors.torch import save_file
 from unit.weights.comparing import same
-from unit.weights.formats.original_names import vae_of_ldm
 from unit.weights.formats.test_single_file import _contiguous, sd15, tiny_clip, tiny_vae, weights_of
 
+from infra.bench.original_names import vae_of_ldm
 from weights.base_pipeline import open_base
 from weights.errors import FormatError
 from weights.externalize import externalize

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from diffusers import AutoencoderKL, SD3Transformer2DModel, UNet2DConditionModel
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 from unit.weights.comparing import same
-from unit.weights.formats.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
 
+from infra.bench.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
 from weights.base_pipeline import open_base
 from weights.errors import FormatError, SourceRefused, StoreError
 from weights.externalize import externalize
@@ -109,7 +110,7 @@ def sd15(tmp_path: Path) -> tuple[Path, Path]:
     return folder, tmp_path / "all-in-one.safetensors"
 
 
-def sdxl(tmp_path: Path) -> tuple[Path, Path]:
+def sdxl(tmp_path: Path, width: int = 24) -> tuple[Path, Path]:
     unet = tiny_unet(
         addition_embed_type="text_time",
         addition_time_embed_dim=8,
@@ -120,7 +121,7 @@ def sdxl(tmp_path: Path) -> tuple[Path, Path]:
     parts = {
         "unet": unet,
         "vae": tiny_vae(),
-        "text_encoder": tiny_clip(24),
+        "text_encoder": tiny_clip(width),
         "text_encoder_2": tiny_clip(32, CLIPTextModelWithProjection),
     }
     folder = write_folder(tmp_path / "sdxl", "StableDiffusionXLPipeline", parts)
@@ -165,7 +166,9 @@ def _contiguous(tensors: Tensors) -> Tensors:
     return {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize(("make", "like"), [(sd15, "folder"), (sdxl, "model"), (sd3_medium, "model")])
+@pytest.mark.parametrize(
+    ("make", "like"), [(sd15, "folder"), (sdxl, "model"), (partial(sdxl, width=32), "model"), (sd3_medium, "model")]
+)
 def test_a_single_file_is_the_folder_that_it_was_made_of_and_costs_no_more_bytes(
     make: Any, like: str, store: WeightStore, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from diffusers.pipelines.deepfloyd_if.watermark import IFWatermarker
 from diffusers.pipelines.kandinsky.text_encoder import MCLIPConfig, MultilingualCLIP
 from diffusers.pipelines.stable_diffusion.clip_image_project_model import CLIPImageProjection
 from diffusers.pipelines.stable_diffusion.stable_unclip_image_normalizer import StableUnCLIPImageNormalizer
-from unit.deployments.engines.stock.tiny_clips import cogvideox, ltx
+from unit.deployments.engines.stock.tiny_clips import cogvideox, ltx, motion_adapter, wan_vae
 from unit.deployments.engines.stock.tiny_pipelines import (
     byte_tokenizer,
     clip,
@@ -95,20 +95,10 @@ def umt5() -> Any:
     return t5(transformers.UMT5EncoderModel)
 
 
-def motion_adapter(**own: Any) -> Any:
-    return diffusers.MotionAdapter(
-        block_out_channels=(8, 16),
-        motion_layers_per_block=1,
-        motion_norm_num_groups=2,
-        motion_num_attention_heads=2,
-        **own,
-    )
-
-
-def wan_vae() -> Any:
-    return diffusers.AutoencoderKLWan(
-        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
+def changed(parts: Mapping[str, Any], **config: Any) -> dict[str, Any]:
+    """The same parts around a denoiser of another config."""
+    name = "transformer" if "transformer" in parts else "unet"
+    return {**parts, name: stirred(type(parts[name]).from_config({**parts[name].config, **config}))}
 
 
 # Parts by the name of their type: the first of a union that is here.
@@ -415,14 +405,6 @@ def amused() -> dict[str, Any]:
     return {"transformer": transformer, "vqvae": vqvae, "scheduler": diffusers.AmusedScheduler(mask_token_id=31)}
 
 
-def cogvideox_again() -> dict[str, Any]:
-    base = cogvideox().components
-    net = type(base["transformer"]).from_config(
-        {**base["transformer"].config, "in_channels": 8, "sample_height": 4, "sample_width": 4}
-    )
-    return {**base, "transformer": net}
-
-
 def hunyuan_video(channels: int = 4) -> dict[str, Any]:
     decoder = small(diffusers.AutoencoderKLHunyuanVideo, latent_channels=4, block_out_channels=(8, 8, 8, 8))
     net = small(
@@ -681,7 +663,6 @@ def fibo() -> dict[str, Any]:
 
 
 def kandinsky21(channels: int = 4) -> dict[str, Any]:
-    base = kandinsky().components
     config = MCLIPConfig(
         numDims=16,
         transformerDimensions=16,
@@ -691,22 +672,17 @@ def kandinsky21(channels: int = 4) -> dict[str, Any]:
         num_hidden_layers=1,
         vocab_size=512,
     )
-    own = {
-        "in_channels": channels,
-        "addition_embed_type": "text_image",
-        "encoder_hid_dim_type": "text_image_proj",
-        "encoder_hid_dim": 16,
-        "cross_attention_dim": 16,
-    }
-    net = diffusers.UNet2DConditionModel.from_config({**base["unet"].config, **own})
+    base = changed(
+        kandinsky().components,
+        in_channels=channels,
+        addition_embed_type="text_image",
+        encoder_hid_dim_type="text_image_proj",
+        encoder_hid_dim=16,
+        cross_attention_dim=16,
+    )
     scheduler = diffusers.DDIMScheduler(clip_sample=False, set_alpha_to_one=False, steps_offset=1)
-    return {
-        **base,
-        "unet": net,
-        "text_encoder": MultilingualCLIP(config),
-        "tokenizer": t5_tokenizer(),
-        "scheduler": scheduler,
-    }
+    encoder = MultilingualCLIP(config)
+    return {**base, "text_encoder": encoder, "tokenizer": t5_tokenizer(), "scheduler": scheduler}
 
 
 def lumina() -> dict[str, Any]:
@@ -859,7 +835,9 @@ CASES: dict[str, Case] = {
         },
         VIDEO,
     ),
-    "CogVideoXImageToVideoPipeline": Case(cogvideox_again, {**SIZE, "num_frames": 9, "max_sequence_length": 16}, IMAGE),
+    "CogVideoXImageToVideoPipeline": Case(
+        lambda: changed(cogvideox().components, in_channels=8, sample_height=4, sample_width=4), VIDEO, IMAGE
+    ),
     "HunyuanSkyreelsImageToVideoPipeline": Case(
         lambda: hunyuan_video(8), {**SIZE, "num_frames": 5, "max_sequence_length": 16}, IMAGE
     ),
@@ -867,17 +845,14 @@ CASES: dict[str, Case] = {
     "Kandinsky3Img2ImgPipeline": Case(kandinsky3, AGAIN, IMAGE),
     "Kandinsky3Pipeline": Case(kandinsky3, SIZE),
     "KandinskyV22InpaintCombinedPipeline": Case(
-        lambda: {
-            **(parts := kandinsky().components),
-            "unet": diffusers.UNet2DConditionModel.from_config({**parts["unet"].config, "in_channels": 9}),
-        },
+        lambda: changed(kandinsky().components, in_channels=9),
         {**SIZE, "prior_num_inference_steps": 2},
         PAINT,
     ),
     "LDMPipeline": Case(lambda: {"unet": ddpm().unet, "vqvae": movq(3, "group")}, {}),
     "LDMSuperResolutionPipeline": Case(
         lambda: {
-            "unet": small(type(ddpm().unet), **{**ddpm().unet.config, "in_channels": 6}),
+            **changed({"unet": ddpm().unet}, in_channels=6),
             "vqvae": movq(3, "group"),
             "scheduler": diffusers.DDIMScheduler(),
         },
@@ -904,16 +879,7 @@ CASES: dict[str, Case] = {
     "TextToVideoSDPipeline": Case(
         lambda: {"unet": small(diffusers.UNet3DConditionModel, **BLOCKS_3D)}, {**SIZE, "num_frames": 3}
     ),
-    "WanImageToVideoPipeline": Case(
-        lambda: {
-            "transformer": wan_net(diffusers.WanTransformer3DModel, in_channels=36, image_dim=16),
-            "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
-            "image_encoder": clip_vision(transformers.CLIPVisionModel),
-            "image_processor": image_processor(),
-        },
-        VIDEO,
-        IMAGE,
-    ),
+    "WanImageToVideoPipeline": Case(lambda: wan_seeing(diffusers.WanTransformer3DModel), VIDEO, IMAGE),
     "WanVACEPipeline": Case(
         lambda: {"transformer": wan_net(diffusers.WanVACETransformer3DModel, vace_layers=[0], vace_in_channels=96)},
         VIDEO,
@@ -924,24 +890,12 @@ CASES: dict[str, Case] = {
     "HunyuanVideo15Pipeline": Case(hunyuan_video15, {**SIZE, "num_frames": 5}),
     "SanaImageToVideoPipeline": Case(
         lambda: {**sana_video(), "scheduler": flow()},
-        {
-            **SIZE,
-            "frames": 5,
-            "max_sequence_length": 16,
-            "use_resolution_binning": False,
-            "complex_human_instruction": [],
-        },
+        {**SANA, "frames": 5, "max_sequence_length": 16},
         IMAGE,
     ),
     "SanaVideoPipeline": Case(
         lambda: {**sana_video(), "scheduler": diffusers.DPMSolverMultistepScheduler()},
-        {
-            **SIZE,
-            "frames": 5,
-            "max_sequence_length": 16,
-            "use_resolution_binning": False,
-            "complex_human_instruction": [],
-        },
+        {**SANA, "frames": 5, "max_sequence_length": 16},
     ),
     "BriaFiboPipeline": Case(fibo, {**SIZE, "max_sequence_length": 16, "negative_prompt": "dull"}),
     "KandinskyCombinedPipeline": Case(kandinsky21, {**SIZE, "prior_num_inference_steps": 2}),

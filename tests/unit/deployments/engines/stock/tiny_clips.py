@@ -11,10 +11,18 @@ from diffusers.pipelines.stable_audio.modeling_stable_audio import StableAudioPr
 from unit.deployments.engines.stock.tiny_pipelines import clip, clip_tokenizer, t5, t5_tokenizer, unet, vae
 
 
-def wan() -> Any:
-    decoder = diffusers.AutoencoderKLWan(
+def wan_vae() -> Any:
+    return diffusers.AutoencoderKLWan(
         base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
     )
+
+
+def motion_adapter(**own: Any) -> Any:
+    blocks = {"block_out_channels": (8, 16), "motion_layers_per_block": 1, "motion_norm_num_groups": 2}
+    return diffusers.MotionAdapter(**blocks, motion_num_attention_heads=2, **own)
+
+
+def wan() -> Any:
     transformer = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=16, out_channels=16,
         text_dim=16, freq_dim=16, ffn_dim=16, num_layers=1, cross_attn_norm=True, qk_norm="rms_norm_across_heads",
@@ -23,7 +31,7 @@ def wan() -> Any:
     return diffusers.WanPipeline(
         tokenizer=t5_tokenizer(),
         text_encoder=t5(transformers.UMT5EncoderModel),
-        vae=decoder,
+        vae=wan_vae(),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0),
         transformer=transformer,
     )
@@ -72,15 +80,12 @@ def cogvideox() -> Any:
 
 
 def animate_diff() -> Any:
-    motion = diffusers.MotionAdapter(
-        block_out_channels=(8, 16), motion_layers_per_block=1, motion_norm_num_groups=2, motion_num_attention_heads=2
-    )
     return diffusers.AnimateDiffPipeline(
         vae=vae(),
         text_encoder=clip(),
         tokenizer=clip_tokenizer(),
         unet=unet(sample_size=8, norm_num_groups=2, block_out_channels=(8, 16)),
-        motion_adapter=motion,
+        motion_adapter=motion_adapter(),
         scheduler=diffusers.DDIMScheduler(beta_schedule="linear", clip_sample=False),
     )
 

@@ -12,6 +12,7 @@ from unit.deployments.engines.stock.tiny_classes import (
     SIZE,
     TIMED,
     Case,
+    changed,
     clip_vision,
     fibo,
     hunyuan_video,
@@ -54,7 +55,6 @@ def hidream() -> dict[str, Any]:
 
 def hunyuan_dit_control() -> dict[str, Any]:
     parts = hunyuan_dit().components
-    net = diffusers.HunyuanDiT2DModel.from_config({**parts["transformer"].config, "num_layers": 4})
     control = small(
         diffusers.HunyuanDiT2DControlNetModel,
         num_attention_heads=3,
@@ -67,7 +67,7 @@ def hunyuan_dit_control() -> dict[str, Any]:
         cross_attention_dim_t5=16,
         pooled_projection_dim=16,
     )
-    return {**parts, "transformer": net, "controlnet": control}
+    return {**changed(parts, num_layers=4), "controlnet": control}
 
 
 def xs(base: Any, **own: Any) -> dict[str, Any]:

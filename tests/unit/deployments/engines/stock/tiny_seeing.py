@@ -98,7 +98,7 @@ def longcat() -> dict[str, Any]:
     }
 
 
-def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration) -> Any:
+def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration, layers: int = 9) -> Any:
     """Qwen 3 VL with layers enough for pipelines that take the eighth from the end."""
     ids = seeing_tokenizer().convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
@@ -106,7 +106,7 @@ def qwen3_vl(cls: Any = transformers.Qwen3VLForConditionalGeneration) -> Any:
         "vocab_size": 512,
         "hidden_size": 16,
         "intermediate_size": 16,
-        "num_hidden_layers": 9,
+        "num_hidden_layers": layers,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 8,

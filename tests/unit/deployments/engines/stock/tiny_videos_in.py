@@ -10,9 +10,10 @@ from unit.deployments.engines.stock.tiny_classes import (
     AGAIN,
     BLOCKS_3D,
     IMAGE,
-    SIZE,
+    T5_SIZE,
     VIDEO,
     Case,
+    changed,
     clip_vision,
     control_net,
     image_processor,
@@ -44,14 +45,7 @@ def sparse_control_net() -> Any:
     )
 
 
-def cogvideox_with(channels: int) -> dict[str, Any]:
-    base = cogvideox().components
-    net = type(base["transformer"]).from_config({**base["transformer"].config, "in_channels": channels})
-    return {**base, "transformer": net}
-
-
 FRAMES: Final = {"height": 16, "width": 16, "num_frames": 4}
-T5_SIZE: Final = {**SIZE, "max_sequence_length": 16}
 VIDEO_CASES: dict[str, Case] = {
     "AnimateDiffControlNetPipeline": Case(
         lambda: animated(controlnet=control_net(norm_num_groups=2)), FRAMES, ("conditioning_frames:4",)
@@ -68,7 +62,7 @@ VIDEO_CASES: dict[str, Case] = {
     ),
     "AnimateDiffVideoToVideoPipeline": Case(animated, {"height": 16, "width": 16, **AGAIN}, ("video:4",)),
     "CogVideoXFunControlPipeline": Case(
-        lambda: cogvideox_with(8),
+        lambda: changed(cogvideox().components, in_channels=8),
         {"height": 16, "width": 16, "max_sequence_length": 16},
         ("control_video:9",),
     ),
