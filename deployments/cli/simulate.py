@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,7 +15,7 @@ from rich.console import Console
 
 from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import POLICIES, RunFigures, simulate
-from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, Trace, read_trace, trace_lines
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker, Trace, read_trace, trace_lines
 from cluster.simulator.sizing import least_workers
 from cluster.simulator.traces import bursts, diurnal, poisson, zipf_shares
 from cluster.simulator.world import World
@@ -85,7 +86,7 @@ def simulate_trace(
     ]
     if not requests:
         raise OptionError("nothing to simulate: name a trace file, or give --poisson, --diurnal or --burst")
-    requests.sort(key=_arrival)
+    requests.sort(key=attrgetter("at_s"))
     budget, bytes_per_s = int(model_gb * 1e9 * per_worker), gb_per_s * 1e9
     found = read.workers or tuple(
         SimWorker(f"w{number:03d}", f"n{number // 8}", budget, slots, attach_bytes_per_s=bytes_per_s)
@@ -192,10 +193,6 @@ def _models(names: list[str], gb: float, shared: float, service_s: float, growth
 def _names(trace: Trace, num_models: int) -> list[str]:
     """Return the models that a trace asks for; without one, as many as are wanted."""
     return list(dict.fromkeys(request.model for request in trace.requests)) or [f"m{n:03d}" for n in range(num_models)]
-
-
-def _arrival(request: SimRequest) -> float:
-    return request.at_s
 
 
 def _read(path: Path) -> Trace:
