@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,7 +18,6 @@ from cluster.simulator.running import POLICIES, RunFigures, least_workers, recor
 from cluster.simulator.scenario import (
     Scenario,
     SimModel,
-    SimRequest,
     SimWorker,
     Trace,
     bursts,
@@ -95,7 +95,7 @@ def simulate_trace(
     ]
     if not requests:
         raise OptionError("nothing to simulate: name a trace file, or give --poisson, --diurnal or --burst")
-    requests.sort(key=_arrival)
+    requests.sort(key=attrgetter("at_s"))
     budget, bytes_per_s = int(model_gb * 1e9 * per_worker), gb_per_s * 1e9
     found = read.workers or tuple(
         SimWorker(f"w{number:03d}", f"n{number // 8}", budget, slots, attach_bytes_per_s=bytes_per_s)
@@ -201,10 +201,6 @@ def _models(names: list[str], gb: float, shared: float, service_s: float, growth
 def _names(trace: Trace, num_models: int) -> list[str]:
     """Return the models that a trace asks for; without one, as many as are wanted."""
     return list(dict.fromkeys(request.model for request in trace.requests)) or [f"m{n:03d}" for n in range(num_models)]
-
-
-def _arrival(request: SimRequest) -> float:
-    return request.at_s
 
 
 def _read(path: Path) -> Trace:

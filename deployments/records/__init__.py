@@ -5,7 +5,6 @@ are plain dataclasses that hold numpy arrays, which Ray moves without a copy.
 """
 
 from deployments.engines.llm.chat import Message
-from deployments.records.clips import ClipOptions, ClipRequest, ClipResult, VideoFormat, VideoOptions
 from deployments.records.embeddings import (
     EmbeddingRequest,
     EmbeddingResult,
@@ -18,12 +17,17 @@ from deployments.records.images import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,
     NO_PROMPT,
+    ClipOptions,
+    ClipRequest,
+    ClipResult,
     ControlNetUse,
     ImageOptions,
     ImageProgress,
     ImagePromptUse,
     ImageRequest,
     ImageResult,
+    VideoFormat,
+    VideoOptions,
     merge_progress,
 )
 from deployments.records.requests import (

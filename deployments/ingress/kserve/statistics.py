@@ -19,6 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from deployments.ingress.kserve.records import VERSION
@@ -147,12 +148,8 @@ def _of_size(batches: list[BatchStatistics], batch_size: int) -> BatchStatistics
         if batch.batch_size == batch_size:
             return batch
     batches.append(batch := BatchStatistics(batch_size))
-    batches.sort(key=_size)
+    batches.sort(key=attrgetter("batch_size"))
     return batch
-
-
-def _size(batch: BatchStatistics) -> int:
-    return batch.batch_size
 
 
 def _rounded(batch_size: int) -> int:
