@@ -56,7 +56,7 @@ class Scaling:
         return frozenset({**self.leaving, **self.released}).union(self.spares)
 
     @property
-    def num_working(self) -> int:
+    def _num_working(self) -> int:
         """Number of workers that are to work, of those that are here or coming."""
         return self.target - len(self.leaving) - self.num_spares
 
@@ -72,12 +72,12 @@ class Scaling:
         for name in here:
             if name in self._here or name in self.draining:
                 continue
-            if len(working) >= self.num_working and len(self.spares) < self.num_spares:
+            if len(working) >= self._num_working and len(self.spares) < self.num_spares:
                 self.spares.append(name)
             else:
                 working.add(name)
         self._here = set(here)
-        num_missing = max(0, self.num_working - len(working))
+        num_missing = max(0, self._num_working - len(working))
         del self.spares[:num_missing]
 
     def follow(self, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
@@ -87,18 +87,18 @@ class Scaling:
         self.released = {
             name: since_s for name, since_s in self.released.items() if name in here and now_s - since_s < STOP_S
         }
-        plan = target_replicas(state, self.policy, self._memory, self.num_working, now_s)
+        plan = target_replicas(state, self.policy, self._memory, self._num_working, now_s)
         self._memory, self.reason = plan.memory, plan.reason
-        if plan.target > self.num_working:
-            self._call_back(plan.target - self.num_working)
-            if plan.target > self.num_working:
+        if plan.target > self._num_working:
+            self._call_back(plan.target - self._num_working)
+            if plan.target > self._num_working:
                 self.preloads = deque(plan.preloads)
-                self._put_to_work(plan.target - self.num_working)
-        elif plan.target < self.num_working:
+                self._put_to_work(plan.target - self._num_working)
+        elif plan.target < self._num_working:
             num_coming = self._num_coming(state) - (self.num_spares - len(self.spares))  # Serve stops these first
-            num_undone = min(max(0, num_coming), self.num_working - plan.target)
+            num_undone = min(max(0, num_coming), self._num_working - plan.target)
             self.target -= num_undone
-            self._let_go(self.num_working - plan.target, state, up_s, now_s)
+            self._let_go(self._num_working - plan.target, state, up_s, now_s)
         for name, since_s in list(self.leaving.items()):
             if not can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
                 break  # Serve stops them in this order

@@ -74,7 +74,7 @@ def simulate(
     return _figures_of(world, policy), world
 
 
-def keeps_promise(
+def _keeps_promise(
     scenario: Scenario, policy: str, least_share: float, policies: Mapping[str, Policy] = POLICIES
 ) -> bool:
     """Return whether this share of the requests is answered within their classes' targets.
@@ -204,7 +204,7 @@ def least_workers(
     """
 
     def suffices(num_workers: int) -> bool:
-        return keeps_promise(scenario_of(num_workers), policy, least_share, policies)
+        return _keeps_promise(scenario_of(num_workers), policy, least_share, policies)
 
     low, high = 1, 1
     while not suffices(high):

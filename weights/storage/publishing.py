@@ -115,7 +115,7 @@ def publish_draft(store: WeightStore, draft: Draft, layout: Layout, staging: Pat
                 placed = _place_shared(store, draft, layout, pack, shared)
             manifest = _manifest(draft, layout, placed)
             text = manifest_text(manifest)
-            with disk_errors(store.path, draft.nbytes), undone_on_failure(store, placed.packs, draft.model, text):
+            with disk_errors(store.path, draft.nbytes), _undone_on_failure(store, placed.packs, draft.model, text):
                 _enter(store, manifest, placed)
                 store.publish_model(manifest, text, skeleton)
     return manifest
@@ -185,7 +185,7 @@ def publish_places(store: WeightStore, before: Manifest, after: Manifest, packs:
     or when a base of its deltas is needed by no model any more, so that its bytes may have been freed.
     """
     text = manifest_text(after)
-    with store.locked(), disk_errors(store.path, 0), undone_on_failure(store, packs, after.model, text):
+    with store.locked(), disk_errors(store.path, 0), _undone_on_failure(store, packs, after.model, text):
         if store.find_manifest(before.model) != before:
             raise StoreError(f"model {before.model!r} was published anew meanwhile; nothing was changed")
         _refuse_lost_bases(store, after)
@@ -280,7 +280,7 @@ def _manifest(draft: Draft, layout: Layout, placed: _Placed) -> Manifest:
 
 
 @contextlib.contextmanager
-def undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, text: bytes) -> Iterator[None]:
+def _undone_on_failure(store: WeightStore, packs: Iterable[str], model: str, text: bytes) -> Iterator[None]:
     """Remove new packs on a failure, so that a full disk does not stay full, unless the manifest `text` is in place.
 
     Nothing refers to them before but, at worst, the index, whose places are read before they are shared. A pack that

@@ -31,6 +31,15 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
+def flip(file: Path, position: int) -> None:
+    """Change a bit of a file's byte."""
+    with file.open("r+b") as opened:
+        opened.seek(position)
+        byte = opened.read(1)[0]
+        opened.seek(position)
+        opened.write(bytes([byte ^ 0x10]))
+
+
 def random_tensors() -> dict[str, torch.Tensor]:
     """Every dtype, odd sizes, a scalar, an empty one, and the same bytes twice."""
     tensors = {}

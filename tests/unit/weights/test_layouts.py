@@ -13,6 +13,7 @@ import torch
 from kit.seeding import seeded_rng
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from unit.weights.comparing import files
 
 from weights.errors import ExtentCorrupt, ModelNotStored, StoreError
 from weights.externalize import externalize
@@ -31,10 +32,6 @@ LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of small files; what a flush is good for, no test of this file could see."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

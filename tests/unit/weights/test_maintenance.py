@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from unit.weights.comparing import files
 
 from weights.errors import ModelNotStored, StoreError
 from weights.externalize import externalize
@@ -22,10 +23,6 @@ from weights.store import WeightStore
 from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

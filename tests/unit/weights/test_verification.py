@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
+from unit.weights.comparing import flip
 
 from weights.errors import ModelNotStored
 from weights.externalize import externalize
 from weights.manifest import Layout
 from weights.store import WeightStore
 from weights.verification import verify
-
-
-def flip(file: Path, offset: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 0x10
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])

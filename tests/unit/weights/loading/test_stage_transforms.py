@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from unit.weights.comparing import raw
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
@@ -55,10 +56,6 @@ def tensors() -> dict[str, torch.Tensor]:
 def stored(tmp_path: Path, write_model, tensors) -> tuple[Manifest, HeldExtents]:
     store = WeightStore(tmp_path / "store")
     return externalize(store, "m", write_model("m", tensors)), HeldExtents(store.packs)
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("target", list(TARGETS))

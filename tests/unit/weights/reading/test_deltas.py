@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from unit.weights.comparing import flip
 
 from weights.errors import ExtentCorrupt
 from weights.externalize import externalize
@@ -53,14 +54,6 @@ def only_delta(store: WeightStore) -> ExtentRef:
 
 def reader(store: WeightStore, strategy: ReadStrategy = BUFFERED, resident: Resident = lambda _: None) -> ExtentReader:
     return ExtentReader(store.packs, HostBufferPool(2**22), ReadPlanner(override=strategy), resident=resident)
-
-
-def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("strategy", [DIRECT, BUFFERED])

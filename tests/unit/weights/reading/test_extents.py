@@ -317,11 +317,9 @@ def test_an_error_gives_the_buffer_back(packs: Path, monkeypatch: pytest.MonkeyP
     assert through(same, extent(0, 9000)) == DATA[:9000]
 
 
-def test_a_read_error_in_the_middle_of_an_extent_gives_the_buffer_back(
-    packs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_disk_only(monkeypatch)
-    real, pool = os.preadv, HostBufferPool(4096)
+def break_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the disk have no more than the first pages."""
+    real = os.preadv
 
     def broken(fd: int, buffers: Any, offset: int) -> int:
         if offset >= 8192:
@@ -329,6 +327,14 @@ def test_a_read_error_in_the_middle_of_an_extent_gives_the_buffer_back(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", broken)
+
+
+def test_a_read_error_in_the_middle_of_an_extent_gives_the_buffer_back(
+    packs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk_only(monkeypatch)
+    pool = HostBufferPool(4096)
+    break_reads(monkeypatch)
     with pytest.raises(ExtentCorrupt, match=r"reading extent e1 failed: .*Input/output error"):
         through(reader(packs, pool), extent())
     assert pool.stats().used_bytes == 0
@@ -343,14 +349,7 @@ def test_giants_come_first_and_others_in_the_order_of_the_files() -> None:
 
 
 def test_a_read_error_in_the_middle_of_a_load_names_the_extent(packs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.preadv
-
-    def broken(fd: int, buffers: Any, offset: int) -> int:
-        if offset >= 8192:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", broken)
+    break_reads(monkeypatch)
     with pytest.raises(ExtentCorrupt, match=rf"{PACK}: reading extent e\d+ failed: .*Input/output error"):
         reader(packs).read_all(parts_of(10, 1000))
 

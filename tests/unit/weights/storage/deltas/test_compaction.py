@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from unit.weights.comparing import flip
 
 from weights.errors import DiskFull, StoreVersionError, WeightsError
 from weights.externalize import externalize
@@ -70,14 +71,6 @@ def deltas(store: WeightStore) -> dict[str, int]:
 
 def stored_bytes(store: WeightStore) -> int:
     return sum(file.stat().st_size for file in store.packs.rglob("*") if file.is_file())
-
-
-def flip(path: Path, position: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        byte = file.read(1)
-        file.seek(position)
-        file.write(bytes([byte[0] ^ 0x10]))
 
 
 def test_siblings_become_deltas_and_others_stay(filled: WeightStore, models: dict[str, Tensors]) -> None:
