@@ -93,7 +93,12 @@ OVERRIDES: Final[Mapping[str, Mapping[str, Any]]] = {
     "NemotronForCausalLM": {"num_key_value_heads": 2},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"]},
-    "Gemma3nForCausalLM": {"intermediate_size": 48, "layer_types": ["sliding_attention", "full_attention"]},
+    "Gemma3nForCausalLM": {
+        "intermediate_size": 48,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+    },
     "XmodForCausalLM": {"default_language": "en_XX"},
     "RoCBertForCausalLM": {
         "pronunciation_embed_dim": 16,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from deployments.engines.llm.models.feed_forward import renamed_experts
-from deployments.engines.llm.models.registry import AnyModel, LoadedModel
+from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.nn.lora import Pairs, check_targets
 from deployments.engines.protocol import EngineError, TextLora
@@ -71,9 +71,10 @@ class DecoderLoras:
         model, given = self._model, adapter.components.get("model")
         if given is None:
             raise EngineError(f"{adapter.path}: is not a LoRA of a language model (PEFT's layout)")
-        dotted = renamed_experts({f"{path}.": pair for path, pair in given.items()})
-        pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
         scope = model.lora_scope() if isinstance(model, StockModel) else None
+        named = given if scope else {decoder_name(path): pair for path, pair in given.items()}
+        dotted = renamed_experts({f"{path}.": pair for path, pair in named.items()})
+        pairs = {path.removesuffix("."): pair for path, pair in dotted.items()}
         if scope and (outside := [path for path in pairs if not path.startswith((f"{scope}.", _HEAD))]):
             raise EngineError(f"{adapter.path}: changes {outside[0]!r}; what sees images is the same for all requests")
         try:

@@ -135,12 +135,13 @@ def decoder_tensors(config: PretrainedConfig, tensors: Mapping[str, T]) -> Mappi
     """Return the tensors that are the decoder's, by its names for them: of models that read more, not all of them."""
     if not is_text_alone(config):
         return tensors
-    bare = {name.removeprefix("language_model."): tensor for name, tensor in tensors.items()}  # in old checkpoints
-    return {
-        name.replace("model.language_model.", "model.", 1): tensor
-        for name, tensor in bare.items()
-        if not _SENSES.match(name)
-    }
+    own = {name: tensor for name, tensor in tensors.items() if not _SENSES.match(name)}
+    return {decoder_name(name): tensor for name, tensor in own.items()}
+
+
+def decoder_name(name: str) -> str:
+    """Return what a decoder calls a tensor or layer of its own that a model around it has under this name."""
+    return name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)  # of old ones, the former
 
 
 def is_text_alone(config: PretrainedConfig) -> bool:

@@ -137,12 +137,19 @@ def test_prompt_log_probabilities_and_embeddings(gemma):
     torch.testing.assert_close(torch.from_numpy(delta.embedding), vector, rtol=0, atol=1e-4)
 
 
-def test_a_lora_changes_its_own_requests(tmp_path):
-    model, folder = tiny_model("Olmo2ForCausalLM"), tmp_path
+@pytest.mark.parametrize(
+    ("class_name", "changed"),
+    [
+        ("Olmo2ForCausalLM", "model.layers.1.self_attn.q_proj"),
+        ("FuyuForCausalLM", "model.language_model.layers.1.self_attn.query_key_value"),
+    ],
+)
+def test_a_lora_changes_its_own_requests(tmp_path, class_name, changed):
+    model, folder = tiny_model(class_name), tmp_path
     tensors = save_tiny(model, folder)
     pairs = {}
-    for layer in ("model.layers.1.self_attn.q_proj", "lm_head"):  # few changes below the head are seen in greedy tokens
-        rows, columns = tensors[f"{layer}.weight"].shape
+    for layer in (changed, "lm_head"):  # few changes below the head are seen in greedy tokens
+        rows, columns = model.get_submodule(layer).weight.shape
         pairs[layer] = LoraPair(torch.randn(4, columns), torch.randn(rows, 4), 0.5)
     adapter = LoraAdapter(folder, {"model": pairs})
     engine, prompts = LLMEngine(folder, tensors, LLMEngineConfig()), [drawn_prompt(20), drawn_prompt(33)]
