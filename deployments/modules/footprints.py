@@ -1,4 +1,4 @@
-"""Footprints of a replica's image models: learned once per structure and size, beside the requests."""
+"""Footprints of a replica's models: learned once per structure and size, beside the requests."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
 
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
-from weights.manifest import Manifest
+from deployments.engines.graph.workspace import UNBOUNDED, LendingMemory, Workspace
+from deployments.modules.stock_parts import is_stock_part
+from weights.manifest import Component, Manifest
 
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import PipelineTwin
+    from deployments.engines.text.footprints import TextFootprints
 
 CLIP_TOKENS: Final = 77
 MAX_STRUCTURES: Final = 8
@@ -39,29 +43,63 @@ class _Known:
 
 
 class FootprintBook:
-    """The footprints of pipelines on one device, by the kinds of `rows.memory_kind` and `decode_kind`. Thread-safe."""
+    """The footprints of forwards on one device, by structure and kind. Thread-safe.
 
-    def __init__(self, device: torch.device, bounds: BatchBounds) -> None:
+    The kinds of pipelines are those of `rows.memory_kind` and `decode_kind`, those of text encoders `text_kind`.
+    `memory` has the books in which the device's forwards take room, None where nobody counts it.
+    """
+
+    def __init__(self, device: torch.device, bounds: BatchBounds = DEFAULT_BOUNDS) -> None:
+        self.memory: LendingMemory | None = None
         self._device = device
         self._bounds = bounds
         self._lock = threading.Lock()
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
+        self._texts: OrderedDict[str, TextFootprints] = OrderedDict()
 
     def of(self, manifest: Manifest) -> dict[Hashable, Footprint]:
         """Return what is known of a pipeline's structure. What is learned later comes into it."""
         return self._entry(manifest).footprints
+
+    def of_text(self, component: Component, folder: Path) -> Workspace:
+        """Return the room of the forwards of a text encoder, whose skeleton is in `folder`."""
+        if self.memory is None:
+            return UNBOUNDED
+        return Workspace(self.memory, self._text(component, folder))
+
+    def _text(self, component: Component, folder: Path) -> TextFootprints:
+        from deployments.engines.text.footprints import TextFootprints, make_text_twin
+
+        with self._lock:
+            new = TextFootprints(partial(make_text_twin, component, folder, self._device))
+            found = self._texts.setdefault(_key(component), new)
+            while len(self._texts) > MAX_STRUCTURES:
+                self._texts.popitem(last=False)
+            return found
 
     def knows(self, manifest: Manifest, height: int, width: int, text_length: int) -> bool:
         """Return whether `learn` would have nothing to do."""
         known = self._entry(manifest)
         return known.is_hopeless or (height, width, text_length) in known.seen
 
-    def least_bytes(self, manifest: Manifest) -> int:
-        """Return what one image of the pipeline's own size takes, once `learn_defaults` has learned it."""
-        return self._entry(manifest).least_bytes
+    def least_bytes(self, manifest: Manifest, component: Component) -> int:
+        """Return what a forward of a component takes, once `learn_defaults` has learned it: 0 before.
 
-    def learn_defaults(self, manifest: Manifest, folder: Path) -> None:
-        """Learn what images of the pipeline's own size take, of prompts as long as its encoders read."""
+        It is that of one image of the pipeline's own size, or of one text as long as an encoder reads.
+        """
+        if component.library == "diffusers":
+            return self._entry(manifest).least_bytes
+        found = self._texts.get(_key(component)) if _is_encoder(manifest, component) else None
+        return found.least_bytes if found else 0
+
+    def learn_defaults(self, manifest: Manifest, component: Component, folder: Path) -> None:
+        """Learn what `least_bytes` tells of a component of a model, whose skeleton is in `folder`."""
+        if component.library == "diffusers":
+            self._learn_images(manifest, folder)
+        elif _is_encoder(manifest, component):
+            self._text(component, folder / component.folder).learn_default()
+
+    def _learn_images(self, manifest: Manifest, folder: Path) -> None:
         known = self._entry(manifest)
         if known.least_bytes or (family := FAMILIES.get(manifest.class_name or "")) is None:
             return
@@ -97,3 +135,12 @@ class FootprintBook:
         while len(self._known) > MAX_STRUCTURES:
             self._known.popitem(last=False)
         return found
+
+
+def _is_encoder(manifest: Manifest, component: Component) -> bool:
+    is_text = manifest.kind in ("diffusion", "embedding", "reranker", "classifier")
+    return is_text and component.library == "transformers" and not is_stock_part(component)
+
+
+def _key(component: Component) -> str:
+    return component.structure_key or component.module_key

@@ -308,7 +308,7 @@ class ImageService:
 
     def _workspace(self, lease: Lease) -> Workspace:
         book = self._module_cache.footprints
-        return UNBOUNDED if book is None else Workspace(self._module_cache.forward_memory, book.of(lease.manifest))
+        return UNBOUNDED if book is None else Workspace(book.memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them

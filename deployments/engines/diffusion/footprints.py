@@ -12,13 +12,15 @@ from torch import nn
 
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family
+from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
-from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module
+from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, memory_kind
 from deployments.engines.diffusion.state import DenoiseState, check_request
 from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
 from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.skeletons import blank_module
 from weights.manifest import Manifest
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_seam import fake_mode
@@ -38,6 +40,7 @@ class PipelineTwin(DenoisePipeline):
         for module in modules.values():
             fake_weights(module, self._mode, device)
         super().__init__(family, folder, modules, device)
+        self._codec = ImageCodec(modules["vae"])  # never in tiles
 
     def footprints(self, height: int, width: int, text_length: int, bounds: BatchBounds) -> dict[Hashable, Footprint]:
         """Return the footprints of denoising and decoding images of that size, by their kinds.

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import build_skeleton
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
@@ -62,10 +61,7 @@ from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_bl
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter
-from weights.loading.views import memory_form
-from weights.manifest import Component
 from weights.memory.devices import computes_on_host, host_generator
-from weights.torch_dtypes import TORCH_DTYPES
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
@@ -76,7 +72,7 @@ logger = logging.getLogger(__name__)
 class DenoisePipeline:
     """A model that turns text conditioning into images, step by step. One thread at a time.
 
-    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`blank_module`):
+    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`skeletons.py`):
     one encodes the images of a request (`encode_inputs`) and decodes its latents, the other runs its steps.
     """
 
@@ -362,9 +358,11 @@ class DenoisePipeline:
         height, width = size
 
         def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
+            images = self._latent_images(latents[start:stop], height, width)
+            return self._codec.decode(images, may_change=may_change, in_tiles=not has_room)
 
         kind, bound = decode_kind(height, width), 1 if runs_alone else self._bounds.decode_rows(height * width)
+        has_room = self._workspace.has_room(kind)
         with _kernels(runs_alone), self._workspace.lend(kind, len(latents), bound) as most:
             parts = run_in_parts(decode, len(latents), most, self._memory, kind)
         images, is_finite = zip(*parts, strict=True)
@@ -391,16 +389,6 @@ class DenoisePipeline:
 
 def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
     return repeatable_kernels() if are_repeatable else nullcontext()
-
-
-def blank_module(component: Component, folder: Path) -> nn.Module:
-    """Return a module of a pipeline without its weights, for `DenoisePipeline`. Raises EngineError."""
-    shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
-    kinds = component.block_types
-    module = build_skeleton(component.library, component.class_name, folder, shapes, kinds=kinds).module
-    first = component.tensors.get(next(name for name, _ in module.named_parameters() if name not in kinds))
-    dtype = TORCH_DTYPES.get(first.dtype) if first else None
-    return module if dtype is None else nn.Module.to(module, dtype)  # diffusers' own warns of what is not the case
 
 
 def create_pipeline(

@@ -37,8 +37,7 @@ class Condition(NamedTuple):
 class BatchBounds:
     """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
-    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of activations, in
-    tiles.
+    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of tensors, in tiles.
     """
 
     max_rows: int = 64
