@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -21,7 +22,7 @@ from deployments.modules.stock_parts import is_stock_part
 from weights.manifest import Component, Manifest
 
 if TYPE_CHECKING:
-    from deployments.engines.diffusion.footprints import PipelineTwin
+    from deployments.engines.diffusion.footprints import AdapterShapes, PipelineTwin
     from deployments.engines.text.footprints import TextFootprints
 
 CLIP_TOKENS: Final = 77
@@ -38,14 +39,14 @@ class _Known:
     footprints: dict[Hashable, Footprint] = field(default_factory=dict)
     twin: PipelineTwin | None = None
     is_hopeless: bool = False
-    seen: set[tuple[int, int, int]] = field(default_factory=set)
+    seen: set[tuple[int | str, ...]] = field(default_factory=set)  # height, width, tokens, and names of LoRAs
     least_bytes: int = 0
 
 
 class FootprintBook:
     """The footprints of forwards on one device, by structure and kind. Thread-safe.
 
-    The kinds of pipelines are those of `rows.memory_kind` and `decode_kind`, those of text encoders `text_kind`.
+    The kinds of pipelines are those of `rows.workspace_kind` and `decode_kind`, those of text encoders `text_kind`.
     `memory` has the books in which the device's forwards take room, None where nobody counts it.
     """
 
@@ -77,10 +78,12 @@ class FootprintBook:
                 self._texts.popitem(last=False)
             return found
 
-    def knows(self, manifest: Manifest, height: int, width: int, text_length: int) -> bool:
+    def knows(
+        self, manifest: Manifest, height: int, width: int, text_length: int, adapters: Iterable[str] = ()
+    ) -> bool:
         """Return whether `learn` would have nothing to do."""
         known = self._entry(manifest)
-        return known.is_hopeless or (height, width, text_length) in known.seen
+        return known.is_hopeless or (height, width, text_length, *sorted(adapters)) in known.seen
 
     def least_bytes(self, manifest: Manifest, component: Component) -> int:
         """Return what a forward of a component takes, once `learn_defaults` has learned it: 0 before.
@@ -108,8 +111,16 @@ class FootprintBook:
         self.learn(manifest, folder, side, side, tokens)
         known.least_bytes = max((one.bytes_of(1) for one in known.footprints.values()), default=0)
 
-    def learn(self, manifest: Manifest, folder: Path, height: int, width: int, text_length: int) -> None:
-        """Record forwards for images of that size and prompts of so many tokens. Takes up to seconds.
+    def learn(
+        self,
+        manifest: Manifest,
+        folder: Path,
+        height: int,
+        width: int,
+        text_length: int,
+        adapters: AdapterShapes = MappingProxyType({}),
+    ) -> None:
+        """Record forwards for images of that size, prompts of so many tokens, and these LoRAs. Takes up to seconds.
 
         What cannot be recorded (packed weights have kernels of their own) keeps to the bounds of the config, and the
         log says so once.
@@ -118,16 +129,16 @@ class FootprintBook:
 
         known = self._entry(manifest)
         with self._lock:
-            if self.knows(manifest, height, width, text_length) or len(known.seen) >= MAX_SIZES:
+            if self.knows(manifest, height, width, text_length, adapters) or len(known.seen) >= MAX_SIZES:
                 return
             try:
                 if known.twin is None:
                     known.twin = make_twin(manifest, folder, self._device)
-                known.footprints |= known.twin.footprints(height, width, text_length, self._bounds)
+                known.footprints |= known.twin.footprints(height, width, text_length, self._bounds, adapters)
             except Exception as error:  # of any operation of a model that fake tensors have no rule for
-                known.is_hopeless = True
+                known.is_hopeless = not adapters  # else it may be the adapters'
                 logger.info("the memory of %r is not planned: %s", manifest.model, error)
-            known.seen.add((height, width, text_length))
+            known.seen.add((height, width, text_length, *sorted(adapters)))
 
     def _entry(self, manifest: Manifest) -> _Known:
         key = tuple(sorted((name, part.structure_key) for name, part in manifest.components.items()))

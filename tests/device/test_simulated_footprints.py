@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,7 @@ from deployments.engines.diffusion.rows import parts_of
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.recording import Recorder, fake_weights, record
 from deployments.engines.graph.workspace import Workspace
+from deployments.engines.nn.lora import fit_pairs
 from deployments.engines.protocol import DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.footprints import EncoderTwin, TextFootprints
@@ -34,6 +36,7 @@ from deployments.engines.text.forwards import text_kind
 from deployments.engines.text.tokens import TokenizedText
 from deployments.engines.upscaling.networks import build_upscaler
 from deployments.engines.upscaling.tiles import pixel_bytes
+from weights.adapters import LoraPair
 from weights.memory.device_arena import DeviceArena
 from weights.torch_seam import fake_mode
 
@@ -114,6 +117,34 @@ def test_denoisers(
         measured = peak_of(device, lambda parts=parts: pipeline._predict(parts))
         is_recorded = rows in (1, 2, MOST_ROWS)
         assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if is_recorded else 1.05), (rows, measured, found)
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_loras(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """Those of all rows take what was predicted, and those of some rows less."""
+    pipeline, twin = pipelines
+    height, width, length = shape
+    layers = [(path, one) for path, one in pipeline.denoiser.named_modules() if type(one).__name__.endswith("Linear")]
+    pairs = {
+        path: LoraPair(torch.randn(rank, one.in_features), torch.randn(one.out_features, rank), 1.0)
+        for (path, one), rank in zip(layers, itertools.cycle((4, 16)))
+        if random.random() < 0.7 and "embed" not in path
+    }
+    fitted, shapes = (
+        fit_pairs(pipeline.denoiser, pairs),
+        {"style": {path: one.to("meta") for path, one in pairs.items()}},
+    )
+    found = None
+    for rows, num_adapted in ((1, 1), (2, 2), (7, 7), (7, 3)):
+        states = begin(pipeline, height, width, length, rows)
+        padded = states[0].branches[0].prompt.shape[1]
+        found = found or twin.denoise_footprint(height, width, padded, 7, shapes)
+        for state in states[:num_adapted]:
+            state.adapters = ((fitted, 0.7),)
+        measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
+        assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if num_adapted == rows else 2.0), (rows, num_adapted)
 
 
 @pytest.mark.parametrize("shape", SIZES)

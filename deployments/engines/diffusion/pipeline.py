@@ -45,6 +45,7 @@ from deployments.engines.diffusion.rows import (
     memory_kind,
     parts_of,
     split_rows,
+    workspace_kind,
 )
 from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
@@ -60,7 +61,7 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant, repeata
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter
+from weights.adapters import LoraAdapter, LoraPair
 from weights.memory.devices import computes_on_host, host_generator
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
@@ -131,6 +132,23 @@ class DenoisePipeline:
     def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> None:
         """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
+
+    def adapter_shapes(
+        self, request: DiffusionRequest, adapters: Mapping[str, Adapter]
+    ) -> dict[str, Mapping[str, LoraPair]]:
+        """Return the pairs that the LoRAs of a request add to its layers, by name and module, as tensors of no memory.
+
+        Any thread may call it. Raises EngineError as `start_request` does.
+        """
+        if request.merges_adapter or not request.adapters:
+            return {}
+        paths = {layer: path for path, layer in self.denoiser.named_modules()}
+        found, _ = self._loras.forms_of(request, adapters)
+        names = sorted(use.name for use in request.adapters)
+        return {
+            name: {paths[layer]: pair.to("meta") for layer, pair in pairs}
+            for name, (pairs, _) in zip(names, found, strict=True)
+        }
 
     def encode_inputs(
         self,
@@ -211,10 +229,11 @@ class DenoisePipeline:
         """Return the work of one step."""
         parts = parts_of([state])
         bound = self._bounds.denoise_rows(state.request.height * state.request.width)
-        kinds = [memory_kind(part) for part in parts]
-        most = min(min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound)) for kind in kinds)
-        kind = str(kinds[-1])
-        return Work(frozenset(batch_key(part) for part in parts), kind, state.num_rows, most)
+        most = min(
+            min(self._memory.allowed(memory_kind(part)), self._workspace.most_rows(workspace_kind(part), bound))
+            for part in parts
+        )
+        return Work(frozenset(batch_key(part) for part in parts), str(memory_kind(parts[-1])), state.num_rows, most)
 
     def decode_work(self, state: DenoiseState) -> Work:
         """Return the work of decoding the images."""
@@ -333,7 +352,9 @@ class DenoisePipeline:
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
             forward = self._forward if first.merged or first.runs_alone else self._replayed
-            with self._workspace.lend(kind, sum(len(state.latents) for state, _ in group), bound) as most:
+            num_rows = sum(len(state.latents) for state, _ in group)
+            largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
+            with self._workspace.lend(largest, num_rows, bound) as most:
                 rows = build_rows(group, self._modulation.rows_of(group))
                 parts = run_in_parts(
                     lambda start, stop: forward(rows.part(start, stop), height, width),

@@ -103,6 +103,18 @@ def memory_kind(part: Condition) -> Hashable:
     return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
 
 
+def workspace_kind(part: Condition) -> Hashable:
+    """Return the kind of a part to the workspace: beside its `memory_kind` what is added to its layers, by name.
+
+    That of no two LoRAs is the same. What an image adds is not planned, and so of a kind of its own.
+    """
+    state = part.state
+    names = tuple(sorted(use.name for use in state.request.adapters)) if state.adapters else ()
+    if not (names or state.image_prompts):
+        return memory_kind(part)
+    return memory_kind(part), names, bool(state.image_prompts)
+
+
 def decode_kind(height: int, width: int) -> Hashable:
     """Return the kind of a decode of images of that size: each takes as much memory."""
     return "decode", height, width

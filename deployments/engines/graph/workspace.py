@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
@@ -39,6 +39,13 @@ class Workspace:
     def most_rows(self, kind: Hashable, most: int) -> int:
         """Return how many rows of that kind have room now, from 1 to `most`."""
         return most if (planned := self._planned(kind)) is None else self._most_rows(*planned, most)
+
+    def largest(self, kinds: Collection[Hashable], rows: int) -> Hashable:
+        """Return the kind of which so many rows take most, as far as anybody knows: rows of several take less."""
+        if len(kinds) == 1:
+            return next(iter(kinds))
+        known = {kind: planned[1].bytes_of(rows) for kind in kinds if (planned := self._planned(kind)) is not None}
+        return max(known or kinds, key=lambda kind: known.get(kind, 0))
 
     def has_room(self, kind: Hashable) -> bool:
         """Return whether one row of that kind has room now, as far as anybody knows."""
