@@ -385,8 +385,8 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     max_decode_pixels: int = Field(4 * 2**20, ge=64, description="maximum pixels that the VAE decodes at once")
     max_vae_bytes: Bytes = Field(
         8 * 2**30,
-        description="maximum activations of one image in the VAE; larger images are decoded in overlapping tiles, as "
-        "by diffusers' enable_tiling. The default is 1448x1448 pixels of SDXL in float32, 2048x2048 in bfloat16",
+        description="maximum bytes of tensors of one image in the VAE; larger images are decoded in overlapping tiles, "
+        "as by diffusers' enable_tiling. The default is 1672x1672 pixels of SDXL in float32, 2360x2360 in bfloat16",
     )
     replay: bool | Literal["checked"] = Field(
         True,

@@ -23,6 +23,7 @@ from weights.errors import WeightsError
 from weights.loading.modules import Binding, copy_structure
 from weights.loading.views import memory_form
 from weights.manifest import Component
+from weights.torch_dtypes import TORCH_DTYPES
 
 MAX_FREE: Final = 16  # a blank FLUX transformer takes about 5 MB
 MAX_TEMPLATES: Final = 32
@@ -98,16 +99,7 @@ class SkeletonPool:
         with self._lock:
             if not key or self._templates.get(key) is not None:
                 return
-        shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
-        skeleton = build_skeleton(
-            component.library,
-            component.class_name,
-            folder,
-            shapes,
-            optional_parts=optional_parts,
-            kinds=component.block_types,
-            arithmetic=self._arithmetic,
-        )
+        skeleton = _blank(component, folder, optional_parts, self._arithmetic)
         self._remember(key, skeleton)
         if (first := _copy(skeleton)) is not None:
             self._keep(key, first)
@@ -165,6 +157,30 @@ class SkeletonPool:
             self._templates.move_to_end(key)
             while len(self._templates) > self._max_templates:
                 self._templates.popitem(last=False)
+
+
+def blank_module(component: Component, folder: Path, optional_parts: Collection[str] = ()) -> nn.Module:
+    """Return a component's module without its weights, in their dtype. Raises EngineError."""
+    module, tensors = _blank(component, folder, optional_parts).module, component.tensors
+    named = (name for name, _ in module.named_parameters() if name not in component.block_types)
+    first = tensors.get(next(named)) or next(iter(tensors.values()))
+    dtype = TORCH_DTYPES.get(first.dtype)
+    # diffusers' own `to` warns of what is not the case
+    return nn.Module.to(module, dtype) if dtype is not None and dtype.is_floating_point else module
+
+
+def _blank(
+    component: Component, folder: Path, optional_parts: Collection[str] = (), arithmetic: Arithmetic = "fast"
+) -> Skeleton:
+    return build_skeleton(
+        component.library,
+        component.class_name,
+        folder,
+        {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()},
+        optional_parts=optional_parts,
+        kinds=component.block_types,
+        arithmetic=arithmetic,
+    )
 
 
 def _copy(skeleton: Skeleton) -> Skeleton | None:

@@ -105,7 +105,7 @@ class ComponentFactory:
     `working_memory` is what a component allocates itself. `retire` gets what is needed no more, maybe from another
     thread. What `can_stream` and is larger than the budget comes to its device block by block; of what has
     `layer_caches`, some layers are computed on the host, or come from there for a step if it `streams_layers`.
-    `footprints` are those of pipelines; None where no forwards are planned.
+    `footprints` are those of its forwards; None where none are planned.
     """
 
     build: Builder
@@ -165,6 +165,8 @@ class ModuleCache:
         self._device = budget.device
         self._kept = kept
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
+        if factory.footprints is not None:
+            factory.footprints.memory = self.forward_memory
         streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
         is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
         layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of, factory.streams_layers)
@@ -195,25 +197,30 @@ class ModuleCache:
         """Return the memory that forwards take of the device; None where nobody counts it."""
         return None if self.forward_memory is None else self._footprints
 
-    def learn_defaults(self, manifest: Manifest) -> None:
-        """Learn what one image of a pipeline's own size takes, and say what the model needs of the device. Blocks."""
-        if self.footprints is None or not manifest.class_name:
+    def learn_defaults(self, manifest: Manifest, wanted: Wants) -> None:
+        """Learn what a forward of each component takes, and say what the model needs of the device. Blocks."""
+        if (book := self.footprints) is None:
             return
-        self.footprints.learn_defaults(manifest, self.skeleton(manifest))
-        if not self.footprints.least_bytes(manifest):
+        components = [component for component in manifest.components.values() if wanted(component)]
+        for component in components:
+            book.learn_defaults(manifest, component, self.skeleton(manifest))
+        least_bytes = max((book.least_bytes(manifest, component) for component in components), default=0)
+        if not least_bytes:
             return
-        parts = self.planner.plan(manifest, lambda component: component.library == "diffusers").values()
+        parts = self.planner.plan(manifest, wanted).values()
         logger.info(
             "model %r: static=%s, weights=%s, workspace=%s",
             manifest.model,
             shown_bytes(sum(part.working_bytes for part in parts)),
             shown_bytes(sum(part.component.nbytes for part in parts)),
-            shown_bytes(self.footprints.least_bytes(manifest)),
+            shown_bytes(least_bytes),
         )
 
-    def _workspace_bytes(self, manifest: Manifest) -> int:
+    def _workspace_bytes(self, manifest: Manifest, component: Component) -> int:
         memory, book = self.forward_memory, self.footprints
-        return 0 if memory is None or book is None else max(0, int(book.least_bytes(manifest) - memory.beside_bytes))
+        if memory is None or book is None:
+            return 0
+        return max(0, int(book.least_bytes(manifest, component) - memory.beside_bytes))
 
     @property
     def forward_memory(self) -> DeviceArena | None:

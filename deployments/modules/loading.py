@@ -55,9 +55,9 @@ class ComponentBuilder:
     def __init__(self, settings: WorkerConfig) -> None:
         self._settings = settings
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
-        self._encoders = TextEncoderBuilder()
         self._cache_bytes: dict[str, int] = {}  # by module key
         self.footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
+        self._encoders = TextEncoderBuilder(self.footprints)
         self._layer_caches: dict[str, Sequence[int] | None] = {}
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -24,7 +24,9 @@ from weights.memory.layer_plan import (
     plan_layers,
 )
 
-BESIDE_SHARE: Final = 0.25  # of the budget, left for the VAE and adapters if they do not want more
+# Of the budget, left for the weights of the VAE and adapters if they do not want more, and no guess of activations:
+# requests with and without adapters then have one module, instead of one each that come and go.
+BESIDE_SHARE: Final = 0.25
 _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
@@ -156,7 +158,7 @@ class PartsPlanner:
 
     With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `streaming` is
     None where nothing comes block by block. `skeleton` returns the folder of a manifest, `workspace` the bytes of the
-    budget that its forwards need at least.
+    budget that forwards of a component need at least.
     """
 
     def __init__(
@@ -166,7 +168,7 @@ class PartsPlanner:
         working_memory: WorkingMemory,
         skeleton: Callable[[Manifest], Path],
         streaming: Streaming | None,
-        workspace: Callable[[Manifest], int] = lambda manifest: 0,
+        workspace: Callable[[Manifest, Component], int] = lambda manifest, component: 0,
         layers: LayerPlacing | None = None,
         *,
         is_on_node: bool,
@@ -216,7 +218,7 @@ class PartsPlanner:
         if self._is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
         footprint = dict(device_footprint(component, self._size_of, working_bytes))
-        pieces = workspace_pieces(self._workspace(manifest) if component.library == "diffusers" else 0)
+        pieces = workspace_pieces(self._workspace(manifest, component))
         return Part(manifest, component, footprint | pieces, working_bytes, sum(pieces.values()))
 
 

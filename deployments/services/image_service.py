@@ -270,7 +270,7 @@ class ImageService:
         engine: _PipelineEngine = lease.bound(lambda: self._engine(lease, pipeline), settings)
         if request.request.merges_adapter:  # beside the steps of others, which it would hold up
             await in_thread(engine.engine.pipeline.merge_adapter, request.request, request.adapters)
-        await self._learn_footprints(lease, request)
+        await self._learn_footprints(lease, request, engine.engine.pipeline)
         moving = self._moving[request.request_id]
         if moving.is_wanted:  # before it has begun
             return DiffusionOutput(request.request_id, 0, 0, checkpoint=request.resume_from, is_moved=True)
@@ -291,7 +291,7 @@ class ImageService:
             self._keeping = asyncio.ensure_future(self._keep_costs(engine))
         return output
 
-    async def _learn_footprints(self, lease: Lease, request: ConditionedRequest) -> None:
+    async def _learn_footprints(self, lease: Lease, request: ConditionedRequest, pipeline: DenoisePipeline) -> None:
         """Learn what forwards of a request take, beside the steps of others, where their memory is counted."""
         if (book := self._module_cache.footprints) is None:
             return
@@ -302,13 +302,14 @@ class ImageService:
             if name.endswith("prompt_embeds") and one.ndim == 3
         }
         for length in lengths:
-            size = wanted.height, wanted.width, length
-            if not book.knows(lease.manifest, *size):
-                await in_thread(book.learn, lease.manifest, folder, *size)
+            size, names = (wanted.height, wanted.width, length), [use.name for use in wanted.adapters]
+            if not book.knows(lease.manifest, *size, () if wanted.merges_adapter else names):
+                shapes = await in_thread(pipeline.adapter_shapes, wanted, request.adapters)
+                await in_thread(book.learn, lease.manifest, folder, *size, shapes)
 
     def _workspace(self, lease: Lease) -> Workspace:
         book = self._module_cache.footprints
-        return UNBOUNDED if book is None else Workspace(self._module_cache.forward_memory, book.of(lease.manifest))
+        return UNBOUNDED if book is None else Workspace(book.memory, book.of(lease.manifest))
 
     async def _keep_costs(self, engine: _PipelineEngine) -> None:
         figures = await self._device.run_work(engine.costs.figures)  # between two steps, which change them

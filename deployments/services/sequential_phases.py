@@ -17,9 +17,10 @@ from torch import nn
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module, create_pipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.workspace import Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput
+from deployments.engines.skeletons import blank_module
 from deployments.modules.cache import Lease
 from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import ImageRequest, SwitchReport

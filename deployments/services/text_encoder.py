@@ -27,7 +27,8 @@ from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.tokens import TextPair
 from deployments.errors import as_service_errors
-from deployments.modules.cache import ModuleCache
+from deployments.modules.cache import ComponentFactory, ModuleCache
+from deployments.modules.footprints import FootprintBook
 from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.runner import run_together
@@ -71,8 +72,10 @@ class TextEncoderService(ModelReplica):
         settings = config.text_encoder
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
-        builder = TextEncoderBuilder()
-        await self._open(config, f"encoder-{self._name}", settings, builder)
+        book = FootprintBook(torch.device(settings.torch_device))
+        builder = TextEncoderBuilder(book)
+        factory = ComponentFactory(builder, builder.retire, footprints=book)
+        await self._open(config, f"encoder-{self._name}", settings, builder, factory=factory)
         self._programs = builder.programs
         self._padding = EncodeCounter()
         tuned = await self._call_registry(WeightRegistry.encoder_batching)

@@ -12,12 +12,21 @@ import torch
 from configs.cluster import WorkerConfig
 from deployments.engines.protocol import EngineError
 from deployments.engines.upscaling.networks import Upscaler
-from deployments.engines.upscaling.tiles import Tile, core_of, enlarge_tile, margin_of, padded, plan_tiles
+from deployments.engines.upscaling.tiles import (
+    Tile,
+    core_of,
+    enlarge_tile,
+    margin_of,
+    padded,
+    pixel_bytes,
+    plan_tiles,
+)
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import is_denoise_component
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
 from deployments.services.image_requests import OnProgress
 from deployments.services.step_loop import DeviceThread, StepTime
+from weights.formats.upscaler import UpscalerNet
 from weights.manifest import Manifest
 
 _COMPONENT: Final = "model"
@@ -30,6 +39,7 @@ class UpscaleService:
         self._module_cache = module_cache
         self._settings = settings
         self._device = device
+        self._pixel_bytes: dict[tuple[UpscalerNet, torch.dtype], float] = {}
         self.num_running = 0
 
     async def enlarge(self, request: ImageRequest, manifest: Manifest, on_progress: OnProgress) -> ImageResult:
@@ -65,9 +75,11 @@ class UpscaleService:
         self, module: Upscaler, image: npt.NDArray[np.uint8], on_progress: OnProgress | None
     ) -> npt.NDArray[np.uint8]:
         net, steps = module.net, StepTime()
-        item_bytes = next(module.parameters()).element_size()
         is_cpu = torch.device(self._settings.torch_device).type == "cpu"
-        core = core_of(net, self._settings.max_vae_bytes, item_bytes, is_cpu=is_cpu)
+        if (key := (net, next(module.parameters()).dtype)) not in self._pixel_bytes:
+            self._pixel_bytes[key] = await self._device.run_work(pixel_bytes, module)
+        most_pixels = self._settings.max_vae_bytes / max(1.0, self._pixel_bytes[key])
+        core = core_of(net, most_pixels, is_cpu=is_cpu)
         whole = padded(image, net.shrink)
         height, width = image.shape[:2]
         result = np.empty((height * net.scale, width * net.scale, 3), np.uint8)

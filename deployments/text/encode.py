@@ -324,12 +324,14 @@ def _encode_together(jobs: Sequence[EncodeJob], counter: EncodeCounter | None) -
         learned = job.words.identity if job.words else ""
         groups.setdefault((mates, learned, *(lora.identity for lora in job.loras)), []).append(number)
     outcomes: dict[int, Encoding | Exception] = {}
+    workspace = jobs[0].keyed.workspace
     with jobs[0].keyed.computing() as encoder:
         for numbers in groups.values():
             uses = [(lora.pairs, lora.scale) for lora in jobs[numbers[0]].loras]
             texts = [jobs[number].text for number in numbers]
             with encoder.lock, applied_adapters([AdaptedSpan(uses)]):
-                found = encoder.encode_each(texts, counter=counter, words=jobs[numbers[0]].words)
+                words = jobs[numbers[0]].words
+                found = encoder.encode_each(texts, counter=counter, words=words, workspace=workspace)
                 outcomes |= zip(numbers, found, strict=True)
     return [outcomes[number] for number in range(len(jobs))]
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.programs.bound import BoundPrograms, ServedProgram
 from deployments.engines.protocol import EngineError
@@ -25,6 +26,7 @@ from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 from deployments.engines.text.tokens import LearnedWords
+from deployments.modules.footprints import FootprintBook
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from weights.adapters import LoraAdapter, parse_adapter
 from weights.formats import dense_head, encoder_files
@@ -48,6 +50,7 @@ class KeyedEncoder:
     encoder: TextEncoder
     tokenizer_folder: Path | None = None
     tokenizer: Any = None
+    workspace: Workspace = UNBOUNDED
     num_computing: int = 0
     is_retired: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -144,12 +147,13 @@ def is_part_of_text(component: Component) -> bool:
 class TextEncoderBuilder:
     """A builder of text encoders, and of the LoRAs that change them.
 
-    Modules come from `skeletons`; tokenizers are kept and used again.
+    Modules come from `skeletons`; tokenizers are kept and used again. What forwards take is in `footprints`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, footprints: FootprintBook | None = None) -> None:
         self.skeletons = SkeletonPool()
         self.programs = BoundPrograms()
+        self._footprints = footprints
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
 
@@ -183,7 +187,8 @@ class TextEncoderBuilder:
             build=partial(self.skeletons.build_module, component.structure_key),
             tokenizer=tokenizer,
         )
-        return KeyedEncoder(component.module_key, encoder, tokenizer_folder, tokenizer)
+        workspace = self._footprints.of_text(component, folder) if self._footprints else UNBOUNDED
+        return KeyedEncoder(component.module_key, encoder, tokenizer_folder, tokenizer, workspace)
 
     def prepare(self, component: Component, skeleton: Path) -> None:
         """Make its structure, and load its tokenizer, before they are needed. Raises EngineError and FormatError."""

@@ -84,7 +84,8 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
 async def _open(stack: contextlib.AsyncExitStack, store: Any, manifest: Any, budget_bytes: int) -> Any:
     """Return a pipeline on a device of so many bytes; its VAE is there if both have room."""
     from configs.cluster import WorkerConfig
-    from deployments.engines.diffusion.pipeline import blank_module, create_pipeline
+    from deployments.engines.diffusion.pipeline import create_pipeline
+    from deployments.engines.skeletons import blank_module
     from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
     from weights.provider import LocalExtents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -16,14 +17,27 @@ pytest.importorskip("diffusers")
 
 from unit.deployments.engines.diffusion import conftest as tiny
 from unit.deployments.engines.diffusion import test_prompt_readers as readers
+from unit.deployments.engines.upscaler_files import compact, rrdb
 
 from deployments.engines.build import build_skeleton
 from deployments.engines.diffusion.footprints import PipelineTwin
+from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.diffusion.rows import parts_of
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.recording import Recorder, fake_weights, record
+from deployments.engines.graph.workspace import Workspace
+from deployments.engines.nn.lora import fit_pairs
 from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.footprints import EncoderTwin, TextFootprints
+from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
+from deployments.engines.text.forwards import text_kind
+from deployments.engines.text.tokens import TokenizedText
+from deployments.engines.upscaling.networks import build_upscaler
+from deployments.engines.upscaling.tiles import pixel_bytes
+from weights.adapters import LoraPair
+from weights.memory.device_arena import DeviceArena
 from weights.torch_seam import fake_mode
 
 MOST_ROWS = 24
@@ -106,6 +120,34 @@ def test_denoisers(
 
 
 @pytest.mark.parametrize("shape", SIZES)
+def test_loras(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """Those of all rows take what was predicted, and those of some rows less."""
+    pipeline, twin = pipelines
+    height, width, length = shape
+    layers = [(path, one) for path, one in pipeline.denoiser.named_modules() if type(one).__name__.endswith("Linear")]
+    pairs = {
+        path: LoraPair(torch.randn(rank, one.in_features), torch.randn(one.out_features, rank), 1.0)
+        for (path, one), rank in zip(layers, itertools.cycle((4, 16)))
+        if random.random() < 0.7 and "embed" not in path
+    }
+    fitted, shapes = (
+        fit_pairs(pipeline.denoiser, pairs),
+        {"style": {path: one.to("meta") for path, one in pairs.items()}},
+    )
+    found = None
+    for rows, num_adapted in ((1, 1), (2, 2), (7, 7), (7, 3)):
+        states = begin(pipeline, height, width, length, rows)
+        padded = states[0].branches[0].prompt.shape[1]
+        found = found or twin.denoise_footprint(height, width, padded, 7, shapes)
+        for state in states[:num_adapted]:
+            state.adapters = ((fitted, 0.7),)
+        measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
+        assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if num_adapted == rows else 2.0), (rows, num_adapted)
+
+
+@pytest.mark.parametrize("shape", SIZES)
 def test_vaes(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
 ) -> None:
@@ -121,16 +163,81 @@ def test_vaes(
         assert 1.0 <= found.bytes_of(rows) / measured <= 1.01, (rows, measured, found)
 
 
+@pytest.mark.parametrize("shape", SIZES)
+def test_what_a_pixel_takes_chooses_tiles(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """An image goes in one piece up to the bytes that it was measured to take, and a hundredth more for its shape."""
+    codec, (height, width, _) = pipelines[0]._codec, shape
+    latents = torch.cat([one.latents for one in begin(pipelines[0], height, width, 32, 1)])
+    images = pipelines[0]._latent_images(latents, height, width)
+    measured = peak_of(device, lambda: codec.pixels(images))
+    assert ImageCodec(codec.vae, measured * 0.99)._is_large(codec.vae, height, width)
+    assert not ImageCodec(codec.vae, measured * 1.02)._is_large(codec.vae, height, width)
+
+
+@pytest.mark.parametrize("tensors", [rrdb(), rrdb(ups=1), rrdb(num_read=12), compact()])
+def test_upscalers(device: torch.device, tensors: dict[str, torch.Tensor]) -> None:
+    module = torch.nn.Module.to(build_upscaler(Path("x"), tensors), device)
+    image = torch.rand(1, 3, 96, 128, device=device)
+    measured = peak_of(device, lambda: module(image))
+    assert 0.99 <= pixel_bytes(module) * 96 * 128 / measured <= 1.02
+
+
+# text encoders, as `encode_each` runs them
+
+
+class NoTokenizer:
+    """What a text encoder asks of a tokenizer whose texts have their ids already."""
+
+    model_max_length, pad_token_id, padding_side = 512, 0, "right"
+
+
+@pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "BertModel"])
+def test_text_encoders(device: torch.device, name: str) -> None:
+    """Of a length that was recorded, the bytes; between two of them a little more, never less.
+
+    A mask is counted that stock leaves out for texts of one length.
+    """
+    encoder = TextEncoder(torch.nn.Module.to(small(name, 256), device), NoTokenizer())
+    footprints = TextFootprints(lambda: EncoderTwin(small(name, 256), device))
+    for texts, tokens in ((1, 77), (3, 64), (13, 96), (20, 32), (random.randint(2, 9), random.randint(33, 127))):
+        ids = [TokenizedText((3,) * (tokens - at % 2)) for at in range(texts)]
+        measured = peak_of(device, lambda ids=ids: encoder.encode_each(ids, limits=ForwardLimits(max_padding=0.9)))
+        for is_padded, most in ((True, 1.01 if texts > 1 else 1.03), (False, 1.12)):
+            found = footprints.get(text_kind(tokens, is_padded=is_padded))
+            assert found is not None
+            assert 1.0 <= found.bytes_of(texts) / measured <= most, (texts, tokens, is_padded, measured)
+
+
+def test_forwards_of_texts_are_as_large_as_their_room(device: torch.device) -> None:
+    module = torch.nn.Module.to(small("BertModel", 256), device)
+    footprints = TextFootprints(lambda: EncoderTwin(small("BertModel", 256), device))
+    footprints.learn_default()
+    kind = text_kind(64, is_padded=True)
+    found = footprints.get(kind)
+    assert found is not None
+    texts, counter = [TokenizedText((3,) * 64, padded_length=64) for _ in range(8)], EncodeCounter()
+    arena = DeviceArena(str(device), found.bytes_of(3) + 512)
+    arena._beside_bytes = 0.0  # as on a device without other memory
+    TextEncoder(module, NoTokenizer()).encode_each(texts, counter=counter, workspace=Workspace(arena, footprints))
+    assert counter.encode_stats().max_texts == 3
+    assert footprints.least_bytes > found.bytes_of(1)  # of a text as long as it reads
+
+
 # encoders and decoders of transformers, as they come
 
 
-def small(name: str) -> Any:
-    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4}
+def small(name: str, width: int = 64) -> Any:
+    inner = 5 * width // 2
+    sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     if name == "T5EncoderModel":
-        config = transformers.T5Config(d_model=64, d_ff=160, d_kv=16, num_layers=2, num_heads=4, vocab_size=100)
-    elif name == "CLIPTextModel":
-        config = transformers.CLIPTextConfig(**sizes, vocab_size=100, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+        kv = width // 4
+        config = transformers.T5Config(d_model=width, d_ff=inner, d_kv=kv, num_layers=2, num_heads=4, vocab_size=100)
+    elif name.startswith("CLIPTextModel"):
+        special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+        config = transformers.CLIPTextConfig(**sizes, vocab_size=100, max_position_embeddings=128, **special)
     elif name == "BertModel":
         config = transformers.BertConfig(**sizes, vocab_size=100)
     else:

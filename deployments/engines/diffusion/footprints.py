@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -12,25 +13,33 @@ from torch import nn
 
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family
+from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
-from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module
-from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, memory_kind
+from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, workspace_kind
 from deployments.engines.diffusion.state import DenoiseState, check_request
 from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
-from deployments.engines.protocol import DiffusionRequest, EngineError
+from deployments.engines.nn.lora import FittedPairs, check_targets
+from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
+from deployments.engines.skeletons import blank_module
+from weights.adapters import LoraPair
 from weights.manifest import Manifest
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_seam import fake_mode
 
 _DECODED: Final = 4  # images at once; the VAE's peak is linear in them
 
+# What LoRAs add to the layers of a denoiser, by name and module (`DenoisePipeline.adapter_shapes`).
+AdapterShapes = Mapping[str, Mapping[str, LoraPair]]
+
 
 class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
     Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet. LoRAs and ControlNets are left out.
+    each request, the results of its time and text not known yet. LoRAs are those of every row, on the side path;
+    ControlNets and images as prompts are left out.
     """
 
     def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -38,31 +47,53 @@ class PipelineTwin(DenoisePipeline):
         for module in modules.values():
             fake_weights(module, self._mode, device)
         super().__init__(family, folder, modules, device)
+        self._codec = ImageCodec(modules["vae"])  # never in tiles
+        self._decodes: dict[tuple[int, int], Footprint] = {}
 
-    def footprints(self, height: int, width: int, text_length: int, bounds: BatchBounds) -> dict[Hashable, Footprint]:
+    def footprints(
+        self,
+        height: int,
+        width: int,
+        text_length: int,
+        bounds: BatchBounds,
+        adapters: AdapterShapes = MappingProxyType({}),
+    ) -> dict[Hashable, Footprint]:
         """Return the footprints of denoising and decoding images of that size, by their kinds.
 
-        A prompt has so many tokens before the family pads it.
+        A prompt has so many tokens before the family pads it; `adapters` are as `adapter_shapes` tells them.
         """
         padded = self.family.padded_text_length(text_length) if self.family.masks_text else text_length
-        kind = memory_kind(self._part(height, width, padded))
-        denoise = self.denoise_footprint(height, width, padded, bounds.denoise_rows(height * width))
+        kind = workspace_kind(self._part(height, width, padded, dict.fromkeys(adapters, ())))
+        denoise = self.denoise_footprint(height, width, padded, bounds.denoise_rows(height * width), adapters)
         return {kind: denoise, decode_kind(height, width): self.decode_footprint(height, width)}
 
-    def denoise_footprint(self, height: int, width: int, text_length: int, most_rows: int) -> Footprint:
+    def denoise_footprint(
+        self,
+        height: int,
+        width: int,
+        text_length: int,
+        most_rows: int,
+        adapters: AdapterShapes = MappingProxyType({}),
+    ) -> Footprint:
         """Return the footprint of forwards for images of that size, and prompts of so many tokens."""
         rows = [1, 2, max(3, most_rows)]
         if computes_on_host(self.device) and self._modulation.is_there:  # which computes ahead for few rows
             rows = [1, 2, MAX_PARTS, MAX_PARTS + 1, max(MAX_PARTS + 2, most_rows)]
-        return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n).eager_peak(), rows)
+        return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n, adapters).eager_peak(), rows)
 
     def decode_footprint(self, height: int, width: int) -> Footprint:
         """Return the footprint of decodes of images of that size, each in one piece."""
-        return fit_footprint(lambda n: self.record_decode(height, width, n).eager_peak(), [1, _DECODED])
+        if (height, width) not in self._decodes:
+            found = fit_footprint(lambda n: self.record_decode(height, width, n).eager_peak(), [1, _DECODED])
+            self._decodes[height, width] = found
+        return self._decodes[height, width]
 
-    def record_denoise(self, height: int, width: int, text_length: int, rows: int) -> Recording:
+    def record_denoise(
+        self, height: int, width: int, text_length: int, rows: int, adapters: AdapterShapes = MappingProxyType({})
+    ) -> Recording:
         """Return the recording of one forward of so many rows."""
-        parts = [self._part(height, width, text_length) for _ in range(rows)]
+        fitted = {name: self._fakes_of(pairs) for name, pairs in adapters.items()}
+        parts = [self._part(height, width, text_length, fitted) for _ in range(rows)]
         return self._record(lambda: self._predict(parts), {self.family.denoiser_name: self.denoiser})
 
     def record_decode(self, height: int, width: int, rows: int) -> Recording:
@@ -76,12 +107,43 @@ class PipelineTwin(DenoisePipeline):
     def _record(self, run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Recording:
         return record(run, Recorder(self.device, is_fake=True), modules, self._mode)
 
-    def _part(self, height: int, width: int, text_length: int) -> Condition:
+    def _fakes_of(self, pairs: Mapping[str, LoraPair]) -> FittedPairs:
+        def fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(tensor.shape, dtype=dtype, device=self.device)
+
+        targets, dtype = check_targets(self.denoiser, pairs), self._dtype
+        with self._mode:
+            return tuple(
+                (
+                    targets[path],
+                    replace(
+                        pair,
+                        down=fake(pair.down, dtype),
+                        up=fake(pair.up, dtype),
+                        magnitude=None if pair.magnitude is None else fake(pair.magnitude, torch.float32),
+                    ),
+                )
+                for path, pair in pairs.items()
+            )
+
+    def _part(
+        self,
+        height: int,
+        width: int,
+        text_length: int,
+        adapters: Mapping[str, FittedPairs] = MappingProxyType({}),
+    ) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._size(height, width)
         text_width, pooled_width = family.text_widths(self.denoiser)
         request = DiffusionRequest(
-            "twin", width=width, height=height, num_inference_steps=NUM_ROWS, guidance_scale=1.0, seed=0
+            "twin",
+            width=width,
+            height=height,
+            num_inference_steps=NUM_ROWS,
+            guidance_scale=1.0,
+            seed=0,
+            adapters=tuple(map(AdapterUse, adapters)),
         )
         latents = self._fake_latents(height, width)
         num_extra = family.num_extra_channels(self.denoiser.config)
@@ -93,8 +155,18 @@ class PipelineTwin(DenoisePipeline):
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
         branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
+        uses = tuple((pairs, 1.0) for pairs in adapters.values())
         state = DenoiseState(
-            request, solver, latents, (branch,), 1.0, host_generator(0), size, shape, extra_channels=extra
+            request,
+            solver,
+            latents,
+            (branch,),
+            1.0,
+            host_generator(0),
+            size,
+            shape,
+            adapters=uses,
+            extra_channels=extra,
         )
         return Condition(state, branch)
 

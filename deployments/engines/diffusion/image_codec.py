@@ -16,10 +16,11 @@ import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
+from deployments.engines.graph.recording import planned_peak
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import EngineError
 
-LIVE_ACTIVATIONS: Final = 4  # that a decode has at once, each as large as its largest
+_RECORDED_SIDE: Final = 32  # latents of the decode that tells what a pixel takes
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ class ImageCodec:
 
     A float16 VAE that its config calls unsafe in float16 (`force_upcast`, SDXL's own) runs in float32.
 
-    An image whose activations would take more than `max_bytes` goes through in tiles that overlap, as by stock's
+    An image whose decode would hold more than `max_bytes` of tensors goes through in tiles that overlap, as by stock's
     `enable_tiling`, and so does one that finds no memory in one piece. Tiles have the side that the VAE was trained on
     (`sample_size` of its config): an image up to that is one tile.
     """
@@ -44,6 +45,7 @@ class ImageCodec:
         )
         self._processor = VaeImageProcessor(vae_scale_factor=self.scale_factor)
         self._upcast_vae: Any = None
+        self._pixel_bytes: dict[torch.dtype, float] = {}
         # Asked once: diffusers goes through all modules for either.
         self._dtype: torch.dtype = vae.dtype
         self._device: torch.device = vae.device
@@ -87,34 +89,40 @@ class ImageCodec:
         return posterior
 
     def decode(
-        self, latents_BCHW: torch.Tensor, *, may_change: bool = True
+        self, latents_BCHW: torch.Tensor, *, may_change: bool = True, in_tiles: bool = False
     ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.bool_]]:
         """Decode unscaled latents: uint8 (B, H, W, 3), and bool (B,), whether all that the VAE gave was finite.
 
-        `may_change` is as for `encode`.
+        `may_change` is as for `encode`, and `in_tiles` says that there is no room for an image in one piece.
         """
-        image_BCHW = self.pixels(latents_BCHW, may_change=may_change)
+        image_BCHW = self.pixels(latents_BCHW, may_change=may_change, in_tiles=in_tiles)
         with torch.no_grad():
             is_finite_B: np.ndarray = image_BCHW.isfinite().flatten(1).all(1).cpu().numpy()
             image_BHWC: np.ndarray = self._processor.postprocess(image_BCHW, output_type="np")
         with np.errstate(invalid="ignore"):  # NaN as uint8 is nothing, and `is_finite_B` tells
             return (image_BHWC * 255).round().astype(np.uint8), is_finite_B
 
-    def pixels(self, latents_BCHW: torch.Tensor, *, may_change: bool = True) -> torch.Tensor:
+    def pixels(self, latents_BCHW: torch.Tensor, *, may_change: bool = True, in_tiles: bool = False) -> torch.Tensor:
         """Decode unscaled latents: images from -1 to 1, (B, 3, H, W), on the device."""
         vae = self._safe_vae()
         latents = latents_BCHW.to(self._device, self._dtype_of(vae))
         height, width = (side * self.scale_factor for side in latents.shape[-2:])
         decode = partial(_decode_videos if self._is_of_video else _decode_images, vae)
         with torch.no_grad():
-            images: torch.Tensor = self._in_tiles_if_large(vae, decode, latents, (height, width), may_change)
+            images: torch.Tensor = self._in_tiles_if_large(vae, decode, latents, (height, width), may_change, in_tiles)
         return images
 
     def _in_tiles_if_large(
-        self, vae: Any, run: Callable[[torch.Tensor], Any], batch: torch.Tensor, size: Sequence[int], may_change: bool
+        self,
+        vae: Any,
+        run: Callable[[torch.Tensor], Any],
+        batch: torch.Tensor,
+        size: Sequence[int],
+        may_change: bool,
+        in_tiles: bool = False,
     ) -> Any:
         """Return what `run`, of the VAE, makes of images of that height and width, in tiles if it has to be."""
-        is_large = size[0] * size[1] * self._bytes_per_pixel(vae) > self._max_bytes
+        is_large = (in_tiles and may_change) or self._is_large(vae, *size)
         try:
             with _tiling(vae, is_large):
                 return run(batch)
@@ -140,17 +148,19 @@ class ImageCodec:
     def _dtype_of(self, vae: Any) -> torch.dtype:
         return self._dtype if vae is self.vae else torch.float32
 
-    def _bytes_per_pixel(self, vae: Any) -> int:
-        """Return what the activations of a decode take at most, measured on the architecture of SDXL's VAE: 4,041 bytes
-        of 4,096 in float32 at 512x512 pixels. Its widest layers at full resolution have the second number of channels.
-        An encode takes less.
+    def _is_large(self, vae: Any, height: int, width: int) -> bool:
+        """Return whether the decode of an image would hold more than it may: all of it is linear in the pixels.
+
+        An encode holds less.
         """
-        config = vae.config
-        if self._is_of_video:
-            channels = config.base_dim * max(config.dim_mult[:2])
-        else:
-            channels = max(config.block_out_channels[:2])
-        return int(LIVE_ACTIVATIONS * channels * self._dtype_of(vae).itemsize)
+        if math.isinf(self._max_bytes) or max(height, width) <= (vae.config.get("sample_size") or 0):
+            return False  # one tile
+        if (dtype := self._dtype_of(vae)) not in self._pixel_bytes:
+            channels = vae.config.z_dim if self._is_of_video else vae.config.latent_channels
+            decode, side = _decode_videos if self._is_of_video else _decode_images, _RECORDED_SIDE
+            peak = planned_peak(vae, decode, (1, channels, side, side))
+            self._pixel_bytes[dtype] = peak / (side * self.scale_factor) ** 2
+        return height * width * self._pixel_bytes[dtype] > self._max_bytes
 
 
 class RecordingCodec(ImageCodec):

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from deployments.engines.build import build_skeleton
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
@@ -46,6 +45,7 @@ from deployments.engines.diffusion.rows import (
     memory_kind,
     parts_of,
     split_rows,
+    workspace_kind,
 )
 from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
@@ -61,11 +61,8 @@ from deployments.engines.nn.batch_invariant import make_batch_invariant, repeata
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter
-from weights.loading.views import memory_form
-from weights.manifest import Component
+from weights.adapters import LoraAdapter, LoraPair
 from weights.memory.devices import computes_on_host, host_generator
-from weights.torch_dtypes import TORCH_DTYPES
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
@@ -76,7 +73,7 @@ logger = logging.getLogger(__name__)
 class DenoisePipeline:
     """A model that turns text conditioning into images, step by step. One thread at a time.
 
-    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`blank_module`):
+    Where denoiser and VAE have no room together, there are two of it, each with one of them blank (`skeletons.py`):
     one encodes the images of a request (`encode_inputs`) and decodes its latents, the other runs its steps.
     """
 
@@ -135,6 +132,23 @@ class DenoisePipeline:
     def merge_adapter(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> None:
         """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
+
+    def adapter_shapes(
+        self, request: DiffusionRequest, adapters: Mapping[str, Adapter]
+    ) -> dict[str, Mapping[str, LoraPair]]:
+        """Return the pairs that the LoRAs of a request add to its layers, by name and module, as tensors of no memory.
+
+        Any thread may call it. Raises EngineError as `start_request` does.
+        """
+        if request.merges_adapter or not request.adapters:
+            return {}
+        paths = {layer: path for path, layer in self.denoiser.named_modules()}
+        found, _ = self._loras.forms_of(request, adapters)
+        names = sorted(use.name for use in request.adapters)
+        return {
+            name: {paths[layer]: pair.to("meta") for layer, pair in pairs}
+            for name, (pairs, _) in zip(names, found, strict=True)
+        }
 
     def encode_inputs(
         self,
@@ -215,10 +229,11 @@ class DenoisePipeline:
         """Return the work of one step."""
         parts = parts_of([state])
         bound = self._bounds.denoise_rows(state.request.height * state.request.width)
-        kinds = [memory_kind(part) for part in parts]
-        most = min(min(self._memory.allowed(kind), self._workspace.most_rows(kind, bound)) for kind in kinds)
-        kind = str(kinds[-1])
-        return Work(frozenset(batch_key(part) for part in parts), kind, state.num_rows, most)
+        most = min(
+            min(self._memory.allowed(memory_kind(part)), self._workspace.most_rows(workspace_kind(part), bound))
+            for part in parts
+        )
+        return Work(frozenset(batch_key(part) for part in parts), str(memory_kind(parts[-1])), state.num_rows, most)
 
     def decode_work(self, state: DenoiseState) -> Work:
         """Return the work of decoding the images."""
@@ -337,7 +352,9 @@ class DenoisePipeline:
             kind = memory_kind(group[0])
             bound = 1 if first.runs_alone else self._bounds.denoise_rows(height * width)
             forward = self._forward if first.merged or first.runs_alone else self._replayed
-            with self._workspace.lend(kind, sum(len(state.latents) for state, _ in group), bound) as most:
+            num_rows = sum(len(state.latents) for state, _ in group)
+            largest = self._workspace.largest({workspace_kind(part) for part in group}, num_rows)
+            with self._workspace.lend(largest, num_rows, bound) as most:
                 rows = build_rows(group, self._modulation.rows_of(group))
                 parts = run_in_parts(
                     lambda start, stop: forward(rows.part(start, stop), height, width),
@@ -362,9 +379,11 @@ class DenoisePipeline:
         height, width = size
 
         def decode(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-            return self._codec.decode(self._latent_images(latents[start:stop], height, width), may_change=may_change)
+            images = self._latent_images(latents[start:stop], height, width)
+            return self._codec.decode(images, may_change=may_change, in_tiles=not has_room)
 
         kind, bound = decode_kind(height, width), 1 if runs_alone else self._bounds.decode_rows(height * width)
+        has_room = self._workspace.has_room(kind)
         with _kernels(runs_alone), self._workspace.lend(kind, len(latents), bound) as most:
             parts = run_in_parts(decode, len(latents), most, self._memory, kind)
         images, is_finite = zip(*parts, strict=True)
@@ -391,16 +410,6 @@ class DenoisePipeline:
 
 def _kernels(are_repeatable: bool) -> AbstractContextManager[None]:
     return repeatable_kernels() if are_repeatable else nullcontext()
-
-
-def blank_module(component: Component, folder: Path) -> nn.Module:
-    """Return a module of a pipeline without its weights, for `DenoisePipeline`. Raises EngineError."""
-    shapes = {name: memory_form(ref.dtype, ref.shape)[1] for name, ref in component.tensors.items()}
-    kinds = component.block_types
-    module = build_skeleton(component.library, component.class_name, folder, shapes, kinds=kinds).module
-    first = component.tensors.get(next(name for name, _ in module.named_parameters() if name not in kinds))
-    dtype = TORCH_DTYPES.get(first.dtype) if first else None
-    return module if dtype is None else nn.Module.to(module, dtype)  # diffusers' own warns of what is not the case
 
 
 def create_pipeline(

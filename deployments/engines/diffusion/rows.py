@@ -37,8 +37,7 @@ class Condition(NamedTuple):
 class BatchBounds:
     """The bounds of one forward of the denoiser and of one of the VAE, which bound their activations.
 
-    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of activations, in
-    tiles.
+    Pixels are those of all rows. One row always runs, whatever its size; beyond `max_vae_bytes` of tensors, in tiles.
     """
 
     max_rows: int = 64
@@ -102,6 +101,18 @@ def memory_kind(part: Condition) -> Hashable:
     """Return the kind of a part: those of one take about as much memory per row of a forward."""
     lengths = part.branch.prompt.shape[1], len(part.state.acting_controls), part.state.extra_channels is None
     return "denoise", part.state.shape, *lengths, *(["alone"] if part.state.runs_alone else [])
+
+
+def workspace_kind(part: Condition) -> Hashable:
+    """Return the kind of a part to the workspace: beside its `memory_kind` what is added to its layers, by name.
+
+    That of no two LoRAs is the same. What an image adds is not planned, and so of a kind of its own.
+    """
+    state = part.state
+    names = tuple(sorted(use.name for use in state.request.adapters)) if state.adapters else ()
+    if not (names or state.image_prompts):
+        return memory_kind(part)
+    return memory_kind(part), names, bool(state.image_prompts)
 
 
 def decode_kind(height: int, width: int) -> Hashable:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-_ROUNDING_BYTES: Final = 8 * 512  # of the buffers that live at once, few have odd sizes
+ROUNDING_BYTES: Final = 8 * 512  # of the buffers that live at once, few have odd sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Footprint:
             if rows <= right[0]:
                 (few, low), (many, high) = left, right
                 break
-        rounding = 0 if rows in (few, many) else _ROUNDING_BYTES
+        rounding = 0 if rows in (few, many) else ROUNDING_BYTES
         return low + math.ceil((high - low) * (rows - few) / (many - few)) + rounding + self.workspace_bytes
 
     def rows_within(self, nbytes: int, most: int) -> int:

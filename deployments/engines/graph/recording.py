@@ -8,9 +8,11 @@ the peak of the same forward on the device. Of a real call, `keeps_calls` keeps 
 from __future__ import annotations
 
 import contextlib
+import copy
+import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,9 +23,11 @@ from torch import nn
 
 from weights.memory.devices import allocated_bytes
 from weights.memory.lifetimes import Lifetime
-from weights.torch_seam import DispatchMode, buffers_of, parameters_of
+from weights.torch_seam import DispatchMode, buffers_of, fake_mode, parameters_of
 
 MAX_NODES: Final = 200_000  # of one recording
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -258,8 +262,18 @@ def _convolution(
     return made
 
 
-# Operations that fake tensors have no rule for, and others of the same results.
-_FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {torch.ops.aten.mkldnn_convolution.default: _convolution}
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
+    """Return what the host's kernel gives, which a simulated device computes with: it has heads behind the tokens."""
+    made: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(query, key, value, *more, **options)
+    is_fused = made.ndim == 4 and query.shape[-1] == value.shape[-1]
+    return made.transpose(1, 2).contiguous().transpose(1, 2) if is_fused else made
+
+
+# Operations that fake tensors have no rule for, or one that lays out memory otherwise.
+_FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {
+    torch.ops.aten.mkldnn_convolution.default: _convolution,
+    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+}
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -271,6 +285,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has a size and no values: what asks for one takes the way that needs most memory."""
+    return type(tensor).__name__ == "FakeTensor"
 
 
 def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> None:
@@ -308,3 +327,21 @@ def record(
     storages = {id(one.untyped_storage()) for one in weights if not one.is_meta}
     found.weights = frozenset(number for number, one in enumerate(found.given) if id(one) in storages)
     return found
+
+
+def planned_peak(module: nn.Module, run: Callable[[Any, torch.Tensor], Any], shape: Sequence[int]) -> int:
+    """Return the most bytes that `run` of a module and a tensor of that shape and the weights' dtype holds at once.
+
+    It gets a copy without weights, and computes nothing. 0 for what cannot be recorded, as the log says.
+    """
+    weight = next(module.parameters())
+    try:
+        mode = fake_mode()
+        twin = copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
+        fake_weights(twin, mode, weight.device)
+        with mode:
+            given = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
+        return record(lambda: run(twin, given), Recorder(weight.device, is_fake=True), {}, mode).eager_peak()
+    except Exception as error:  # of any operation of a model that fake tensors have no rule for
+        logger.info("the memory of a %s is not planned: %s", type(module).__name__, error)
+        return 0

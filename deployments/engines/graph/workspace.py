@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Final, Protocol
 
@@ -19,36 +19,61 @@ class LendingMemory(Protocol):
         """Count so many bytes as a forward's within the block."""
 
 
+class Footprints(Protocol):
+    """What is known of forwards: a mapping, or what finds it out when it is asked."""
+
+    def get(self, kind: Hashable, /) -> Footprint | None:
+        """Return what forwards of a kind take; None where nobody has planned it."""
+
+
 class Workspace:
     """The room of forwards by kind. Without memory that is counted, and for kinds that nobody has planned, no limit.
 
     One row always runs: what has no room then finds none, and fails as if nothing were planned.
     """
 
-    def __init__(
-        self, memory: LendingMemory | None = None, footprints: Mapping[Hashable, Footprint] | None = None
-    ) -> None:
+    def __init__(self, memory: LendingMemory | None = None, footprints: Footprints | None = None) -> None:
         self._memory = memory
-        self._footprints = {} if footprints is None else footprints
+        self._footprints = footprints
 
     def most_rows(self, kind: Hashable, most: int) -> int:
         """Return how many rows of that kind have room now, from 1 to `most`."""
-        found = self._footprints.get(kind)
-        if self._memory is None or found is None:
-            return most
-        room = self._memory.room_bytes()
-        return most if room >= found.bytes_of(most) else max(1, found.rows_within(int(room), most))
+        return most if (planned := self._planned(kind)) is None else self._most_rows(*planned, most)
+
+    def largest(self, kinds: Collection[Hashable], rows: int) -> Hashable:
+        """Return the kind of which so many rows take most, as far as anybody knows: rows of several take less."""
+        if len(kinds) == 1:
+            return next(iter(kinds))
+        known = {kind: planned[1].bytes_of(rows) for kind in kinds if (planned := self._planned(kind)) is not None}
+        return max(known or kinds, key=lambda kind: known.get(kind, 0))
+
+    def has_room(self, kind: Hashable) -> bool:
+        """Return whether one row of that kind has room now, as far as anybody knows."""
+        planned = self._planned(kind)
+        return planned is None or planned[1].bytes_of(1) <= planned[0].room_bytes()
 
     @contextmanager
     def lend(self, kind: Hashable, rows: int, most: int) -> Iterator[int]:
         """Yield how many of `rows` may run at once, at most `most`, and count their bytes within the block."""
-        allowed = self.most_rows(kind, max(1, min(rows, most)))
-        found = self._footprints.get(kind)
-        if self._memory is None or found is None:
-            yield allowed
+        wanted = max(1, min(rows, most))
+        if (planned := self._planned(kind)) is None:
+            yield wanted
             return
-        with self._memory.lend(found.bytes_of(allowed)):
+        memory, found = planned
+        allowed = self._most_rows(memory, found, wanted)
+        with memory.lend(found.bytes_of(allowed)):
             yield allowed
+
+    def _planned(self, kind: Hashable) -> tuple[LendingMemory, Footprint] | None:
+        if self._memory is None or self._footprints is None:
+            return None
+        found = self._footprints.get(kind)
+        return None if found is None else (self._memory, found)
+
+    @staticmethod
+    def _most_rows(memory: LendingMemory, found: Footprint, most: int) -> int:
+        room = memory.room_bytes()
+        return most if room >= found.bytes_of(most) else max(1, found.rows_within(int(room), most))
 
 
 UNBOUNDED: Final = Workspace()

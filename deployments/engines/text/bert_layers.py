@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from deployments.engines.graph.recording import is_fake
 from deployments.engines.library_seam import attends_by_sdpa, has_known_layers
 from deployments.engines.nn.few_rows import multiply_few
 
@@ -27,7 +28,8 @@ def has_bert_layers(module: Any) -> bool:
 def token_vectors(module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor) -> torch.Tensor:
     """Return the last layer's vectors (B, L, D) of ids and a 0/1 mask, both (B, L). Not for training."""
     hidden_BLD: torch.Tensor = module.embeddings(input_ids=ids_BL)
-    is_whole = len(mask_BL) == 1 or bool(mask_BL.all())  # the only text of a forward has no padding
+    # The only text of a forward has no padding; of a recorded one, nobody knows.
+    is_whole = len(mask_BL) == 1 or (not is_fake(mask_BL) and bool(mask_BL.all()))
     attended_B11L = None if is_whole else mask_BL[:, None, None, :].bool()
     for layer in module.encoder.layer:
         hidden_BLD = _attend(layer.attention, hidden_BLD, attended_B11L)

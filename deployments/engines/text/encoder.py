@@ -17,6 +17,7 @@ from torch import nn
 
 from configs.model import TextPadding
 from deployments.engines.embedding_rules import Prompts, check_dimensions
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.protocol import (
     LAST,
@@ -36,6 +37,7 @@ from deployments.engines.text.forwards import (
     layer_name,
     limits_of,
     run_layers,
+    text_kind,
 )
 from deployments.engines.text.known import ScoringRule
 from deployments.engines.text.sentence_layers import Pooling, scores_of
@@ -71,7 +73,7 @@ class TextEncoder:
         self.scoring = scoring
         self.prompts = prompts
         has_types = self._family.is_classifier and _takes_types(module)
-        self._tokenizer = TextTokenizer(tokenizer, max_tokens, _position_limit(module), has_types=has_types)
+        self._tokenizer = TextTokenizer(tokenizer, max_tokens, position_limit(module), has_types=has_types)
         self._memory = MemoryLimits()
         self.lock = threading.Lock()  # of the module: what hooks onto it changes every forward meanwhile
         self._filler = filler_id(self._family, module.config, self._tokenizer.pad_id)
@@ -241,8 +243,9 @@ class TextEncoder:
         limits: ForwardLimits = DEFAULT_LIMITS,
         counter: EncodeCounter | None = None,
         words: LearnedWords | None = None,
+        workspace: Workspace = UNBOUNDED,
     ) -> list[dict[str, torch.Tensor] | Exception]:
-        """Encode as `encode` does, with an error per text.
+        """Encode as `encode` does, with an error per text. A forward has as many texts as the `workspace` has room for.
 
         Ids behind those of the vocabulary are those of `words`. Texts of a forward that failed run again one by one;
         one that found no memory becomes smaller ones, and so do the next.
@@ -258,25 +261,29 @@ class TextEncoder:
         with _read_words(self.module, words):
             for group in plan_forwards([texts[index].run_length for index in sound], own_limits):
                 places = [sound[number] for number in group]
-                outcomes |= zip(places, self._run_or_retry([texts[index] for index in places], counter), strict=True)
+                found = self._run_or_retry([texts[index] for index in places], counter, workspace)
+                outcomes |= zip(places, found, strict=True)
         return [outcomes[index] for index in range(len(texts))]
 
     def _run_or_retry(
-        self, texts: list[TokenizedText], counter: EncodeCounter | None
+        self, texts: list[TokenizedText], counter: EncodeCounter | None, workspace: Workspace
     ) -> list[dict[str, torch.Tensor] | Exception]:
+        longest = max(text.run_length for text in texts)
+        kind = text_kind(longest, is_padded=all(text.padded_length == longest for text in texts))
         try:
-            parts = run_in_parts(
-                lambda start, stop: self._run(texts[start:stop], counter),
-                len(texts),
-                len(texts),
-                self._memory,
-                max(text.run_length for text in texts).bit_length(),
-            )
+            with workspace.lend(kind, len(texts), len(texts)) as most:
+                parts = run_in_parts(
+                    lambda start, stop: self._run(texts[start:stop], counter),
+                    len(texts),
+                    most,
+                    self._memory,
+                    longest.bit_length(),
+                )
             return [outcome for part in parts for outcome in part]
         except Exception as error:
             if len(texts) == 1:
                 return [error.with_traceback(None)]  # frames would keep the forward's tensors
-        return [self._run_or_retry([text], counter)[0] for text in texts]
+        return [self._run_or_retry([text], counter, workspace)[0] for text in texts]
 
     def _run(
         self, texts: list[TokenizedText], counter: EncodeCounter | None
@@ -342,7 +349,7 @@ class TextEncoder:
         return replace(text, padded_length=self._tokenizer.check_length(max_length))
 
     def _check(self, text: TokenizedText, num_learned: int = 0) -> None:
-        limit, ids = _position_limit(self.module), text.token_ids
+        limit, ids = position_limit(self.module), text.token_ids
         if not ids or (limit is not None and text.run_length > limit):
             raise EngineError(f"a text of {text.run_length} tokens: expected 1 to {limit or 'any number of'} tokens")
         if text.run_length <= text.num_dropped:
@@ -400,7 +407,7 @@ def _takes_types(module: nn.Module) -> bool:
     return is_told and getattr(module.config, "type_vocab_size", 2) > 1
 
 
-def _position_limit(module: nn.Module) -> int | None:
+def position_limit(module: nn.Module) -> int | None:
     """Longest text that the model has positions for; None for relative positions (T5)."""
     limit = getattr(module.config, "max_position_embeddings", None)
     if not isinstance(limit, int):

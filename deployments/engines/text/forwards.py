@@ -17,7 +17,7 @@ kernel of a matrix product by its number of rows. Sources: transformers 5.23, `m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -31,6 +31,14 @@ from deployments.engines.text.sentence_layers import Pooling
 from weights.formats.classifier import SUFFIX
 
 PER_TEXT = ("pooled", "embedding")  # outputs with one vector per text; the others have a row per token
+
+
+def text_kind(tokens: int, *, is_padded: bool) -> Hashable:
+    """Return the kind of forwards of texts that are so long with their padding; `is_padded`: all by a rule of stock.
+
+    There are few lengths that stock pads to, and each is recorded; others lie between two that are.
+    """
+    return "texts", tokens, is_padded
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from deployments.engines.graph.recording import planned_peak
 from deployments.engines.upscaling.networks import Upscaler
 from weights.formats.upscaler import COMPACT, UpscalerNet, expected_shapes
 
@@ -60,26 +61,27 @@ def margin_of(net: UpscalerNet) -> int:
     return math.ceil(wanted / net.shrink) * net.shrink
 
 
-def core_of(net: UpscalerNet, max_bytes: float, item_bytes: int, *, is_cpu: bool) -> int:
-    """Return the side of what tiles keep, for activations of at most `max_bytes` and turns that are not too long."""
-    work, values = _cost_of_pixel(net)
+def core_of(net: UpscalerNet, most_pixels: float, *, is_cpu: bool) -> int:
+    """Return the side of what tiles keep, where a tile has at most so many pixels and turns are not too long."""
     most_work = _MAX_WORK * (1 if is_cpu else _GPU_FACTOR)
-    side = min(_MAX_SIDE, math.sqrt(most_work / work), math.sqrt(max_bytes / (values * item_bytes)))
+    side = min(_MAX_SIDE, math.sqrt(most_work / _work_of_pixel(net)), math.sqrt(most_pixels))
     core = max(_MIN_CORE, int(side) - 2 * margin_of(net))
     return core - core % net.shrink
 
 
-def _cost_of_pixel(net: UpscalerNet) -> tuple[float, float]:
-    """Return the multiplications of one pixel, and the values that are alive at once for it."""
+def pixel_bytes(module: Upscaler) -> float:
+    """Return what a pixel of a tile takes of the memory beside the weights: 0 where that cannot be recorded."""
+    return planned_peak(module, lambda twin, tile: twin(tile).float(), (1, 3, _MIN_CORE, _MIN_CORE)) / _MIN_CORE**2
+
+
+def _work_of_pixel(net: UpscalerNet) -> float:
+    """Return the multiplications of one pixel."""
     work = 0.0
     for name, shape in expected_shapes(net).items():
         size = net.growth if name.startswith(("conv_hr", "conv_last")) else 1
         size = 2 ** int(name[7]) if name.startswith("conv_up") else size
         work += math.prod(shape) * size**2
-    if net.kind == COMPACT:
-        return work, 3.0 * net.num_features + 9 * net.growth**2
-    values = max(2 * (net.num_features + 4 * net.num_grown), 3 * net.num_features * net.growth**2)
-    return work / net.shrink**2, values / net.shrink**2
+    return work if net.kind == COMPACT else work / net.shrink**2
 
 
 def padded(image_HWC: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:

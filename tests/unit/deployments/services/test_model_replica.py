@@ -29,7 +29,7 @@ class Host:
     def skeleton(self, manifest: Any) -> Path:
         return Path()
 
-    def learn_defaults(self, manifest: Any) -> None:
+    def learn_defaults(self, manifest: Any, wanted: Any) -> None:
         self.learned.append(manifest.kind)
 
     async def has_room_for(self, manifest: Any, wanted: Any) -> bool:

@@ -14,10 +14,11 @@ from unit.weights.formats.gguf_files import packed_bytes, under_diffusers_names,
 
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.diffusion.pipeline import DenoisePipeline, blank_module
+from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.nn.lora import fit_pairs
 from deployments.engines.nn.packed_linear import Arithmetic, _PackedLayer
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest
+from deployments.engines.skeletons import blank_module
 from weights.adapters import LoraPair
 from weights.base_pipeline import open_base
 from weights.externalize import externalize

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,10 @@ import torch
 
 from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.pipeline import DenoisePipeline
-from deployments.engines.diffusion.rows import BatchBounds
+from deployments.engines.diffusion.rows import BatchBounds, decode_kind
+from deployments.engines.graph.footprint import Footprint
+from deployments.engines.graph.recording import Recorder, is_fake, record
+from deployments.engines.graph.workspace import Workspace
 
 SIDE = 48  # the VAE of the tests has a sample_size of 32: four tiles
 
@@ -51,14 +55,18 @@ def test_an_encoded_image_equals_stock_with_tiling(sdxl):
 
 
 def test_bytes_choose(sdxl):
-    """8 channels, float32: 4 * 8 * 4 bytes for each pixel."""
+    """They are those that the tensors of a decode take, of which a hundredth is for another shape."""
     sizes: list[tuple[int, ...]] = []
-    vae = sdxl.ours._codec.vae
-    hook = vae.decoder.register_forward_pre_hook(lambda _, inputs: sizes.append(tuple(inputs[0].shape[-2:])))
+    vae, latents = sdxl.ours._codec.vae, torch.randn(1, 4, SIDE // 2, SIDE // 2)
+    recorder = Recorder(latents.device)
+    peak = record(lambda: ImageCodec(vae).pixels(latents), recorder, {}).eager_peak()
+    hook = vae.decoder.register_forward_pre_hook(
+        lambda _, inputs: None if is_fake(inputs[0]) else sizes.append(tuple(inputs[0].shape[-2:]))
+    )
     try:
-        for most, expected in [(SIDE * SIDE * 128, [(24, 24)]), (SIDE * SIDE * 128 - 1, [(16, 16), (16, 12)])]:
+        for most, expected in [(peak * 1.01, [(24, 24)]), (peak * 0.99, [(16, 16), (16, 12)])]:
             sizes.clear()
-            ImageCodec(vae, most).decode(torch.randn(1, 4, SIDE // 2, SIDE // 2))
+            ImageCodec(vae, most).decode(latents)
             assert sizes[:2] == expected
     finally:
         hook.remove()
@@ -82,5 +90,32 @@ def test_an_image_that_finds_no_memory_goes_in_tiles(sdxl, num_images):
                 ImageCodec(vae).decode(latents)
         else:
             assert np.array_equal(ImageCodec(vae).decode(latents)[0], expected)
+    finally:
+        hook.remove()
+
+
+def test_an_image_that_has_no_room_goes_in_tiles_at_once(sdxl, make_request):
+    """Unless it is to be the same bit for bit."""
+
+    class NoRoom:
+        def room_bytes(self) -> float:
+            return 1.0
+
+        def lend(self, nbytes: int) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+    modules = {sdxl.denoiser_name: sdxl.ours.denoiser, "vae": sdxl.ours._codec.vae}
+    workspace = Workspace(NoRoom(), {decode_kind(SIDE, SIDE): Footprint(((1, 100), (2, 200)))})
+    pipeline = DenoisePipeline(sdxl.ours.family, sdxl.folder, modules, workspace=workspace)
+    latents = torch.randn(1, 4, SIDE // 2, SIDE // 2)
+    sizes: list[int] = []
+    hook = modules["vae"].decoder.register_forward_pre_hook(
+        lambda _, inputs: None if is_fake(inputs[0]) else sizes.append(inputs[0].shape[-1])
+    )
+    try:
+        for deterministic, widest in ((False, 16), (True, SIDE // 2)):
+            sizes.clear()
+            pipeline.decode_latents(make_request(width=SIDE, height=SIDE, deterministic=deterministic), latents)
+            assert max(sizes) == widest
     finally:
         hook.remove()

@@ -59,3 +59,10 @@ def test_as_many_rows_run_as_have_room(room: float, rows: int) -> None:
         assert (allowed, memory.lent) == (8, [])
     with UNBOUNDED.lend("kind", 20, 8) as allowed:
         assert allowed == 8
+
+
+def test_a_mixed_batch_counts_as_the_largest_of_its_kinds() -> None:
+    small, large = Footprint(((1, 100), (2, 200))), Footprint(((1, 150), (2, 300)))
+    workspace = Workspace(Memory(1000), {"plain": small, "adapted": large})
+    assert workspace.largest({"plain", "adapted", "unknown"}, 2) == "adapted"
+    assert workspace.largest({"unknown"}, 2) == "unknown"
