@@ -202,8 +202,8 @@ def within_memory(settings: WorkerConfig, simulated: SimulatedConfig | None) -> 
     """
     if settings.kv_cache_bytes != "auto":
         return settings
-    open_device(settings.device, simulated)
-    free_bytes = int(_FREE_SHARE * free_memory(torch.device(settings.torch_device)))
+    names = (settings.torch_device, *settings.other_devices)
+    free_bytes = int(_FREE_SHARE * min(free_memory(open_device(name, simulated)) for name in names))
     name = "resident_bytes" if settings.device == "cpu" else "device_budget_bytes"
     return settings.model_copy(update={name: max(1, min(settings.weights_budget_bytes, free_bytes))})
 

@@ -26,19 +26,28 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What of a module is on another device: tensors by name, and the bytes that it allocates there itself."""
+
+    names: frozenset[str]
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay on the
-    device, and those of `hosts` in host memory: their blocks are computed there."""
+    device, those of `hosts` in host memory and those of `shares` on other devices: their blocks are computed there."""
 
     blocks: Sequence[Block]
     buffer_bytes: int
     streamed: frozenset[str]
     hosts: frozenset[str] = frozenset()
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     @property
     def staying_away(self) -> frozenset[str]:
         """Return the tensors that have no memory of their own on the device."""
-        return self.streamed | self.hosts
+        return self.streamed.union(self.hosts, *(share.names for share in self.shares.values()))
 
 
 @dataclass(frozen=True, slots=True)
