@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 ALIGNMENT: Final = 512  # of a tensor in a buffer, as in the device's own allocations
 _MIN_BLOCKS: Final = 8  # that a budget has room for: two of them are buffers, and do not keep anything
@@ -50,15 +52,18 @@ class BlockPlan:
         return self.streamed.union(self.hosts, *(share.names for share in self.shares.values()))
 
 
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates of a machine, for each second: bytes over the link to a device, bytes of weights that the host
     multiplies a row with, and operations of its products of many rows.
     """
 
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    host_flops_per_s: float
+    link_bytes_per_s: Rate
+    host_bytes_per_s: Rate
+    host_flops_per_s: Rate
 
 
 Way = Literal["stay", "stream", "host"]
