@@ -110,7 +110,11 @@ class LanguageModelConfig(StrictModel):
         "CPU, fast does); exact computes in float32",
     )
     decode_threads: int | None = Field(
-        None, ge=1, le=1024, description="threads of steps without prompts; default: num_threads"
+        None,
+        ge=1,
+        le=1024,
+        description="threads of steps without prompts; default: num_threads. More than num_cpus of any are leased from "
+        "the node for each step, so that replicas take turns on its cores",
     )
     prefill_threads: int | None = Field(
         None,

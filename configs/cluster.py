@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -338,6 +338,16 @@ class ModelReplicaConfig(ReplicaConfig):
         nbytes: int = getattr(self, self.weights_budget_key)
         return nbytes
 
+    @property
+    def other_devices(self) -> tuple[str, ...]:
+        """Devices beside `device`, which have layers of language models only."""
+        return ()
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of the host for the KV caches of the layers that it computes; None where it computes none."""
+        return self.resident_bytes
+
 
 class TextEncoderConfig(ModelReplicaConfig):
     """The text-encoder service: dynamic batching and the cache of encodings."""
@@ -361,6 +371,13 @@ class TextEncoderConfig(ModelReplicaConfig):
 class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     """The workers, which denoise and run language models."""
 
+    devices: tuple[Device, ...] = Field(
+        (),
+        max_length=17,
+        description="devices of each replica: the first is `device`; language models that have no room there have "
+        "layers on the next ones, each with the same budget, and with `cpu` as the last one on the host (default: "
+        "[device, cpu]). num_gpus is the number of cuda devices",
+    )
     standby: bool = Field(
         True,
         description="keep a process each for workers and text encoders that has imported torch and the engines; new "
@@ -401,6 +418,54 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
         "when this one dies; 0: none, it starts over",
     )
     num_threads: int | None = Field(None, ge=1, description="torch threads; default: the replica's CPUs, rounded up")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_its_devices(cls, values: Any) -> Any:
+        """Fill in what follows from `devices`."""
+        devices = values.get("devices") if isinstance(values, dict) else None
+        if not isinstance(devices, list | tuple) or not devices or not all(isinstance(one, str) for one in devices):
+            return values
+        num_cuda = sum(one.startswith("cuda") for one in devices)
+        return {"device": devices[0], **({"num_gpus": num_cuda} if num_cuda else {}), **values}
+
+    @model_validator(mode="after")
+    def _devices_fit(self) -> Self:
+        if self.devices and (problem := _device_problem(self.devices, self.device, self.num_gpus)):
+            raise located_errors(type(self).__name__, [(("devices",), problem)])
+        return self
+
+    @property
+    def other_devices(self) -> tuple[str, ...]:
+        """Devices beside `device`, which have layers of language models only."""
+        return tuple(one for one in self.devices[1:] if one != "cpu")
+
+    @property
+    def host_bytes(self) -> int | None:
+        """Bytes of the host for the KV caches of the layers that it computes; None where it computes none."""
+        return self.resident_bytes if not self.devices or "cpu" in self.devices else None
+
+
+def _device_problem(devices: Sequence[str], device: str, num_gpus: float) -> str | None:
+    """Return what is wrong with the devices of a replica; None if nothing is."""
+    *first, last = devices
+    accelerators = first if last == "cpu" else devices
+    kinds = {one.partition(":")[0] for one in accelerators}
+    whole = [one if ":" in one else f"{one}:0" for one in accelerators]
+    if twice := next((one for number, one in enumerate(whole) if one in whole[:number]), None):
+        return f"{twice} is there twice"
+    if len(kinds) != 1 or not kinds <= {"cuda", "sim"}:
+        return f"{', '.join(devices)}: expected devices of one kind, cuda or sim, and perhaps cpu as the last one"
+    if device != devices[0]:
+        return f"the first one is {devices[0]}, but device is {device}: they are the same, and device may be left out"
+    if kinds == {"cuda"} and (
+        num_gpus != len(whole) or set(whole) != {f"cuda:{number}" for number in range(len(whole))}
+    ):
+        return (
+            f"Ray shows each replica its own GPUs as cuda:0 and on: {', '.join(accelerators)} with num_gpus "
+            f"{num_gpus:g} is not cuda:0 to cuda:{len(whole) - 1} with num_gpus {len(whole)}"
+        )
+    return None
 
 
 def _root_of(path: Path) -> Path:
@@ -478,11 +543,17 @@ class ClusterConfig(StrictModel):
                     )
 
     def _absent_devices(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
-        for service, device in (("text_encoder", self.text_encoder.device), ("worker", self.worker.device)):
+        for place, device in self.named_devices.items():
             kind, _, index = device.partition(":")
             if kind == "sim" and int(index or 0) >= self.simulated.num_devices:
-                text = f"no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
-                yield (service, "device"), text
+                yield place, f"no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
+
+    @property
+    def named_devices(self) -> dict[tuple[str | int, ...], str]:
+        """Devices of all services, by the keys that name them."""
+        found: dict[tuple[str | int, ...], str] = {("text_encoder", "device"): self.text_encoder.device}
+        found |= {("worker", "devices", number): name for number, name in enumerate(self.worker.devices)}
+        return found if self.worker.devices else {**found, ("worker", "device"): self.worker.device}
 
     @property
     def entries(self) -> dict[str, ModelConfig | AdapterConfig]:

@@ -56,7 +56,8 @@ class LocalModels:
         self._store = WeightStore(config.store.path)
         with as_service_errors():
             for settings in (config.text_encoder, config.worker):
-                open_device(settings.device, config.simulated)
+                for name in (settings.device, *settings.other_devices):
+                    open_device(name, config.simulated)
 
     def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
         """Return images. Raises the ServiceErrors of `deployments.errors`.
@@ -129,7 +130,7 @@ class LocalModels:
             self._manifest,
             extents,
             self._store.models,
-            ModuleBudget(settings.weights_budget_bytes, settings.device),
+            ModuleBudget.of(settings, "worker" if settings is self._config.worker else "text_encoder"),
             factory,
         )
 

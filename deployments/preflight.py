@@ -21,7 +21,7 @@ from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
 from cluster.registry.importing import like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
-from configs.cluster import ClusterConfig, ModelReplicaConfig
+from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
 from configs.errors import Problem
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
@@ -291,16 +291,16 @@ def _pipeline_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource])
 
 def device_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
     """Yield devices that replicas could not open. Only of a private Ray is it known: other nodes have other devices."""
-    services = {"worker": config.worker.device, "text_encoder": config.text_encoder.device}
-    if config.ray.address is not None or all(name.startswith("cpu") for name in services.values()):
+    names = config.named_devices
+    if config.ray.address is not None or all(name.startswith("cpu") for name in names.values()):
         return
     from weights.memory.devices import check_device  # it needs torch
 
-    for service, name in services.items():
+    for keys, name in names.items():
         try:
             check_device(name, config.simulated)
         except WeightsError as error:
-            yield (service, "device"), str(error)
+            yield keys, str(error)
 
 
 def _machine_mistakes(config: ClusterConfig) -> Iterator[Mistake]:
@@ -346,7 +346,7 @@ def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -
             continue
         for section, settings in _services(config):
             if section == "worker" and settings.torch_device != "cpu" and decoder_bytes:
-                yield from _layer_mistakes(keys, entry, decoder_bytes, settings)
+                yield from _layer_mistakes(keys, entry, decoder_bytes, config.worker)
                 continue
             needed = _needed_at_once(sources[entry.id], section)
             if settings.device == "cpu":
@@ -369,7 +369,7 @@ def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:
 
 
 def _layer_mistakes(
-    keys: tuple[str | int, ...], model: ModelConfig, decoder_bytes: Mapping[str, int], settings: ModelReplicaConfig
+    keys: tuple[str | int, ...], model: ModelConfig, decoder_bytes: Mapping[str, int], settings: WorkerConfig
 ) -> Iterator[Mistake]:
     """Yield what keeps the layers of a language model from where they are wanted, its KV cache not counted."""
     num_layers = 1 + max((layer for name in decoder_bytes if (layer := layer_of(name)) is not None), default=-1)
@@ -377,7 +377,8 @@ def _layer_mistakes(
     try:
         sizes = decoder_sizes(decoder_bytes, num_layers, [0] * (num_layers + 1))
         if model.gpu_layers != AUTO or sum(decoder_bytes.values()) > budget_bytes:
-            plan_layers(sizes, [budget_bytes], model.gpu_layers, model.id)
+            budgets, has_host = [budget_bytes] * (1 + len(settings.other_devices)), settings.host_bytes is not None
+            plan_layers(sizes, budgets, model.gpu_layers, model.id, has_host=has_host)
     except WeightsError as error:
         key = "gpu_layers" if model.gpu_layers != AUTO else None
         yield (*keys, key) if key else keys, f"{error} (worker.{settings.weights_budget_key})"

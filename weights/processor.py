@@ -6,6 +6,7 @@ in float16, which the processor lacks. With its AVX-512 alone bfloat16 takes 72 
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Collection
 from pathlib import Path
 from typing import Final
@@ -29,6 +30,16 @@ def processor_flags() -> frozenset[str]:
         if line.startswith(("flags", "Features")):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
+
+
+def processor_name() -> str:
+    """Return what this machine's processor is called, or its architecture where the system does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def auto_dtype(device: str, flags: Collection[str]) -> str:

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.cluster import ModelReplicaConfig
 from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import Report, SlotFiller, switch_report
@@ -91,11 +92,23 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class ModuleBudget:
-    """The bytes that weights may take on a device. `name` is what refusals call the budget."""
+    """The bytes that weights may take on a device. `name` is what refusals call the budget.
+
+    `others` are devices with the same budget each, which have layers of language models only; `host_bytes` bounds the
+    KV caches of layers that the host computes, None where it computes none.
+    """
 
     nbytes: int
     device: str = "cpu"
     name: str = "this replica's budget"
+    others: Sequence[str] = ()
+    host_bytes: int | None = 0
+
+    @classmethod
+    def of(cls, settings: ModelReplicaConfig, section: str) -> ModuleBudget:
+        """Return the budget that a section of the config gives each replica."""
+        name = f"{section}.{settings.weights_budget_key}"
+        return cls(settings.weights_budget_bytes, settings.device, name, settings.other_devices, settings.host_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,12 +177,14 @@ class ModuleCache:
         self._footprints = factory.footprints
         self._device = budget.device
         self._kept = kept
-        self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes)
+        self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes, budget.others)
         if factory.footprints is not None:
             factory.footprints.memory = self.forward_memory
         streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
         is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
-        layers = None if is_host else LayerPlacing(factory.layer_caches, self._tier.size_of, factory.streams_layers)
+        placing = LayerPlacing(
+            factory.layer_caches, self._tier.size_of, factory.streams_layers, budget.others, budget.host_bytes
+        )
         self.planner = PartsPlanner(
             budget.nbytes,
             self._tier.size_of,
@@ -177,13 +192,20 @@ class ModuleCache:
             self.skeleton,
             streaming,
             self._workspace_bytes,
-            layers,
+            None if is_host else placing,
             is_on_node=kept is not None,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
         self._modules = ResidentModules(
-            budget.nbytes, self._start_filling, self._let_go, clock, is_called_back, budget.name
+            budget.nbytes,
+            self._start_filling,
+            self._let_go,
+            clock,
+            is_called_back,
+            budget.name,
+            devices=budget.others,
+            host_bytes=0 if is_host else budget.host_bytes or 0,
         )
         self._filler = SlotFiller(
             self._modules, self.manifests, self._tier, factory.build, self.skeleton, report, clock
@@ -369,11 +391,12 @@ class ModuleCache:
 
     def describe(self) -> dict[str, Any]:
         """Return a snapshot as JSON-able values: what is here, for whom, who uses it, and the last switches."""
-        arena = self._tier.stats()
+        arenas = [asdict(arena) for arena in self._tier.stats()]
         return self._modules.describe() | {
             "device": self._device,
             "num_waiting": self._modules.num_waiting,
-            "arena": asdict(arena) if arena else None,
+            "arena": arenas[0] if arenas else None,
+            "other_arenas": arenas[1:],
             **self.switches.describe(),
         }
 

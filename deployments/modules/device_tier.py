@@ -11,6 +11,8 @@ import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import torch
@@ -159,8 +161,8 @@ class SharedTier:
     def size_of(self, nbytes: int) -> int:
         return nbytes
 
-    def stats(self) -> ArenaStats | None:
-        return None
+    def stats(self) -> list[ArenaStats]:
+        return []
 
 
 class ArenaTier:
@@ -169,9 +171,13 @@ class ArenaTier:
     `extents` are those that hold the component; `holder` names the lease.
     """
 
-    def __init__(self, provider: LeasedExtents, arena: DeviceArena) -> None:
+    def __init__(
+        self, provider: LeasedExtents, arena: DeviceArena, others: Mapping[str, DeviceArena] = MappingProxyType({})
+    ) -> None:
+        """`others` are the arenas of the devices that have layers of language models only, by name."""
         self._provider = provider
-        self._arena = arena
+        self._arena, self._others = arena, others
+        self._arenas = (arena, *others.values())
         self._device = arena.stats().device
         self._streaming: dict[str, _Uploads] = {}  # by holder, what streams from the host's memory
 
@@ -197,8 +203,9 @@ class ArenaTier:
         uploads = _Uploads(self._provider, component, extents)
         if streamed is not None:
             return self._place_streamed(component, uploads, holder, streamed, working_bytes, workspace_bytes)
+        acquire = partial(self._acquire, uploads=uploads, holder=holder)
         try:
-            tensors, report = self._acquire(component.tensors, uploads, holder, working_bytes, workspace_bytes)
+            tensors, report = acquire(self._arena, component.tensors, working_bytes, workspace_bytes)
         finally:
             uploads.release()
         return PlacedTensors(
@@ -214,28 +221,33 @@ class ArenaTier:
         working_bytes: int,
         workspace_bytes: int,
     ) -> PlacedTensors:
-        staying = {name: ref for name, ref in component.tensors.items() if name not in plan.staying_away}
+        refs, away = component.tensors, plan.staying_away
+        acquire = partial(self._acquire, uploads=uploads, holder=holder)
         working_bytes += 2 * self._arena.size_of(plan.buffer_bytes)
-        try:
-            tensors, report = self._acquire(staying, uploads, holder, working_bytes, workspace_bytes)
-        finally:
-            uploads.release()
+        staying = {name: ref for name, ref in refs.items() if name not in away}
         host_uploads = uploads.again()
         try:
-            hosts = host_uploads.views([name for name in component.tensors if name not in staying])
+            found = [acquire(self._arena, staying, working_bytes, workspace_bytes)]
+            for device, share in plan.shares.items():
+                wanted = {name: refs[name] for name in share.names}
+                found.append(acquire(self._others[device], wanted, share.working_bytes))
+            uploads.release()
+            hosts = host_uploads.views([name for name in refs if name in plan.streamed or name in plan.hosts])
             stream = self._arena.open_stream(plan, hosts) if plan.blocks else None
         except BaseException:
+            uploads.release()
             host_uploads.release()
-            self._arena.release([ref.sha256 for ref in staying.values()], holder)
+            self._release(component, holder)
             raise
         self._streaming[holder] = host_uploads
         coming = stream.first_tensors() if stream and plan.streamed else {}
+        placed = {name: tensor for tensors, _ in found for name, tensor in tensors.items()}
         return PlacedTensors(
-            tensors | {name: hosts[name] for name in plan.hosts} | coming,
+            placed | {name: hosts[name] for name in plan.hosts} | coming,
             uploads.storage_bytes + host_uploads.storage_bytes,
             uploads.host_bytes + host_uploads.host_bytes,
-            report.moved_bytes,
-            report.reused_bytes,
+            sum(report.moved_bytes for _, report in found),
+            sum(report.reused_bytes for _, report in found),
             stream,
         )
 
@@ -245,21 +257,27 @@ class ArenaTier:
         What a plan does not leave on the device may go.
         """
         for slot, plan in filling:
-            away = plan.staying_away if plan else frozenset()
-            hashes = [ref.sha256 for name, ref in slot.component.tensors.items() if name not in away]
-            self._arena.hold(hashes, f"{slot.holder}, soon")
+            refs, away = slot.component.tensors, plan.staying_away if plan else frozenset()
+            self._arena.hold([ref.sha256 for name, ref in refs.items() if name not in away], f"{slot.holder}, soon")
+            for device, share in plan.shares.items() if plan else ():
+                self._others[device].hold([refs[name].sha256 for name in share.names], f"{slot.holder}, soon")
 
     def end_hold(self, slots: Sequence[ModuleSlot]) -> None:
         """End what `hold` began: they are placed, or will not be."""
         for slot in slots:
-            self._arena.end_holder(f"{slot.holder}, soon")
+            for arena in self._arenas:
+                arena.end_holder(f"{slot.holder}, soon")
 
     def release(self, slots: Sequence[ModuleSlot]) -> None:
         """End the leases of all at once, since each call to the keeper takes a millisecond."""
         for slot in slots:
-            self._arena.release([ref.sha256 for ref in slot.component.tensors.values()], slot.holder)
+            self._release(slot.component, slot.holder)
             if (streamed_uploads := self._streaming.pop(slot.holder, None)) is not None:
                 streamed_uploads.release()
+
+    def _release(self, component: Component, holder: str) -> None:
+        for arena in self._arenas:
+            arena.release([ref.sha256 for ref in component.tensors.values()], holder)
 
     def prefetch(self, component: Component, extents: Sequence[ExtentRef]) -> None:
         """Bring it as near as there is room that costs nothing leased, pinned or more valuable."""
@@ -271,17 +289,19 @@ class ArenaTier:
 
     def _acquire(
         self,
+        arena: DeviceArena,
         wanted: Mapping[str, TensorRef],
+        working_bytes: int,
+        workspace_bytes: int = 0,
+        *,
         uploads: _Uploads,
         holder: str,
-        working_bytes: int,
-        workspace_bytes: int,
     ) -> Acquired:
         """Acquire the tensors, again for a moment: a frame or event that is just ending may refer to evicted ones."""
         deadline_s = time.monotonic() + MAX_LINGER_S
         while True:
             try:
-                return self._arena.acquire(wanted, uploads.views, holder, working_bytes, workspace_bytes)
+                return arena.acquire(wanted, uploads.views, holder, working_bytes, workspace_bytes)
             except (DeviceFull, StillInUse):
                 if time.monotonic() > deadline_s:
                     raise
@@ -289,16 +309,19 @@ class ArenaTier:
 
     def pin(self, component: Component) -> None:
         """Never evict its tensors, nor when they come only later."""
-        self._arena.pin(ref.sha256 for ref in component.tensors.values())
+        for arena in self._arenas:
+            arena.pin(ref.sha256 for ref in component.tensors.values())
 
     def unpin(self, component: Component) -> None:
-        self._arena.unpin(ref.sha256 for ref in component.tensors.values())
+        for arena in self._arenas:
+            arena.unpin(ref.sha256 for ref in component.tensors.values())
 
     def invalidate(self, extents: Collection[str]) -> list[str]:
         """Return the hashes of tensors that are on the device, or on their way, as damaged copies of these extents had
         them. The next `place_component` gets fresh ones; what is placed keeps what it has.
         """
-        return self._arena.invalidate(lambda key: getattr(key, "extent", None) in extents)
+        found = (arena.invalidate(lambda key: getattr(key, "extent", None) in extents) for arena in self._arenas)
+        return [hash_ for hashes in found for hash_ in hashes]
 
     @property
     def forward_memory(self) -> DeviceArena | None:
@@ -306,22 +329,31 @@ class ArenaTier:
         return None if self._device.startswith("cpu") else self._arena
 
     def resize(self, budget_bytes: int) -> None:
-        self._arena.resize(budget_bytes)
+        for arena in self._arenas:
+            arena.resize(budget_bytes)
 
     def size_of(self, nbytes: int) -> int:
         """Return the bytes that a tensor of `nbytes` bytes counts against the budget."""
         return self._arena.size_of(nbytes)
 
-    def stats(self) -> ArenaStats | None:
-        return self._arena.stats()
+    def stats(self) -> list[ArenaStats]:
+        """Return a snapshot of each device, the replica's main one first."""
+        return [arena.stats() for arena in self._arenas]
 
 
 DeviceTier = SharedTier | ArenaTier
 
 
-def open_tier(device: str, provider: LeasedExtents, budget_bytes: int) -> DeviceTier:
-    """Return the tier of a device: cpu, cpu-private, cuda, cuda:<n>. Raises WeightsError for one that is not there."""
-    return SharedTier(provider) if device == "cpu" else ArenaTier(provider, DeviceArena(device, budget_bytes))
+def open_tier(device: str, provider: LeasedExtents, budget_bytes: int, others: Sequence[str] = ()) -> DeviceTier:
+    """Return the tier of a device (cpu, cpu-private, cuda, cuda:<n>) and of others beside it, each with that budget.
+
+    Raises WeightsError for one that is not there.
+    """
+    if device == "cpu":
+        return SharedTier(provider)
+    return ArenaTier(
+        provider, DeviceArena(device, budget_bytes), {name: DeviceArena(name, budget_bytes) for name in others}
+    )
 
 
 class _Uploads:

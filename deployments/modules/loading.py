@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -19,6 +21,7 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
+from deployments.engines.node_threads import NodeThreads
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.upscaling.networks import build_upscaler
@@ -34,6 +37,8 @@ from weights.memory.block_plan import choose_way
 from weights.memory.devices import open_device
 from weights.memory.layer_plan import layer_of
 from weights.memory.rates import measured_rates
+from weights.memory.transfer import num_cores
+from weights.private_folder import private_folder, temporary_folder
 from weights.torch_dtypes import TORCH_DTYPES
 
 # Component, its skeleton folder, its tensors (HAZARD: maybe views on shared memory) -> the thing that runs.
@@ -43,6 +48,8 @@ _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _OF_DENOISING: Final = ("diffusers", "peft", IP_ADAPTER)  # libraries, as components name them
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
 _FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
+
+logger = logging.getLogger("atelier.replica")
 
 
 class ComponentBuilder:
@@ -59,6 +66,7 @@ class ComponentBuilder:
         self.footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
         self._encoders = TextEncoderBuilder(self.footprints)
         self._layer_caches: dict[str, Sequence[int] | None] = {}
+        self._node_threads = node_threads(settings)
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
         if not is_denoise_component(component):
@@ -98,6 +106,7 @@ class ComponentBuilder:
             arithmetic=settings.packed_arithmetic,
             decode_threads=settings.decode_threads,
             prefill_threads=settings.prefill_threads,
+            node_threads=self._node_threads,
         )
 
     def prepare(self, component: Component, skeleton: Path) -> None:
@@ -202,10 +211,26 @@ def within_memory(settings: WorkerConfig, simulated: SimulatedConfig | None) -> 
     """
     if settings.kv_cache_bytes != "auto":
         return settings
-    open_device(settings.device, simulated)
-    free_bytes = int(_FREE_SHARE * free_memory(torch.device(settings.torch_device)))
+    names = (settings.torch_device, *settings.other_devices)
+    free_bytes = int(_FREE_SHARE * min(free_memory(open_device(name, simulated)) for name in names))
     name = "resident_bytes" if settings.device == "cpu" else "device_budget_bytes"
     return settings.model_copy(update={name: max(1, min(settings.weights_budget_bytes, free_bytes))})
+
+
+def node_threads(settings: WorkerConfig) -> NodeThreads | None:
+    """Return the threads of this node, to be leased where steps have more of them than Ray reserves for a replica.
+
+    None where they have not: then Ray keeps replicas apart.
+    """
+    share = math.ceil(settings.num_cpus)
+    asked = (settings.num_threads or share, settings.prefill_threads or 1, settings.decode_threads or 1)
+    if max(asked) <= max(1, share):
+        return None
+    try:
+        return NodeThreads(private_folder(temporary_folder()) / "threads", num_cores())
+    except OSError as error:
+        logger.warning("threads are not leased, and replicas may compute on each other's cores: %s", error)
+        return None
 
 
 def batch_bounds(settings: WorkerConfig) -> BatchBounds:

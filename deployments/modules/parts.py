@@ -6,13 +6,14 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from weights.dtypes import ITEM_BYTES
 from weights.errors import BudgetExceeded, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
-from weights.memory.block_plan import BlockPlan, block_of, plan_blocks
+from weights.memory.block_plan import BlockPlan, Share, block_of, plan_blocks
 from weights.memory.layer_plan import (
     AUTO,
     DecoderSizes,
@@ -23,6 +24,7 @@ from weights.memory.layer_plan import (
     layer_of,
     plan_layers,
 )
+from weights.residency.sizes import Elsewhere
 
 # Of the budget, left for the weights of the VAE and adapters if they do not want more, and no guess of activations:
 # requests with and without adapters then have one module, instead of one each that come and go.
@@ -32,6 +34,7 @@ _STEPS: Final = 16  # to which room is rounded, so that requests with other adap
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
 _HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
+HOST: Final = "the host"  # its place in the books, for the KV caches of the layers that it computes
 _KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
@@ -280,16 +283,23 @@ LayerCaches = Callable[[Component, Path], Sequence[int] | None]
 
 
 class LayerPlacing:
-    """The plans of language models some of whose layers are computed on the host."""
+    """The plans of language models some of whose layers are on other devices or computed on the host."""
 
     def __init__(
         self,
         caches_of: LayerCaches,
         size_of: Callable[[int], int],
         streams: Callable[[Component], bool] = lambda component: False,
+        others: Sequence[str] = (),
+        host_bytes: int | None = 0,
     ) -> None:
-        """Layers of what `streams` can come to the device for steps of many tokens: there is room for two of them."""
+        """Layers of what `streams` can come to the device for steps of many tokens: there is room for two of them.
+
+        `others` are devices that layers may be on as well, each with the same budget; `host_bytes` is the host's for
+        the KV caches of its layers, None where it computes none.
+        """
         self._caches_of, self._streams = caches_of, streams
+        self._others, self._host_bytes = others, host_bytes
         self._size_of = size_of
         # By module key, bytes and wish; and whether layers may come through buffers.
         self._plans: dict[tuple[str, int, GpuLayers], tuple[LayerPlan, bool]] = {}
@@ -317,12 +327,16 @@ class LayerPlacing:
 
     def _planned(self, part: Part, sizes: DecoderSizes, room_bytes: int, wanted: GpuLayers) -> tuple[LayerPlan, bool]:
         """Return the plan, and whether it leaves room for buffers: what the layers need themselves goes first."""
-        model = part.manifest.model
+        plan_within = partial(
+            plan_layers, sizes, wanted=wanted, model=part.manifest.model, has_host=self._host_bytes is not None
+        )
+        others = [room_bytes] * len(self._others)
+        plan = plan_within(budgets=[room_bytes, *others])
         buffers_bytes = 2 * max(sizes.layers, default=0)
-        if buffers_bytes <= _BUFFERS_SHARE * room_bytes and self._streams(part.component):
+        if plan.on(None) and buffers_bytes <= _BUFFERS_SHARE * room_bytes and self._streams(part.component):
             with contextlib.suppress(BudgetExceeded):
-                return plan_layers(sizes, [room_bytes - buffers_bytes], wanted, model), True
-        return plan_layers(sizes, [room_bytes], wanted, model), False
+                return plan_within(budgets=[room_bytes - buffers_bytes, *others]), True
+        return plan, False
 
     def _split(self, part: Part, caches: Sequence[int], room_bytes: int, wanted: GpuLayers) -> Part:
         component = part.component
@@ -331,14 +345,18 @@ class LayerPlacing:
             sizes = {name: self._size_of(ref.nbytes) for name, ref in component.tensors.items()}
             self._plans[key] = self._planned(part, decoder_sizes(sizes, len(caches) - 1, caches), room_bytes, wanted)
         plan, has_buffers = self._plans[key]
-        hosts = host_names(component.tensors, plan)
-        if not hosts:
+        if plan.is_whole:
             return part
         # Another module than the one that is there as a whole, over the same weights.
         variant = component.model_copy(update={"parts_hash": f"{component.parts_hash} on {plan}"})
+        hosts = host_names(component.tensors, plan)
         blocks = _host_blocks(component, plan, hosts) if has_buffers else BlockPlan((), 0, frozenset(), hosts)
+        blocks = replace(blocks, shares=self._shares(component, plan, caches))
         working_bytes = caches[len(plan.on(0))]
-        footprint = _streamed_footprint(variant, self._size_of, blocks, working_bytes)
+        footprint = {
+            **_streamed_footprint(variant, self._size_of, blocks, working_bytes),
+            **self._footprint_elsewhere(variant, blocks, caches[len(plan.on(None))] if plan.on(None) else 0),
+        }
         return replace(
             part,
             component=variant,
@@ -347,6 +365,27 @@ class LayerPlacing:
             streamed=blocks,
             is_variant=True,
         )
+
+    def _shares(self, component: Component, plan: LayerPlan, caches: Sequence[int]) -> dict[str, Share]:
+        """Return what the other devices have of a decoder, and its KV cache for those layers."""
+        found = {}
+        for place, device in enumerate(self._others, 1):
+            if layers := plan.on(place):
+                names = frozenset(name for name in component.tensors if layer_of(name) in layers)
+                found[device] = Share(names, caches[len(layers)])
+        return found
+
+    def _footprint_elsewhere(self, component: Component, blocks: BlockPlan, host_bytes: int) -> dict[str, int]:
+        """Return what a decoder takes of other devices and, for its KV cache, of the host, where it always fits."""
+        memory = f"memory of {component.module_key}"
+        found: dict[str, int] = {}
+        for device, share in blocks.shares.items():
+            refs = [component.tensors[name] for name in share.names]
+            found |= {Elsewhere(device, ref.sha256): self._size_of(ref.nbytes) for ref in refs}
+            found[Elsewhere(device, memory)] = share.working_bytes
+        if host_bytes:
+            found[Elsewhere(HOST, memory)] = min(host_bytes, beside_adapters(self._host_bytes or 0))
+        return found
 
 
 def _host_blocks(component: Component, plan: LayerPlan, hosts: frozenset[str]) -> BlockPlan:

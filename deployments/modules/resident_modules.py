@@ -13,14 +13,14 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.memory_limits import forget_frames
-from deployments.modules.parts import Part, PartName, RequestParts, distinct_bytes
+from deployments.modules.parts import HOST, Part, PartName, RequestParts, distinct_bytes
 from weights.errors import BudgetExceeded
 from weights.manifest import Component, ExtentRef
 from weights.residency.admission import Admission, Ticket
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.policy import rate_class
-from weights.residency.room_plan import bytes_beside_pins, plan_room, plan_shrink
-from weights.residency.sizes import bytes_of, shown_bytes
+from weights.residency.room_plan import fits_beside_pins, plan_room, plan_shrink
+from weights.residency.sizes import DistinctBytes, bytes_of, shown_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,14 +200,22 @@ class ResidentModules:
         clock: Callable[[], float],
         is_called_back: Callable[[Sequence[ExtentRef]], bool] = lambda extents: False,
         budget_name: str = "this replica's budget",
+        *,
+        devices: Collection[str] = (),
+        host_bytes: int = 0,
     ) -> None:
+        """Each of the other `devices` has the same budget for layers of language models, and the host `host_bytes` for
+        the KV caches of those that it computes.
+        """
+        self._devices = devices
         self._budget_name = budget_name
         self._lock = threading.RLock()
         self._fill = fill
         self._let_go = let_go
         self._clock = clock
         self._is_called_back = is_called_back
-        self._table: EntryTable[ModuleSlot] = EntryTable(budget_bytes, clock, on_gone=self._gone)
+        elsewhere = {HOST: host_bytes, **dict.fromkeys(devices, budget_bytes)}
+        self._table: EntryTable[ModuleSlot] = EntryTable(budget_bytes, clock, on_gone=self._gone, elsewhere=elsewhere)
         self._queue = Admission(self._table, clock, budget_name)
         self._pins: dict[str, dict[str, Part]] = {}  # by model and key
         self._serials = itertools.count(1)
@@ -344,8 +352,11 @@ class ResidentModules:
 
         Raises BudgetExceeded when too much is leased or pinned; then the budget stays.
         """
+        before = self._table.elsewhere
+        self._table.elsewhere = {**before, **dict.fromkeys(self._devices, budget_bytes)}
         plan = plan_shrink(self._table, budget_bytes)
         if plan.missing_bytes:
+            self._table.elsewhere = before
             missing = shown_bytes(plan.missing_bytes)
             raise BudgetExceeded(f"{shown_bytes(budget_bytes)} are {missing} less than what is leased or pinned")
         self._table.evict(plan.evict)
@@ -363,11 +374,14 @@ class ResidentModules:
         """
         pins = {part.component.module_key: part for part in parts}
         others = [part for name, known in self._pins.items() if name != model for part in known.values()]
-        needed_bytes = distinct_bytes(*(part.footprint for part in (*pins.values(), *others)))
-        if needed_bytes > self._table.budget_bytes:
+        needed = DistinctBytes()
+        for part in (*pins.values(), *others):
+            needed.add(part.footprint)
+        if needed.over(self._table.budget_bytes, self._table.elsewhere) > 0:
+            beside = "".join(f", {shown_bytes(nbytes)} of {place}" for place, nbytes in needed.elsewhere.items())
             raise BudgetExceeded(
                 f"{model!r} cannot be pinned: {self._budget_name} is {shown_bytes(self._table.budget_bytes)}, and "
-                f"{shown_bytes(needed_bytes)} would be pinned (now: {', '.join(self._pins) or 'nothing'})"
+                f"{shown_bytes(needed.total)}{beside} would be pinned (now: {', '.join(self._pins) or 'nothing'})"
             )
         before = self._pins.get(model, {})
         self._pins[model] = pins
@@ -397,7 +411,7 @@ class ResidentModules:
     @_locked
     def can_hold(self, wanted: RequestParts) -> bool:
         """Return whether there is room beside what is pinned, once all else is gone."""
-        return bytes_beside_pins(self._table, wanted.sizes) <= self._table.budget_bytes
+        return fits_beside_pins(self._table, wanted.sizes)
 
     @_locked
     def occupancy(self) -> Occupancy:
@@ -433,6 +447,11 @@ class ResidentModules:
                 slot.describe() | {"key": slot.key, "pinned": slot.key in self._table.pinned} for slot in slots
             ],
             "pinned_models": sorted(self._pins),
+            "elsewhere": {
+                place: {"budget_bytes": budget_bytes, "charged_bytes": self._table.used.elsewhere[place]}
+                for place, budget_bytes in self._table.elsewhere.items()
+                if budget_bytes
+            },
         }
 
     # inside

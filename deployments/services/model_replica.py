@@ -92,7 +92,8 @@ class ModelReplica:
         configure_logs(config.logging.format)
         begin_tracing(config.tracing)
         limit_torch_threads(num_threads, settings.num_cpus)
-        open_device(settings.device, config.simulated)
+        for name in (settings.device, *settings.other_devices):
+            open_device(name, config.simulated)
         self._builder = builder
         self._connect_registry = partial(connect_registry, config)
         self._registry: Any = self._connect_registry()
@@ -111,9 +112,7 @@ class ModelReplica:
             self._fetch_manifest,
             provider,
             self._models,
-            ModuleBudget(
-                settings.weights_budget_bytes, settings.device, f"{self._section}.{settings.weights_budget_key}"
-            ),
+            ModuleBudget.of(settings, self._section),
             factory or ComponentFactory(builder, builder.retire),
             report=report_attach,
             kept=provider if keeps else None,

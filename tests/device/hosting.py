@@ -55,13 +55,13 @@ class Host(ModuleCache):
     ) -> None:
         self.store = store
         self.provider = Provider(store.packs)
-        self.settings = WorkerConfig(device=device, resident_bytes=budget_bytes, **settings)
+        self.settings = WorkerConfig(device=device, device_budget_bytes=budget_bytes, **settings)
         self.builder = builder or ComponentBuilder(self.settings)
         super().__init__(
             self._manifest_of,
             self.provider,
             store.models,
-            ModuleBudget(budget_bytes, device),
+            ModuleBudget.of(self.settings, "worker"),
             ComponentFactory(
                 self.builder,
                 self.builder.retire,

@@ -18,19 +18,17 @@ from device.test_device_engines import generated
 from device.test_device_hosts import settles
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from configs.cluster import WorkerConfig
 from deployments.engines.llm import native_decoder, split_layers
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.nn import packed_linear
 from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
 from deployments.errors import ServiceError
 from deployments.modules import loading
 from deployments.modules.loading import is_denoise_component
+from deployments.modules.parts import HOST
 from weights.errors import BudgetExceeded, WeightsError
 from weights.intake import import_model
 from weights.memory.block_plan import Rates
-from weights.memory.layer_plan import LayerPlan, decoder_sizes, layer_of, plan_layers
 from weights.quantization.checkpoints import quantize_checkpoint
 from weights.store import WeightStore
 
@@ -308,51 +306,153 @@ async def test_a_budget_without_room_for_the_head_is_refused(store: WeightStore,
         await host.use("plain")
 
 
+def spread_over(store: WeightStore, devices: tuple[Any, ...], budget: int, **gpu_layers: Any) -> Host:
+    names = tuple(map(str, devices))
+    gpus = float(sum(name.startswith("cuda") for name in names))
+    host = Host(store, names[0], budget, kv_cache_bytes=CACHE, devices=names, num_gpus=gpus)
+    host.planner.gpu_layers.update(gpu_layers)
+    return host
+
+
+def used_by(host: Host) -> list[int]:
+    """Return the bytes of the replica's books on each device, whose arena may keep more, within the same budget."""
+    described = host.describe()
+    arenas = [described["arena"], *described["other_arenas"]]
+    others = [one["charged_bytes"] for place, one in described["elsewhere"].items() if place != HOST]
+    counted = [described["charged_bytes"], *others]
+    for arena, nbytes in zip(arenas, counted, strict=True):
+        assert nbytes <= arena["resident_bytes"] <= arena["budget_bytes"]
+    return counted
+
+
 @pytest.mark.usefixtures("products_of_torch")
-@pytest.mark.parametrize("shares", [(0.5, 0.7), (0.3, 0.4)])
-async def test_layers_on_two_devices_and_the_host_are_each_within_their_room_and_meet_once(
-    store: WeightStore, device: torch.device, second_device: torch.device, module: Any, shares: tuple[float, float]
+@pytest.mark.parametrize(("model", "share"), [("plain", 0.7), ("tied", 0.7), ("packed", 0.7), ("plain", 0.4)])
+async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_same(
+    store: WeightStore, device: torch.device, second_device: torch.device, module: Any, model: str, share: float
 ) -> None:
-    """With 0.3 and 0.4 of the model's bytes the first layers are the host's."""
-    host = host_of(store, "cpu")
-    expected, rows = logged(await engine_of(host, "plain"))
-    component, skeleton = store.manifest("plain").components["model"], host.skeleton(store.manifest("plain"))
-    builder = loading.ComponentBuilder(WorkerConfig(device=str(device), kv_cache_bytes=CACHE))
-    caches = builder.layer_caches(component, skeleton)
-    assert caches is not None
-    sizes = {name: rounded(ref.nbytes) for name, ref in component.tensors.items()}
-    budgets = [int(share * (sum(sizes.values()) + caches[-1])) for share in shares]
-    plan = plan_layers(decoder_sizes(sizes, NUM_LAYERS, caches), budgets, "auto", "plain")
-    assert set(plan.places) == ({0, 1} if sum(shares) > 1 else {None, 0, 1})
-    devices = (second_device, device)
+    """With 0.4 of the model's bytes each, the first layers are the host's."""
+    expected, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    devices = (device, second_device)
+    host = spread_over(store, (*devices, "cpu"), int(share * (whole_bytes(store, model) + CACHE)))
     before = [module.memory_allocated(one) for one in devices]
-    tensors = placed_by(plan, (await engine_of(host, "plain"))._runner._model.module.state_dict(), devices)
-    config = LLMEngineConfig(device=device, keeps_places=True, kv_cache_bytes=CACHE)
-    engine = LLMEngine(skeleton / component.folder, tensors, config)
-    for one, was, budget in zip(devices, before, budgets, strict=True):
-        assert 0 < module.memory_allocated(one) - was <= budget
-    counted = [module.memory_of(one) for one in devices] if device.type == "sim" else []
+    engine = await engine_of(host, model)
+    on = [str(place) for place in engine._runner._model.layer_devices]
+    order = ["cpu", str(second_device), str(device)]
+    assert on == sorted(on, key=order.index)
+    assert set(on) == set(order if share < 0.5 else order[1:])
+    assert used_by(host) == [module.memory_allocated(one) - was for one, was in zip(devices, before, strict=True)]
     found, own_rows = logged(engine)
     assert_same(own_rows, rows, device)
-    if counted:
+    if device.type == "sim":
         assert found == expected
-        prompt = engine.encode_chat([{"role": "user", "content": "What is 2 + 2?"}])
-        engine.add_request(TextRequest("one", prompt, SamplingParams(3, 0.0, ignore_eos=True)))
-        engine.step()
-        begin = [link.downloaded_bytes for link in counted]
-        engine.step()
-        assert counted[0].downloaded_bytes - begin[0] == 4 * SIZES["hidden_size"]  # one activation leaves the first one
+    del engine, own_rows
+    host.evict(model)
+    assert host.describe()["elsewhere"][str(second_device)]["charged_bytes"] == 0
+    host.set_budget(0)
+    assert await settles(lambda: [module.memory_allocated(one) for one in devices] == before)
+    assert not +host.provider.leases
 
 
-def placed_by(plan: LayerPlan, tensors: Any, devices: tuple[torch.device, ...]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a decoder where the plan has them; what is no layer's is with the last device's."""
-    placed = {}
-    for name, tensor in tensors.items():
-        layer = layer_of(name)
-        place = len(devices) - 1 if layer is None else plan.places[layer]
-        is_on_host = place is None or (name.endswith("embed_tokens.weight") and None in plan.places)
-        placed[name] = tensor if is_on_host or place is None else tensor.to(devices[place])
-    return placed
+@pytest.mark.parametrize("has_kernels", [True, False])
+async def test_a_token_crosses_from_one_device_to_the_other_once(
+    store: WeightStore,
+    device: torch.device,
+    second_device: torch.device,
+    module: Any,
+    monkeypatch: Any,
+    has_kernels: bool,
+) -> None:
+    if device.type != "sim":
+        pytest.skip("only a simulated link counts")
+    if not has_kernels:
+        monkeypatch.setattr(native_decoder, "load_kernels", lambda: None)
+    first, second = module.memory_of(device), module.memory_of(second_device)
+    hidden = 4 * SIZES["hidden_size"]
+    for share, places in ((0.7, 2), (0.4, 3)):
+        budget = int(share * (whole_bytes(store, "plain") + CACHE))
+        engine = await engine_of(spread_over(store, (device, second_device, "cpu"), budget), "plain")
+        assert len(set(engine._runner._model.layer_devices)) == places
+        prompt = engine.encode_chat([{"role": "user", "content": QUESTIONS[0]}])
+        engine.add_request(TextRequest("one", prompt, SamplingParams(5, 0.0, ignore_eos=True)))
+        steps = []
+        while engine.has_work:
+            before = second.downloaded_bytes, first.downloaded_bytes
+            engine.step()
+            steps.append((second.downloaded_bytes - before[0], first.downloaded_bytes - before[1]))
+        crossed = [nbytes for nbytes, _ in steps]
+        logits = 4 * SIZES["vocab_size"]
+        assert crossed[1:] == [hidden] * (len(steps) - 1), "one activation leaves the device of the earlier layers"
+        assert crossed[0] == hidden * len(prompt)
+        assert all(nbytes <= logits for _, nbytes in steps), "and none the device of the later ones"
+
+
+@pytest.mark.usefixtures("products_of_torch")
+async def test_models_on_two_devices_take_turns_there(
+    store: WeightStore, device: torch.device, second_device: torch.device
+) -> None:
+    budget = int(0.7 * (whole_bytes(store, "plain") + CACHE))
+    host = spread_over(store, (device, second_device), budget)
+    for model in ("plain", "packed", "tied", "plain"):
+        _, rows = logged(await engine_of(host_of(store, "cpu"), model))
+        assert_same(logged(await engine_of(host, model))[1], rows, device)
+        assert (min(used_by(host)) > 0) == (model == "plain")  # the others fit the first one
+    host.set_budget(budget * 2)
+    assert places(await engine_of(host, "plain")) == [device.type] * NUM_LAYERS
+    await host.pin("plain", is_denoise_component)
+    with pytest.raises(BudgetExceeded, match="less than what is leased or pinned"):
+        host.set_budget(budget // 2)
+    used_by(host)
+
+
+@pytest.mark.parametrize(
+    ("share", "devices", "wanted", "kind", "text"),
+    [
+        (0.3, 2, "auto", BudgetExceeded, r"gpu_layers 'auto' of 'plain': layers 0, .*, 5 and .* on each of 2 devices"),
+        (0.7, 2, 3, WeightsError, "gpu_layers 3 leaves layers of 'plain' to the host, and cpu is not among the dev"),
+        (0.7, 3, "block", WeightsError, "gpu_layers 'block' is the name of no layer: 'plain' has 6 layers"),
+        (0.01, 3, "auto", BudgetExceeded, "need .* on the device even where all layers are elsewhere"),
+    ],
+)
+async def test_what_has_no_room_on_its_devices_is_refused_before_anything_is_loaded(
+    store: WeightStore,
+    device: torch.device,
+    second_device: torch.device,
+    module: Any,
+    share: float,
+    devices: int,
+    wanted: Any,
+    kind: type,
+    text: str,
+) -> None:
+    budget = int(share * (whole_bytes(store, "plain") + CACHE))
+    host = spread_over(store, (device, second_device, "cpu")[:devices], budget, plain=wanted)
+    with pytest.raises(kind, match=text):
+        await host.use("plain")
+    assert not +host.provider.leases
+    assert used_by(host) == [0, 0]
+
+
+async def test_a_second_device_that_is_not_there_is_refused(store: WeightStore, device: torch.device) -> None:
+    with pytest.raises(WeightsError, match=f"no device '{device.type}:7': 2 "):
+        spread_over(store, (device, f"{device.type}:7"), 2**20)
+
+
+async def test_the_kv_cache_of_the_hosts_layers_counts_there(store: WeightStore, device: torch.device) -> None:
+    host = host_of(store, device, plain=2)
+    engine = await engine_of(host, "plain")
+    told = host.describe()["elsewhere"][HOST]
+    cache: Any = engine._runner._cache
+    held = [one for half in (cache._keys, cache._values) for one in half.tensors if one.device.type == "cpu"]
+    assert sum(one.nbytes for one in held) <= told["charged_bytes"] <= sum(one.nbytes for one in held) + 1024
+    assert told["budget_bytes"] == host.settings.resident_bytes
+    del engine, held, cache
+    host.evict("plain")
+    assert host.describe()["elsewhere"][HOST]["charged_bytes"] == 0
+    small = Host(store, str(device), kv_cache_bytes=CACHE, resident_bytes=2**12)
+    small.planner.gpu_layers.update(plain=0, tied=0)
+    for model in ("plain", "tied", "plain"):  # each fits alone, as on a replica without a device
+        await engine_of(small, model)
+        assert [module["models"] for module in small.describe()["modules"]] == [[model]]
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 ALIGNMENT: Final = 512  # of a tensor in a buffer, as in the device's own allocations
 _MIN_BLOCKS: Final = 8  # that a budget has room for: two of them are buffers, and do not keep anything
@@ -26,19 +28,31 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """What of a module is on another device: tensors by name, and the bytes that it allocates there itself."""
+
+    names: frozenset[str]
+    working_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """The `blocks` that take turns in two buffers of `buffer_bytes`. All tensors but the `streamed` ones stay on the
-    device, and those of `hosts` in host memory: their blocks are computed there."""
+    device, those of `hosts` in host memory and those of `shares` on other devices: their blocks are computed there."""
 
     blocks: Sequence[Block]
     buffer_bytes: int
     streamed: frozenset[str]
     hosts: frozenset[str] = frozenset()
+    shares: Mapping[str, Share] = field(default_factory=dict)
 
     @property
     def staying_away(self) -> frozenset[str]:
         """Return the tensors that have no memory of their own on the device."""
-        return self.streamed | self.hosts
+        return self.streamed.union(self.hosts, *(share.names for share in self.shares.values()))
+
+
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +61,9 @@ class Rates:
     multiplies a row with, and operations of its products of many rows.
     """
 
-    link_bytes_per_s: float
-    host_bytes_per_s: float
-    host_flops_per_s: float
+    link_bytes_per_s: Rate
+    host_bytes_per_s: Rate
+    host_flops_per_s: Rate
 
 
 Way = Literal["stay", "stream", "host"]

@@ -1,7 +1,7 @@
 """Places of a decoder's layers: on devices, or on the host, whose memory has all of them. Pure.
 
-Devices are filled from the last layer on: what is behind the layers (a norm, the head) is on the last device, so that
-a token's activations cross each border once.
+Devices are filled from the last layer on: what is behind the layers (a norm, the head) is on the first device, the
+layers before those that it has room for on the next, so that a token's activations cross each border once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,18 @@ class DecoderSizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """The place of each layer: the number of a device, None for the host."""
+    """The place of each layer: the number of a device, 0 for that of the head, None for the host."""
 
     places: tuple[int | None, ...]
 
     def on(self, place: int | None) -> tuple[int, ...]:
         """Return the layers that are there."""
         return tuple(layer for layer, found in enumerate(self.places) if found == place)
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all layers are where the head is."""
+        return all(place == 0 for place in self.places)
 
     def __str__(self) -> str:
         return " ".join("host" if place is None else str(place) for place in self.places)
@@ -54,13 +59,14 @@ def layer_of(name: str) -> int | None:
 
 
 def host_names(names: Collection[str], plan: LayerPlan) -> frozenset[str]:
-    """Return the tensors that stay in host memory: those of its layers, and the embedding, unless that is the head too.
+    """Return the tensors that stay in host memory: those of its layers, and the embedding, unless that is the head too
+    or all layers are where that is.
 
     A row of it is looked up for each token, where the token ids are.
     """
     on_host = {layer for layer, place in enumerate(plan.places) if place is None}
     has_head = any(name.startswith(_HEADS) for name in names)
-    has_embedding = bool(on_host) and has_head
+    has_embedding = not plan.is_whole and has_head
     return frozenset(name for name in names if layer_of(name) in on_host or (has_embedding and _EMBEDDING.match(name)))
 
 
@@ -75,27 +81,34 @@ def decoder_sizes(sizes: Mapping[str, int], num_layers: int, caches: Sequence[in
     return DecoderSizes(layers, sum(rest.values()), caches, ", ".join(sorted(rest)))
 
 
-def plan_layers(sizes: DecoderSizes, budgets: Sequence[int], wanted: GpuLayers, model: str) -> LayerPlan:
+def plan_layers(
+    sizes: DecoderSizes, budgets: Sequence[int], wanted: GpuLayers, model: str, *, has_host: bool = True
+) -> LayerPlan:
     """Return where the layers of `model` compute, of devices with these bytes each.
 
-    `auto` takes as many of the last layers as have room. Raises WeightsError for a wish that no layer fits, and
-    BudgetExceeded naming layers and bytes for one that has no room, and where not even the rest has.
+    `auto` takes as many of the last layers as have room. Raises WeightsError for a wish that no layer fits, and for one
+    that leaves layers to the host where that computes none (`has_host`), and BudgetExceeded naming layers and bytes for
+    one that has no room, and where not even the rest has.
     """
-    device = len(budgets) - 1
+    device = 0
     needed = sizes.rest_bytes + sizes.caches[0]
     if needed > budgets[device]:
         raise BudgetExceeded(
-            f"{model!r}: {sizes.what} need {shown_bytes(needed)} on the device even where all layers are computed on "
-            f"the host; its budget is {shown_bytes(budgets[device])}"
+            f"{model!r}: {sizes.what} need {shown_bytes(needed)} on the device even where all layers are elsewhere; "
+            f"its budget is {shown_bytes(budgets[device])}"
         )
     names = _wanted_layers(len(sizes.layers), wanted, model)
+    if not has_host and len(names) < len(sizes.layers):
+        raise WeightsError(
+            f"gpu_layers {wanted!r} leaves layers of {model!r} to the host, and cpu is not among the devices"
+        )
     places: list[int | None] = [None] * len(sizes.layers)
     weights_bytes, count = sizes.rest_bytes, 0
     for layer in reversed(names):
-        while device >= 0 and weights_bytes + sizes.layers[layer] + sizes.caches[count + 1] > budgets[device]:
-            device, weights_bytes, count = device - 1, 0, 0
-        if device < 0:
-            if wanted == AUTO:
+        while device < len(budgets) and weights_bytes + sizes.layers[layer] + sizes.caches[count + 1] > budgets[device]:
+            device, weights_bytes, count = device + 1, 0, 0
+        if device == len(budgets):
+            if wanted == AUTO and has_host:
                 break
             raise BudgetExceeded(_no_room(sizes, budgets, names, wanted, model))
         weights_bytes, count = weights_bytes + sizes.layers[layer], count + 1
@@ -119,7 +132,8 @@ def _wanted_layers(num_layers: int, wanted: GpuLayers, model: str) -> list[int]:
 
 def _no_room(sizes: DecoderSizes, budgets: Sequence[int], layers: Sequence[int], wanted: GpuLayers, model: str) -> str:
     needed = sizes.rest_bytes + sum(sizes.layers[layer] for layer in layers) + sizes.caches[len(layers)]
+    each = f" on each of {len(budgets)} devices" if len(budgets) > 1 else ""
     return (
         f"gpu_layers {wanted!r} of {model!r}: layers {', '.join(map(str, layers))} and {sizes.what} need "
-        f"{shown_bytes(needed)} with their KV cache; the budget is {shown_bytes(sum(budgets))}"
+        f"{shown_bytes(needed)} with their KV cache; the budget is {shown_bytes(budgets[0])}{each}"
     )

@@ -1,16 +1,21 @@
-"""Rates of this machine, its link and its host: measured once in a process, in a few hundredths of a second."""
+"""Rates of this machine, its link and its host: measured in a few hundredths of a second, and remembered on disk."""
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Final
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from weights.memory.block_plan import Rates
 from weights.memory.devices import pinned_buffers
+from weights.private_folder import cache_folder, recall, remember
+from weights.processor import processor_name
 
 _SIDE: Final = 2048  # of a float32 matrix of 16 MiB, more than most caches have
 _ROWS: Final = 64
@@ -19,7 +24,37 @@ _REPEATS: Final = 3
 
 @functools.cache
 def measured_rates(device: torch.device) -> Rates:
-    """Return the rates of the link to `device` and of the host, with as many threads as this process has."""
+    """Return the rates of the link to `device` and of the host, with as many threads as this process has.
+
+    Raises RuntimeError where there is no memory to measure with.
+    """
+    return remembered_rates(rates_key(device), cache_folder() / "rates.json", lambda: _measure(device))
+
+
+def rates_key(device: torch.device) -> str:
+    """Return what rates depend on: the processor, the threads, torch and the device."""
+    card = torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else device.type
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} threads"
+    return f"{processor_name()}, {threads}, torch {torch.__version__}, {card}"
+
+
+def remembered_rates(key: str, file: Path, measure: Callable[[], Rates]) -> Rates:
+    """Return the rates of `key` in a JSON file, measured and written there first where it does not have them.
+
+    The file saves time only: what is damaged in it counts as nothing.
+    """
+    kept = TypeAdapter(dict[str, Rates])
+    try:
+        known = kept.validate_json(recall(file))
+    except ValidationError:
+        known = {}
+    if key not in known:
+        known[key] = measure()
+        remember(file, kept.dump_json(known))
+    return known[key]
+
+
+def _measure(device: torch.device) -> Rates:
     weights, rows = torch.ones(_SIDE, _SIDE), torch.ones(_ROWS, _SIDE)
     (pinned,) = pinned_buffers(device, 1, weights.nbytes)
     target = torch.empty(weights.nbytes, dtype=torch.uint8, device=device)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Final, Generic
 
 from weights.residency.entry_table import Entry, EntryTable, Thing
-from weights.residency.room_plan import bytes_beside_pins, plan_room, shrink
-from weights.residency.sizes import Size, bytes_of, shown_bytes
+from weights.residency.room_plan import fits_beside_pins, plan_room, shrink
+from weights.residency.sizes import DistinctBytes, Size, bytes_of, shown_bytes
 
 PATIENCE_S: Final = 1.0
 MAX_NAMED: Final = 5  # holders in a refusal
@@ -124,14 +124,14 @@ class Admission(Generic[Thing]):
             return True
         if table.has_held_leases(ticket.holder):
             return True
-        if bytes_beside_pins(table, first.wanted, first.passed, ticket.wanted) > table.budget_bytes:
+        if not fits_beside_pins(table, first.wanted, first.passed, ticket.wanted):
             return False
         first.passed.update(ticket.wanted)
         return True
 
     def _is_hopeless(self, ticket: Ticket[Thing]) -> bool:
         """It needs room, and would have none if all leases ended."""
-        fits = bytes_beside_pins(self._table, ticket.wanted) <= self._table.budget_bytes
+        fits = fits_beside_pins(self._table, ticket.wanted)
         return not fits and not ticket.wanted.keys() <= self._table.entries.keys()
 
     def _grant(self, ticket: Ticket[Thing]) -> None:
@@ -151,9 +151,14 @@ def refusal_text(
     table: EntryTable[Thing], what: str, wanted: Mapping[str, Size], missing_bytes: int, where: str, reason: str = ""
 ) -> str:
     """Say what was wanted, how much room is missing under the budget `where`, and who has it."""
-    needed_bytes = sum(bytes_of(size) for key, size in wanted.items() if key not in table.entries)
+    absent = [size for key, size in wanted.items() if key not in table.entries]
+    needed, parts = shown_bytes(sum(map(bytes_of, absent))), DistinctBytes()
+    for size in absent:
+        parts.add(size)
+    for place, nbytes in parts.elsewhere.items():
+        needed += f" and {shown_bytes(nbytes)} of {place}'s {shown_bytes(table.elsewhere.get(place, 0))}"
     return (
-        f"{where} is {shown_bytes(table.budget_bytes)}; {what} need {shown_bytes(needed_bytes)}, "
+        f"{where} is {shown_bytes(table.budget_bytes)}; {what} need {needed}, "
         f"{shown_bytes(missing_bytes)} are missing ({reason + '; ' if reason else ''}{describe_holders(table)})"
     )
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from weights.residency.policy import NEVER_USED, EvictionCandidate, EvictionOrder, Popularity, class_rate
-from weights.residency.sizes import DistinctBytes, Size, bytes_of
+from weights.residency.sizes import DistinctBytes, Size, bytes_of, unshared
 
 MAX_REMEMBERED: Final = 50_000  # entries that are not here and whose popularity is still known
 
@@ -69,8 +70,11 @@ class EntryTable(Generic[Thing]):
         on_recall: Callable[[str, Sequence[str]], None] = lambda holder, keys: None,
         rate_of: Callable[[Hashable], float | None] = class_rate,
         never_used: Popularity = NEVER_USED,
+        elsewhere: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
+        """`elsewhere` are the budgets of other places, of which entries may have parts."""
         self.budget_bytes = budget_bytes
+        self.elsewhere = elsewhere
         self.entries: dict[str, Entry[Thing]] = {}  # the current ones
         self.coming: set[Entry[Thing]] = set()
         self.used = DistinctBytes()
@@ -171,7 +175,7 @@ class EntryTable(Generic[Thing]):
         self._remember(entry)
         # Its parts are its own now, beside the fresh ones that others share.
         self.used.remove(entry.size)
-        entry.size = entry.nbytes
+        entry.size = unshared(entry.size, f"{entry.key} before {next(self._ticks)}")
         self.used.add(entry.size)
         self._detached.setdefault(entry.key, []).append(entry)
         if entry.is_here and not entry.is_leased:

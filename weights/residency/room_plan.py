@@ -56,8 +56,15 @@ def shrink(table: EntryTable[Thing], budget_bytes: int | None = None) -> None:
     """Evict and recall what is over the table's budget, or another one, as far as it may go."""
     target_bytes = table.budget_bytes if budget_bytes is None else budget_bytes
     plan = plan_shrink(table, target_bytes)
-    if plan.missing_bytes:
+    if plan.missing_bytes and not table.elsewhere:
         plan = plan_shrink(table, target_bytes + plan.missing_bytes)
+    elif plan.missing_bytes:
+        left = DistinctBytes(table.used)
+        with table.order.ascending(table.rates(), table.now_s()) as movable:
+            for entry in movable:
+                left.remove(entry.size)
+        elsewhere = {place: max(nbytes, left.elsewhere[place]) for place, nbytes in table.elsewhere.items()}
+        plan = _plan(table, DistinctBytes(table.used), max(target_bytes, left.total), (), elsewhere)
     table.evict(plan.evict)
     table.recall(plan.recall)
 
@@ -82,7 +89,7 @@ def plan_prefetch(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> tuple
             value = table.popularity_of(key).touch(now_s).value(now_s) * rates[None]
             used.add(size)
             end = num_victims
-            while used.total > table.budget_bytes:
+            while used.over(table.budget_bytes, table.elsewhere) > 0:
                 if end == len(ascending):
                     if (least := next(movable, None)) is None:
                         break
@@ -91,29 +98,36 @@ def plan_prefetch(table: EntryTable[Thing], wanted: Mapping[str, Size]) -> tuple
                     break
                 used.remove(ascending[end].size)
                 end += 1
-            if used.total <= table.budget_bytes:
+            if used.over(table.budget_bytes, table.elsewhere) <= 0:
                 take.append(key)
                 num_victims = end
             else:
                 used.remove(size)
                 for victim in ascending[num_victims:end]:
                     used.add(victim.size)
-    return take, _needed(ascending[:num_victims], used, table.budget_bytes)
+    return take, _needed(ascending[:num_victims], used, table.budget_bytes, table.elsewhere)
 
 
-def bytes_beside_pins(table: EntryTable[Thing], *wanted: Mapping[str, Size]) -> int:
-    """Return the bytes of all this and of what is pinned and here: more than the budget never fits."""
+def fits_beside_pins(table: EntryTable[Thing], *wanted: Mapping[str, Size]) -> bool:
+    """Return whether the budget has room for all this and for what is pinned and here: else it never fits."""
     together = {key: size for some in wanted for key, size in some.items()}
     together |= {key: entry.size for key in table.pinned if (entry := table.entries.get(key)) is not None}
     distinct = DistinctBytes()
     for size in together.values():
         distinct.add(size)
-    return distinct.total
+    return distinct.over(table.budget_bytes, table.elsewhere) <= 0
 
 
-def _plan(table: EntryTable[Thing], used: DistinctBytes, budget_bytes: int, spare: Collection[str]) -> RoomPlan[Thing]:
-    """Plan what goes of all but `spare` so that what is `used` fits."""
-    lacking_bytes = used.total - budget_bytes
+def _plan(
+    table: EntryTable[Thing],
+    used: DistinctBytes,
+    budget_bytes: int,
+    spare: Collection[str],
+    elsewhere: Mapping[str, int] | None = None,
+) -> RoomPlan[Thing]:
+    """Plan what goes of all but `spare` so that what is `used` fits; `elsewhere` are other budgets than the table's."""
+    elsewhere = table.elsewhere if elsewhere is None else elsewhere
+    lacking_bytes = used.over(budget_bytes, elsewhere)
     if lacking_bytes <= 0:
         return RoomPlan()
     if not used.has_parts:
@@ -123,25 +137,27 @@ def _plan(table: EntryTable[Thing], used: DistinctBytes, budget_bytes: int, spar
             return RoomPlan(missing_bytes=lacking_bytes - movable_bytes)
     victims: list[Entry[Thing]] = []
     with table.order.ascending(table.rates(), table.now_s()) as candidates:
-        while used.total > budget_bytes and (least := next(candidates, None)) is not None:
+        while used.over(budget_bytes, elsewhere) > 0 and (least := next(candidates, None)) is not None:
             if least.key not in spare:
                 victims.append(least)
                 used.remove(least.size)
-    if used.total > budget_bytes:
-        return RoomPlan(missing_bytes=used.total - budget_bytes)
-    needed = _needed(victims, used, budget_bytes)
+    if (lacking_bytes := used.over(budget_bytes, elsewhere)) > 0:
+        return RoomPlan(missing_bytes=lacking_bytes)
+    needed = _needed(victims, used, budget_bytes, elsewhere)
     return RoomPlan(
         tuple(entry for entry in needed if not entry.is_leased),
         tuple(entry for entry in needed if entry.is_leased),
     )
 
 
-def _needed(victims: Sequence[Entry[Thing]], used: DistinctBytes, budget_bytes: int) -> tuple[Entry[Thing], ...]:
+def _needed(
+    victims: Sequence[Entry[Thing]], used: DistinctBytes, budget_bytes: int, elsewhere: Mapping[str, int]
+) -> tuple[Entry[Thing], ...]:
     """Return those of the victims that have to go. All are out of `used`, in order of value; the others come back."""
     needed: list[Entry[Thing]] = []
     for victim in reversed(victims):
         used.add(victim.size)
-        if used.total > budget_bytes:
+        if used.over(budget_bytes, elsewhere) > 0:
             used.remove(victim.size)
             needed.append(victim)
     return tuple(reversed(needed))

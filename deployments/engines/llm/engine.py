@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -30,6 +31,7 @@ from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
 from deployments.engines.llm.models.registry import (
     AnyModel,
+    LoadedModel,
     create_any_model,
     decoder_spec,
     decoder_tensors,
@@ -99,6 +101,8 @@ class LLMEngine:
         )
         if model.pads_rows:
             config.check_padded_threads()
+        places = model.layer_devices if isinstance(model, LoadedModel) else ()
+        self._uses_host = any(place.type == "cpu" for place in (device, *places))
         plan, self._runner = _plan_runner(model, config)
         self._config, self._clock = config, clock
         self._shares_prompts = isinstance(self._runner, ModelRunner)
@@ -249,17 +253,24 @@ class LLMEngine:
         The result has one delta for every completion that got a token or ended; it is empty without work.
         """
         self.failures = {}
-        begin_s = self._clock()
         plan = self._scheduler.schedule(self._other_step_s)
-        if plan.copies:
-            self._runner.copy_blocks(plan.copies)
         num_threads = self._config.prefill_threads if plan.num_prompt_tokens else self._config.decode_threads
-        with _torch_threads(num_threads):
+        with self._leased_threads(num_threads), _torch_threads(num_threads):
+            begin_s = self._clock()
+            if plan.copies:
+                self._runner.copy_blocks(plan.copies)
             chunks, tokens = self._run_wanted(plan.chunks)
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
             self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)
         return deltas
+
+    def _leased_threads(self, count: int | None) -> AbstractContextManager[object]:
+        """Hold threads of the node for a step that the host computes, all or a part of it."""
+        threads = self._config.node_threads
+        if threads is None or not self._uses_host:
+            return contextlib.nullcontext()
+        return threads.leased(count or torch.get_num_threads())
 
     def _run_wanted(self, chunks: tuple[Chunk, ...]) -> tuple[tuple[Chunk, ...], dict[Completion, SampledToken]]:
         """Run a step, as often as it is aborted without what nobody wants any more; return also what was left of it."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from deployments.engines.llm.kv_cache import KvDtype
     from deployments.engines.nn.packed_linear import Arithmetic
+    from deployments.engines.node_threads import NodeThreads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class LLMEngineConfig:
     `max_model_len` None means all that the model and `kv_cache_bytes` allow. `arithmetic` is that of packed weights
     (`nn/packed_linear.py`). Steps in which sequences decode take about `max_decode_delay` times what they take without
     prompts, and have at most `max_prefill_beside_decode` prompt tokens. Steps of completions alone run on
-    `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. With
+    `decode_threads` of torch's threads, others on `prefill_threads`; None leaves their number as it is. What
+    the host computes has them leased from `node_threads`, if there are some. With
     `keeps_places` each layer computes where its tensors are, be that `device`, which has the head, or the host.
 
     Raises:
@@ -41,6 +43,7 @@ class LLMEngineConfig:
     arithmetic: Arithmetic = "fast"
     decode_threads: int | None = None
     prefill_threads: int | None = None
+    node_threads: NodeThreads | None = None
 
     def __post_init__(self) -> None:
         if self.max_num_seqs < 1 or self.max_num_batched_tokens < 1:

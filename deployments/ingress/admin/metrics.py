@@ -105,7 +105,7 @@ def _of_replica(replica: Mapping[str, Any]) -> Iterator[tuple[_Metric, _Labels, 
         yield _REPLICA, {"state": state}, replica[f"{state}_bytes"]
     yield _REPLICA_BUDGET, {}, replica["budget_bytes"]
     yield _SWITCHES, {}, replica["num_switches"]
-    if arena := replica.get("arena"):
+    for arena in filter(None, (replica.get("arena"), *replica.get("other_arenas", ()))):
         for state in ("resident", "leased", "pinned", "lingering", "budget"):
             yield _DEVICE, {"device": arena["device"], "state": state}, arena[f"{state}_bytes"]
     for module in replica["modules"]:

@@ -169,8 +169,8 @@ def test_a_model_that_its_budget_never_holds_is_a_mistake_in_the_configs_words(
     device = {"device": "sim", "device_budget_bytes": 1000}
     on_device = mistakes(models=[{**ADDER, "dtype": "float32"}], worker=device)
     assert on_device["models.0"] == (
-        "'adder': lm_head.weight, model.norm.weight need 52.5 KiB on the device even where all layers are computed on "
-        "the host; its budget is 1000 bytes (worker.device_budget_bytes)"
+        "'adder': lm_head.weight, model.norm.weight need 52.5 KiB on the device even where all layers are "
+        "elsewhere; its budget is 1000 bytes (worker.device_budget_bytes)"
     )
     assert "vae of 'flux' need" in mistakes(models=[FLUX], worker=device)["models.0"]  # the denoiser comes in blocks
     assert mistakes(models=[ADDER], store={"path": "store", "node_budget_bytes": 2**30}) == {}
@@ -182,6 +182,12 @@ def test_a_model_that_its_budget_never_holds_is_a_mistake_in_the_configs_words(
         (ADDER, 5, {"device": "sim"}, "gpu_layers is 5, but 'adder' has 4 layers, layers.0 to layers.3"),
         (ADDER, "blk.*", {"device": "sim"}, "gpu_layers 'blk.*' is the name of no layer: 'adder' has 4 layers"),
         (ADDER, 2, {"device": "sim", "device_budget_bytes": 600_000}, "layers 2, 3 and lm_head.weight, model.norm.wei"),
+        (
+            ADDER,
+            2,
+            {"devices": ["sim:0", "sim:1"]},
+            "gpu_layers 2 leaves layers of 'adder' to the host, and cpu is not",
+        ),
         (ADDER, 2, {}, "worker.device is cpu: all layers are computed on the host"),
         (FLUX, 2, {"device": "sim"}, "only the layers of our own decoders can be split between device and host"),
         (ADDER, "(", {}, "'(' is no regular expression: missing ), unterminated subpattern at position 0"),
@@ -194,7 +200,8 @@ def test_layers_that_are_not_there_or_have_no_room_are_mistakes(
     mistakes: Callable[..., Found], model: dict[str, Any], gpu_layers: Any, worker: dict[str, Any], words: str
 ) -> None:
     model = {**model, "gpu_layers": gpu_layers, "dtype": "float32"}
-    assert words in mistakes(models=[model], worker=worker)["models.0.gpu_layers"]
+    found = mistakes(models=[model], worker=worker, simulated={"num_devices": 2})
+    assert words in found["models.0.gpu_layers"]
 
 
 def test_a_language_model_larger_than_its_device_is_no_mistake(mistakes: Callable[..., Found]) -> None:
@@ -202,6 +209,18 @@ def test_a_language_model_larger_than_its_device_is_no_mistake(mistakes: Callabl
     for gpu_layers in ("auto", 2, 0, r"layers\.[01]"):
         model = {**ADDER, "gpu_layers": gpu_layers, "dtype": "float32"}
         assert mistakes(models=[model], worker=device) == {}
+
+
+def test_a_language_model_is_counted_on_all_devices_of_a_replica(mistakes: Callable[..., Found]) -> None:
+    nbytes = sum(4 * tensor.numel() for tensor in load_file(DEMO / "adder" / "model.safetensors").values())
+    model, two = {**ADDER, "dtype": "float32"}, {"num_devices": 2}
+
+    def found(share: float, *devices: str) -> Found:
+        worker = {"devices": list(devices), "device_budget_bytes": int(share * nbytes)}
+        return mistakes(models=[model], worker=worker, simulated=two)
+
+    assert found(0.9, "sim:0", "sim:1") == found(0.4, "sim:0", "sim:1", "cpu") == {}
+    assert "on each of 2 devices (worker.device_budget_bytes)" in found(0.4, "sim:0", "sim:1")["models.0"]
 
 
 def test_more_memory_than_the_machine_has_is_a_mistake(mistakes: Callable[..., Found]) -> None:

@@ -52,6 +52,15 @@ def test_resources_and_replicas_are_serves_own() -> None:
     assert not schema.applications[0].external_scaler_enabled
 
 
+def test_ray_reserves_a_gpu_for_each_cuda_device_of_a_replica() -> None:
+    document = FULL | {"worker": {"num_replicas": 2, "devices": ["cuda:0", "cuda:1", "cpu"]}}
+    schema = ServeDeploySchema.model_validate(
+        yaml.safe_load(_render_serve_yaml(ClusterConfig.model_validate(document)))
+    )
+    gpus = {one.name: one.ray_actor_options.num_gpus for one in schema.applications[0].deployments}
+    assert gpus == {"ingress": 0, "text_encoder": 0, "worker": 2}
+
+
 def test_a_plan_of_the_controller_can_be_carried_out_by_serve() -> None:
     document = FULL | {"controller": {"scaling": {"max_workers": 4}}}
     text = _render_serve_yaml(ClusterConfig.model_validate(document))

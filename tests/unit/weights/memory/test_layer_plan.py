@@ -17,9 +17,9 @@ def sizes_of(chance: random.Random) -> DecoderSizes:
     return DecoderSizes([chance.randint(1, 999) for _ in range(count)], chance.randint(0, 300), sorted(caches), "norm")
 
 
-def used(sizes: DecoderSizes, plan: LayerPlan, place: int, num_devices: int) -> int:
+def used(sizes: DecoderSizes, plan: LayerPlan, place: int) -> int:
     layers = plan.on(place)
-    rest = sizes.rest_bytes if place == num_devices - 1 else 0
+    rest = 0 if place else sizes.rest_bytes
     return rest + sum(sizes.layers[layer] for layer in layers) + sizes.caches[len(layers)]
 
 
@@ -28,18 +28,24 @@ def test_every_plan_keeps_each_device_within_its_bytes_and_leaves_no_layer_off_t
     for _ in range(500):
         sizes = sizes_of(chance)
         budgets = [chance.randint(0, 9000) for _ in range(chance.randint(1, 3))]
-        if sizes.rest_bytes + sizes.caches[0] > budgets[-1]:
+        if sizes.rest_bytes + sizes.caches[0] > budgets[0]:
             with pytest.raises(BudgetExceeded, match="norm need"):
                 plan_layers(sizes, budgets, AUTO, "m")
             continue
         plan = plan_layers(sizes, budgets, AUTO, "m")
         for place, budget in enumerate(budgets):
-            assert not plan.on(place) or used(sizes, plan, place, len(budgets)) <= budget
-        placed = [-1 if place is None else place for place in plan.places]
-        assert placed == sorted(placed), "each border is crossed once"
-        if (hosts := plan.on(None)) and plan.on(0):
-            with_next = LayerPlan((*plan.places[: hosts[-1]], 0, *plan.places[hosts[-1] + 1 :]))
-            assert used(sizes, with_next, 0, len(budgets)) > budgets[0]
+            assert not plan.on(place) or used(sizes, plan, place) <= budget
+        last = len(budgets) - 1
+        placed = [last + 1 if place is None else place for place in plan.places]
+        assert placed == sorted(placed, reverse=True), "each border is crossed once"
+        if (hosts := plan.on(None)) and plan.on(last):
+            with_next = LayerPlan((*plan.places[: hosts[-1]], last, *plan.places[hosts[-1] + 1 :]))
+            assert used(sizes, with_next, last) > budgets[last]
+        if hosts:
+            with pytest.raises(BudgetExceeded, match="with their KV cache; the budget is"):
+                plan_layers(sizes, budgets, AUTO, "m", has_host=False)
+        else:
+            assert plan_layers(sizes, budgets, AUTO, "m", has_host=False) == plan
 
 
 def test_a_number_takes_the_last_layers_and_a_pattern_those_of_whole_names() -> None:
@@ -67,13 +73,23 @@ def test_a_number_takes_the_last_layers_and_a_pattern_those_of_whole_names() -> 
             AUTO,
             4,
             BudgetExceeded,
-            "'m': norm need 5 bytes on the device even where all layers are computed on the host",
+            "'m': norm need 5 bytes on the device even where all layers are elsewhere; its budget is 4 bytes",
         ),
     ],
 )
 def test_what_cannot_be_is_refused_with_names_and_bytes(wanted: int | str, budget: int, kind: type, text: str) -> None:
     with pytest.raises(kind, match=re.escape(text)):
         plan_layers(DecoderSizes([10] * 12, 5, [0] * 13, "norm"), [budget], wanted, "m")
+
+
+def test_layers_that_the_host_would_compute_are_refused_where_it_computes_none() -> None:
+    sizes = DecoderSizes([10] * 12, 5, [0] * 13, "norm")
+    assert plan_layers(sizes, [100, 40], AUTO, "m", has_host=False).places == (1, 1, 1) + (0,) * 9
+    for wanted in (3, "layers.7"):
+        with pytest.raises(
+            WeightsError, match=f"gpu_layers {wanted!r} leaves layers of 'm' to the host, and cpu is not"
+        ):
+            plan_layers(sizes, [100, 40], wanted, "m", has_host=False)
 
 
 def test_the_embedding_stays_with_the_host_unless_it_is_the_head_too() -> None:
@@ -84,6 +100,7 @@ def test_the_embedding_stays_with_the_host_unless_it_is_the_head_too() -> None:
     assert host_names(names, plan) == first
     assert host_names({**names, "lm_head.weight": 100}, plan) == first | {"model.embed_tokens.weight"}
     assert host_names(names, LayerPlan((0, 0, 0))) == frozenset()
+    assert host_names({**names, "lm_head.weight": 100}, LayerPlan((1, 0, 0))) == {"model.embed_tokens.weight"}
     assert host_names(["token_embd.weight", "blk.0.attn_q.weight", "output.weight"], LayerPlan((None,))) == {
         "token_embd.weight",
         "blk.0.attn_q.weight",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
@@ -15,7 +15,7 @@ from weights.residency.admission import PATIENCE_S, Admission, Ticket
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.policy import NEVER_USED, Popularity, class_rate, rate_class
 from weights.residency.room_plan import plan_prefetch, plan_room
-from weights.residency.sizes import Size
+from weights.residency.sizes import Elsewhere, Size
 
 PLAIN: dict[str, Size] = {"a": 0, "b": 20, "c": 30, "d": 40, "e": 50, "f": 60}
 # Modules that share tensors: a part that several have counts once.
@@ -25,6 +25,15 @@ DIVIDED: dict[str, Size] = {
     "c": {"b1": 10, "c0": 20},
     "d": {"d0": 40},
     "e": {"d0": 40, "e1": 10},
+    "f": {"f0": 60},
+}
+# Language models whose layers are on two devices.
+SPREAD: dict[str, Size] = {
+    "a": {"a0": 10, Elsewhere("there", "a1"): 10},
+    "b": {"a0": 10, "b1": 10, Elsewhere("there", "b2"): 30},
+    "c": {"b1": 10, "c0": 20, Elsewhere("there", "b2"): 30},
+    "d": {"d0": 40},
+    "e": {"d0": 40, "e1": 10, Elsewhere("there", "e2"): 50},
     "f": {"f0": 60},
 }
 HOLDERS = "uvwxyz"
@@ -53,22 +62,31 @@ class Known:
 
     @property
     def nbytes(self) -> int:
-        return self.size if isinstance(self.size, int) else sum(self.size.values())
+        return distinct([self.size])
 
     @property
     def is_leased(self) -> bool:
         return bool(+self.held or +self.callable)
 
 
-def distinct(sizes: Sequence[Size]) -> int:
+def distinct(sizes: Sequence[Size], place: str | None = None) -> int:
+    """Return the bytes in the table's own memory, or in that of `place`."""
     parts: dict[str, int] = {}
     for size in sizes:
         parts |= size if not isinstance(size, int) else {}
-    return sum(parts.values()) + sum(size for size in sizes if isinstance(size, int))
+    here = sum(nbytes for part, nbytes in parts.items() if getattr(part, "place", None) == place)
+    return here + (sum(size for size in sizes if isinstance(size, int)) if place is None else 0)
 
 
 class Tier(RuleBasedStateMachine):
     sizes = PLAIN
+    elsewhere: Mapping[str, int] = {}
+
+    def _over(self, sizes: Sequence[Size]) -> int:
+        """Return the bytes beyond the budgets; 0 or less: all fits."""
+        own = distinct(sizes) - self.table.budget_bytes
+        beyond = [distinct(sizes, place) - budget for place, budget in self.elsewhere.items()]
+        return own if max(beyond, default=0) <= 0 else max(0, own) + sum(max(0, one) for one in beyond)
 
     @initialize(
         budget_bytes=st.integers(60, 110),
@@ -85,7 +103,11 @@ class Tier(RuleBasedStateMachine):
         self.passed: dict[Ticket[str], set[str]] = {}  # after its patience had ended
         self.uses: dict[str, Popularity] = {}
         self.table: EntryTable[str] = EntryTable(
-            budget_bytes, lambda: self.now_s, on_gone=self._gone, on_recall=lambda h, ks: self._recalled(h, ks)
+            budget_bytes,
+            lambda: self.now_s,
+            on_gone=self._gone,
+            on_recall=lambda h, ks: self._recalled(h, ks),
+            elsewhere=self.elsewhere,
         )
         self.admission = Admission(self.table, lambda: self.now_s, "the test")
         for wanted, holder in asked:
@@ -117,7 +139,7 @@ class Tier(RuleBasedStateMachine):
     def _settled(self, ticket: Ticket[str]) -> None:
         if ticket.entries is None:
             together = self.sizes_of({*ticket.wanted, *self._pinned_here()})
-            assert distinct(together) > self.table.budget_bytes, "refused although it could fit one day"
+            assert self._over(together) > 0, "refused although it could fit one day"
         else:
             older = [other for other in self.waiting if other is not ticket and other.is_waiting]
             older = [other for other in older if other.since_s <= ticket.since_s]
@@ -139,7 +161,7 @@ class Tier(RuleBasedStateMachine):
             has_firm = any(known.held[ticket.holder] and ticket.holder not in known.called for known in self.known)
             passed = self.passed.setdefault(first, set())
             together = self.sizes_of({*ticket.wanted, *first.wanted, *passed, *self._pinned_here()})
-            assert has_firm or distinct(together) <= self.table.budget_bytes, "the first could wait for ever"
+            assert has_firm or self._over(together) <= 0, "the first could wait for ever"
             if not has_firm:
                 passed |= ticket.wanted.keys()
 
@@ -218,7 +240,7 @@ class Tier(RuleBasedStateMachine):
             self._use(known)
             known.is_announced = True
         if take:
-            assert self.table.used_bytes <= self.table.budget_bytes
+            assert self._over([known.size for known in self.known]) <= 0
         else:
             assert not evict
 
@@ -281,7 +303,8 @@ class Tier(RuleBasedStateMachine):
     def invalidate(self, key: str) -> None:
         if (known := self._current(key)) is not None:
             known.is_current = False
-            known.size = known.nbytes
+            own = {Elsewhere(place, f"own {id(known)}"): distinct([known.size], place) for place in self.elsewhere}
+            known.size = {f"own {id(known)}": known.nbytes, **own}
             self.uses[key] = known.popularity
             self.table.invalidate(known.entry)
             self.admission.serve()
@@ -305,22 +328,21 @@ class Tier(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, 200), spare=st.lists(keys, max_size=2, unique=True))
     def plan(self, nbytes: int, spare: list[str]) -> None:
         """A plan is the naive one: in order of value, nothing that need not go."""
-        budget_bytes = self.table.budget_bytes
         may_go = [known for known in self.known if self._may_go(known) and known.key not in spare]
         values = self._values()
         victims: list[Known] = []
         for known in sorted(may_go, key=lambda known: (values[known], known.entry.last_used)):
-            if distinct(self._without(victims, nbytes)) <= budget_bytes:
+            if self._over(self._without(victims, nbytes)) <= 0:
                 break
             victims.append(known)
         plan = plan_room(self.table, {key: self.sizes[key] for key in spare if self._current(key)} | {"new": nbytes})
-        missing_bytes = distinct(self._without(victims, nbytes)) - budget_bytes
+        missing_bytes = self._over(self._without(victims, nbytes))
         if missing_bytes > 0:
             assert (plan.missing_bytes, plan.evict, plan.recall) == (missing_bytes, (), ())
             return
         for victim in reversed(list(victims)):
             fewer = [other for other in victims if other is not victim]
-            if distinct(self._without(fewer, nbytes)) <= budget_bytes:
+            if self._over(self._without(fewer, nbytes)) <= 0:
                 victims = fewer
         chosen = {*plan.evict, *plan.recall}
         assert sorted(values[self._of(entry)] for entry in chosen) == pytest.approx(
@@ -337,6 +359,8 @@ class Tier(RuleBasedStateMachine):
             return
         here = [known for known in self.known if known.is_here and known.is_current]
         assert self.table.used_bytes == distinct([known.size for known in self.known])
+        for place in self.elsewhere:
+            assert self.table.used.elsewhere[place] == distinct([known.size for known in self.known], place)
         assert self.table.here_bytes == sum(known.nbytes for known in here)
         assert self.table.leased_bytes == sum(known.nbytes for known in here if known.is_leased)
         assert self.table.pinned_bytes == sum(known.nbytes for known in here if known.key in self.pinned)
@@ -361,21 +385,21 @@ class Tier(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         assert len(self.admission.waiting) == len(self.waiting) == sum(ticket.is_waiting for ticket in self.waiting)
-        over_bytes = self.table.used_bytes - self.table.budget_bytes
-        if over_bytes > 0:
+        if self._over([known.size for known in self.known]) > 0:
             idle = [known for known in self.known if self._may_go(known) and not known.is_leased]
             asked = [known for known in self.known if self._is_called(known)]
-            without_bytes = distinct([known.size for known in self.known if known not in idle])
-            assert without_bytes == self.table.used_bytes or asked, "over the budget with something that may go"
+            over_bytes = self._over([known.size for known in self.known])
+            without_bytes = self._over([known.size for known in self.known if known not in idle])
+            assert without_bytes == over_bytes or asked, "over the budget with something that may go"
         if not self.waiting:
             return
         first = self.waiting[0]
         assert not first.wanted.keys() <= self.table.entries.keys()
         staying = [known for known in self.known if not self._may_go(known) or known.key in first.wanted]
         wanted = [size for key, size in first.wanted.items() if self._current(key) is None]
-        needed = distinct([known.size for known in staying] + wanted)
+        over_bytes = self._over([known.size for known in staying] + wanted)
         asked = [known for known in self.known if self._is_called(known)]
-        assert needed > self.table.budget_bytes or asked, "the first waits for room that could be made"
+        assert over_bytes > 0 or asked, "the first waits for room that could be made"
         for ticket in self.waiting[1:]:
             is_here = ticket.wanted.keys() <= self.table.entries.keys()
             assert not is_here or self._is_late(first) or self._is_any_called(ticket), "it need not wait"
@@ -386,6 +410,7 @@ class Tier(RuleBasedStateMachine):
             return
         self.unpin(list("abcdef"))
         self.table.budget_bytes = 10**6
+        self.table.elsewhere = self.elsewhere = dict.fromkeys(self.elsewhere, 10**6)
         for _ in range(100):
             if not (self.granted or self.waiting) and all(known.is_here for known in self.known):
                 break
@@ -490,8 +515,14 @@ class DividedTier(Tier):
     sizes = DIVIDED
 
 
+class SpreadTier(Tier):
+    sizes = SPREAD
+    elsewhere: Mapping[str, int] = {"there": 60}
+
+
 TestEntriesOfTheirOwn = Tier.TestCase
 TestEntriesThatShareParts = DividedTier.TestCase
-TestEntriesOfTheirOwn.settings = TestEntriesThatShareParts.settings = settings(
+TestEntriesInTwoPlaces = SpreadTier.TestCase
+TestEntriesOfTheirOwn.settings = TestEntriesThatShareParts.settings = TestEntriesInTwoPlaces.settings = settings(
     max_examples=50, stateful_step_count=50, deadline=None
 )

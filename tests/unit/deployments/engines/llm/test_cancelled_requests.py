@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,11 +101,14 @@ def test_a_step_goes_on_that_is_mostly_for_others(model, request_of, prompt_of, 
 
 
 def test_prompts_and_completions_have_threads_of_their_own(model, run_all, request_of, prompt_of, monkeypatch):
-    engine = model.engine(decode_threads=2, prefill_threads=3)
+    leased = []
+    lease = SimpleNamespace(leased=lambda count: nullcontext(leased.append(count)))
+    engine = model.engine(decode_threads=2, prefill_threads=3, node_threads=lease)
     before, seen = torch.get_num_threads(), []
     record_layers(engine, monkeypatch, lambda layer: seen.append(torch.get_num_threads()))
     found = run_all(engine, [request_of("r", prompt_of(9), max_tokens=3)])["r"]
     assert seen == [3] * NUM_LAYERS + [2] * 2 * NUM_LAYERS
+    assert leased == [3, 2, 2]
     assert torch.get_num_threads() == before
     assert found.token_ids == model.greedy(prompt_of(9), 3)
 
