@@ -301,6 +301,16 @@ class ModelConfig(StrictModel):
         description="layers of a language model that are on the worker's device, the others are computed on the host: "
         "auto, as many as have room; a number, of the last ones; or a regular expression of names, layers.0 and on",
     )
+    compiled: bool = Field(
+        False, description="compile a program of torch.export (.pt2) on the node; until it is, it runs as it is"
+    )
+
+    @model_validator(mode="after")
+    def _compiles_a_program(self) -> ModelConfig:
+        if self.compiled and not str(self.path).lower().endswith(".pt2"):
+            text = f"compiled is for a program of torch.export (.pt2), and this is {str(self.path)!r}"
+            raise located_errors(type(self).__name__, [(("compiled",), text)])
+        return self
 
     @model_validator(mode="after")
     def _vae_of_a_whole(self) -> ModelConfig:

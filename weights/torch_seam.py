@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple, cast
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _python_dispatch
 
@@ -39,6 +40,17 @@ SHIMS: Final = (
             f"torch.export:ExportedProgram.{name}": "torch.export.exported_program"
             for name in ("_state_dict", "_constants", "_example_inputs")
         },
+        is_needed=False,
+    ),
+    Shim(
+        "exported programs compiled",
+        "programs run as they are, not compiled",
+        used=(
+            "torch._inductor:aot_compile",
+            "torch._inductor:aoti_load_package",
+            "torch._inductor.package.package:package_aoti",
+            "torch._C._aoti:AOTIModelPackageLoader.boxed_run",
+        ),
         is_needed=False,
     ),
     Shim(
@@ -171,6 +183,29 @@ def with_tensors(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) 
     if changed.example_inputs is not None or any(found[name] is not tensors[name] for name in found.keys() & tensors):
         raise WeightsError(f"torch {torch.__version__} does not let an exported program have other tensors")
     return changed
+
+
+def compile_graph(module: fx.GraphModule, inputs: Sequence[Any], package: Path, options: Mapping[str, Any]) -> None:
+    """Compile a graph of tensors alone, `inputs` as its placeholders know them, into the file `package` (.pt2).
+
+    Raises what the compiler does, of many kinds.
+    """
+    from torch import _inductor
+    from torch._inductor.package.package import package_aoti
+
+    files = _inductor.aot_compile(module, tuple(inputs), options={**options, "aot_inductor.package": True})
+    package_aoti(str(package), cast("list[Any]", files))
+
+
+def open_compiled(package: Path) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """Return what `compile_graph` has made, to be called with the tensors of all inputs, whose list it empties.
+
+    HAZARD: it checks neither types nor shapes nor strides. Opening runs code of the package. Raises RuntimeError.
+    """
+    from torch import _inductor
+
+    # A call of the model itself would read its own description anew each time.
+    return cast("Callable[..., list[torch.Tensor]]", _inductor.aoti_load_package(str(package)).loader.boxed_run)
 
 
 def host_keys() -> Any:

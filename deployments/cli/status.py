@@ -91,7 +91,7 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
     _print_queue(cluster.get("admission"), wide)
     print_line("")
     for encoder in cluster["text_encoders"]:
-        _print_replica("encoder", encoder, _cache_use(encoder))
+        _print_replica("encoder", encoder, f"{_cache_use(encoder)}{_programs(encoder)}")
     for worker in cluster["workers"]:
         _print_replica("worker", worker, f"{worker.get('denoising', 0)} requests denoising")
     _print_templates(cluster.get("templates"))
@@ -238,6 +238,14 @@ def _cache_use(encoder: dict[str, Any]) -> str:
         return "no cache"
     hits = cache["local"] + cache["joined"]
     return f"cache {cache['entries']} entries, {size(cache['nbytes'])}, {hits} hits, {cache['computed']} misses"
+
+
+def _programs(encoder: dict[str, Any]) -> str:
+    """Tell of programs whose config wants them compiled, and of other ones nothing."""
+    found = encoder.get("programs") or {}
+    counts = [f"{found[state]} {state}" for state in ("compiled", "compiling") if found.get(state)]
+    reasons = [f"{name} not compiled ({reason})" for name, reason in found.get("not_compiled", {}).items()]
+    return f"; programs: {', '.join(counts + reasons)}" if counts or reasons else ""
 
 
 def _node(node_id: str, wide: bool) -> str:

@@ -171,9 +171,11 @@ class ModelReplica:
         """Ask the registry; also for the model's configs, where this node does not have the store's folder."""
         try:
             manifest = await self._call_registry(WeightRegistry.manifest, model, version)
-            if manifest.kind == "llm":
+            if manifest.kind in ("llm", "program"):
                 with contextlib.suppress(ray.exceptions.RayTaskError):  # a version of a model that was removed since
-                    self._note_layers((await self._call_registry(WeightRegistry.find_model, model)).entry)
+                    entry = (await self._call_registry(WeightRegistry.find_model, model)).entry
+                    self._note_layers(entry)
+                    self._note_program(entry, manifest)
             if not await asyncio.to_thread((self._models / manifest.skeleton).is_dir):
                 files = await self._call_registry(WeightRegistry.model_files, model, manifest.fingerprint)
                 await asyncio.to_thread(write_files, self._models, manifest, files)
@@ -185,6 +187,9 @@ class ModelReplica:
         """Follow where the config wants the layers of a language model, from its next lease on."""
         if isinstance(entry, ModelConfig):
             self._module_cache.planner.gpu_layers[entry.id] = entry.gpu_layers
+
+    def _note_program(self, entry: Entry | None, manifest: Manifest) -> None:
+        """Follow what the config wants of a program, from its next lease on."""
 
     def _invalidate(self, extents: Sequence[str]) -> None:
         """Serve nothing that was made of these extents: they were found damaged. On the event loop."""

@@ -15,10 +15,11 @@ import torch
 from ray import serve
 
 from cluster.registry.actor import WeightRegistry
+from cluster.registry.directory import Entry
 from cluster.telemetry import RequestMetrics
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
-from configs.model import LongText
+from configs.model import LongText, ModelConfig
 from deployments.batching.batcher import Batcher
 from deployments.batching.serve_adapter import ServeAdapter
 from deployments.engines.programs.bound import ServedProgram
@@ -56,7 +57,7 @@ from deployments.text.encode import (
 )
 from deployments.text.encoders import TextEncoderBuilder, is_part_of_text, is_text_encoder, text_modules
 from deployments.text.requests import Conditioning, ConditioningRequest
-from weights.manifest import ModelKind
+from weights.manifest import Manifest, ModelKind
 
 _RunRows = Callable[[Sequence[ProgramJob], int, float | None], Coroutine[Any, Any, list[dict[str, torch.Tensor]]]]
 
@@ -75,8 +76,8 @@ class TextEncoderService(ModelReplica):
         book = FootprintBook(torch.device(settings.torch_device))
         builder = TextEncoderBuilder(book)
         factory = ComponentFactory(builder, builder.retire, footprints=book)
-        await self._open(config, f"encoder-{self._name}", settings, builder, factory=factory)
         self._programs = builder.programs
+        await self._open(config, f"encoder-{self._name}", settings, builder, factory=factory)
         self._padding = EncodeCounter()
         tuned = await self._call_registry(WeightRegistry.encoder_batching)
         self._batching: BatchingConfig = tuned or settings.batching
@@ -204,8 +205,13 @@ class TextEncoderService(ModelReplica):
             "batching_config": self._batching.model_dump(mode="json"),
             "padding": asdict(self._padding.encode_stats()),
             "segments": asdict(self._segments.segment_stats()),
-            "program_graphs": self._programs.num_graphs(),
+            "programs": self._programs.graph_stats(),
         }
+
+    def _note_program(self, entry: Entry | None, manifest: Manifest) -> None:
+        if isinstance(entry, ModelConfig) and entry.compiled:
+            for component in manifest.components.values():
+                self._programs.compile(component)
 
     def _invalidate(self, extents: Sequence[str]) -> None:
         """Forget all encodings as well: nobody knows since when the weights that computed them were damaged."""

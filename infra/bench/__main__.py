@@ -61,6 +61,23 @@ def bench_plan(as_json: Json = False) -> None:
         print_plans(rows)
 
 
+@app.command("programs")
+def bench_programs(
+    seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Of the speeds.")] = 40.0,
+    seed: Annotated[int, typer.Option(help="Of weights and texts.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure stored programs as they run and compiled, beside their modules and onnxruntime; switches; memory."""
+    from infra.bench.programs import measure_programs, print_programs
+
+    with _err.status("measuring: takes two minutes, most of it to compile"):
+        figures = measure_programs(seconds, seed)
+    if as_json:
+        print_json(figures)
+    else:
+        print_programs(figures)
+
+
 @app.command("stock")
 def bench_stock(
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,

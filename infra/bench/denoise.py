@@ -28,6 +28,7 @@ from infra.bench.denoise_loras import measure_loras
 from infra.bench.denoise_models import SIDE_PX, BenchModel, make_model
 from infra.bench.denoise_offload import measure_offload
 from infra.bench.denoise_replay import measure_replay
+from infra.bench.denoise_room import measure_room
 
 LOADS: Final = (0.5, 0.8, 0.95)
 CONCURRENT: Final = ((8, 16), (32, 16), (8, 64))  # requests, and the pixels of their sides
@@ -66,6 +67,7 @@ PARTS: Final = (
     "checkpoint",
     "loras",
     "offload",
+    "room",
     "replay",
 )
 
@@ -89,6 +91,7 @@ def measure_denoise(
             "checkpoint": lambda: _measure_checkpoint(model, settings, costs),
             "loras": lambda: measure_loras(model, settings.num_steps, settings.part_s),
             "offload": lambda: measure_offload(settings.num_steps, settings.part_s, seed),
+            "room": lambda: measure_room(settings.num_steps, settings.part_s, seed),
             "replay": lambda: measure_replay(settings.num_steps, settings.part_s, seed),
         }
         for name in parts:
@@ -350,6 +353,13 @@ def print_part(name: str, figures: Any) -> None:
         for row in figures:
             uploaded = f"{row['uploaded_bytes_per_step'] / 1e6:.1f}"
             table.add_row(f"{row['share']:.0%}", f"{row['steps_per_s']:.1f}", uploaded)
+        console.print(table)
+    elif name == "room":
+        table = Table("rows of a forward", "halvings", "steps / CPU s", "/ the best fixed bound")
+        best = max(row["steps_per_cpu_s"] for row in figures if row["bound"] != "planned")
+        for row in figures:
+            cells = str(row["halvings"]), f"{row['steps_per_cpu_s']:.1f}", f"{row['steps_per_cpu_s'] / best:.3f}"
+            table.add_row(row["bound"], *cells)
         console.print(table)
     elif name == "replay":
         table = Table("denoiser", "requests", "step, CPU ms", "replayed", "ratio")

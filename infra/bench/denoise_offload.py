@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,9 +83,19 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
 
 async def _open(stack: contextlib.AsyncExitStack, store: Any, manifest: Any, budget_bytes: int) -> Any:
     """Return a pipeline on a device of so many bytes; its VAE is there if both have room."""
-    from configs.cluster import WorkerConfig
     from deployments.engines.diffusion.pipeline import create_pipeline
     from deployments.engines.skeletons import blank_module
+
+    _, lease = await lease_parts(stack, store, manifest, budget_bytes, {"transformer", "vae"})
+    vae = {} if "vae" in lease.modules else {"vae": blank_module(manifest.components["vae"], lease.skeleton / "vae")}
+    return create_pipeline(manifest.class_name or "", lease.skeleton, {**lease.modules, **vae}, device="sim:0")
+
+
+async def lease_parts(
+    stack: contextlib.AsyncExitStack, store: Any, manifest: Any, budget_bytes: int, names: Set[str]
+) -> tuple[Any, Any]:
+    """Return a module cache on a device of so many bytes and a lease of these parts; the denoiser alone if need be."""
+    from configs.cluster import WorkerConfig
     from deployments.modules.cache import ComponentFactory, ModuleBudget, ModuleCache
     from deployments.modules.loading import ComponentBuilder, is_denoise_component
     from weights.provider import LocalExtents
@@ -105,12 +115,9 @@ async def _open(stack: contextlib.AsyncExitStack, store: Any, manifest: Any, bud
         ModuleBudget(budget_bytes, "sim:0"),
         ComponentFactory(builder, builder.retire, can_stream=builder.can_stream),
     )
-    is_whole = cache.can_hold(manifest, is_denoise_component, {})
-    lease = await stack.enter_async_context(
-        cache.lease("bench", lambda part: part.name == "transformer" or (is_whole and part.name == "vae"), streams=True)
-    )
-    vae = {} if "vae" in lease.modules else {"vae": blank_module(manifest.components["vae"], lease.skeleton / "vae")}
-    return create_pipeline(manifest.class_name or "", lease.skeleton, {**lease.modules, **vae}, device="sim:0")
+    wanted = names if cache.can_hold(manifest, is_denoise_component, {}) else {"transformer"}
+    lease = await stack.enter_async_context(cache.lease("bench", lambda part: part.name in wanted, streams=True))
+    return cache, lease
 
 
 if __name__ == "__main__":

@@ -67,6 +67,12 @@ PROGRAM_KINDS = {
     ],
     "outputs": {"logits": "$classes"},
 }
+ONNX_KINDS = PROGRAM_KINDS | {
+    "id": "onnx-kinds",
+    "stages": [
+        {**stage, "model": "program-onnx"} if stage["name"] == "bert" else stage for stage in PROGRAM_KINDS["stages"]
+    ],
+}
 SENTENCE = "the old river runs slowly past every quiet house on its long way down to a wide and silver sea"
 
 
@@ -130,7 +136,7 @@ def _config(folder: Path) -> ClusterConfig:
     save_tiny(SEER, tiny_model(SEER), folder / "seer")
     demo["models"] += [{"id": name, "path": str(folder / name)} for name in ("ranker", "sorter", "sentences", "seer")]
     demo["models"] += _programs(folder)
-    demo["pipelines"] += [*echo_pipelines(), RANK_AND_SORT, PROGRAM_KINDS]
+    demo["pipelines"] += [*echo_pipelines(), RANK_AND_SORT, PROGRAM_KINDS, ONNX_KINDS]
     return ClusterConfig.model_validate(demo)
 
 

@@ -103,22 +103,27 @@ def test_their_requests_share_batches(observed: Observed, transport: str, questi
     assert counted["batches"] < 20
 
 
-def test_a_pipeline_of_programs_is_stock(observed: Observed, transport: str, cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("name", "pipeline", "bert"),
+    [("pipeline", "program-kinds", "program-bert"), ("onnx_pipeline", "onnx-kinds", "program-onnx")],
+)
+def test_a_pipeline_of_programs_is_stock(
+    observed: Observed, transport: str, cluster: Cluster, name: str, pipeline: str, bert: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODELS / "texts-bert")
-    features = pooled(cluster, "program-bert", [tokenizer(text)["input_ids"] for text in TEXTS])
+    features = pooled(cluster, bert, [tokenizer(text)["input_ids"] for text in TEXTS])
     classifier = Classifier()
     classifier.load_state_dict(torch.load(cluster.broken / "classifier.pt", weights_only=True))
     with torch.no_grad():
         expected = classifier.dense(torch.from_numpy(features)).numpy()
-    ours = observed.array(f"{transport}.pipeline", f"{transport}_pipeline")
+    ours = observed.array(f"{transport}.{name}", f"{transport}_{pipeline}")
     np.testing.assert_allclose(ours, expected, **CLOSE)
 
 
 def test_fine_tunes_share_one_graph(observed: Observed, cluster: Cluster) -> None:
     assert observed["http.tuned"]
-    assert (
-        encoder(cluster)["program_graphs"] == 2
-    )  # BERT's and the classifier's, of three programs; the ONNX model has a session
+    # BERT's and the classifier's, of three programs; the ONNX model has a session.
+    assert encoder(cluster)["programs"]["graphs"] == 2
 
 
 def test_what_is_beyond_the_range_is_refused_with_it(observed: Observed, transport: str) -> None:

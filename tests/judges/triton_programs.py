@@ -29,7 +29,8 @@ def of(client: Client) -> Iterator[Observation]:
     yield "tuned", lambda: _kept(client, "tuned", _ran(client, _inputs(ASKED["batches"][0]), "program-tuned"))
     yield "onnx", lambda: _kept(client, "onnx", _ran(client, _inputs(ASKED["batches"][0]), "program-onnx"))
     yield "clients", lambda: _clients(client)
-    yield "pipeline", lambda: _pipeline(client)
+    yield "pipeline", lambda: _pipeline(client, "program-kinds")
+    yield "onnx_pipeline", lambda: _pipeline(client, "onnx-kinds")
     yield "too_long", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((1, 49), np.int64)}))
     yield "too_long_for_onnx", lambda: error_text(lambda: _ran(client, _inputs([[1] * 49]), "program-onnx"))
     yield "too_many", lambda: error_text(lambda: _ran(client, {"input_ids": np.ones((9, 3), np.int64)}))
@@ -73,12 +74,12 @@ def _counts() -> dict[str, int]:
     return {name: encoder["batching"][name] for name in ("requests", "items", "batches")}
 
 
-def _labelled(client: Client, given: list[str]) -> np.ndarray:
-    return client.infer("program-kinds", {"text": texts(*given)}, ["logits"]).as_numpy("logits")
+def _labelled(client: Client, given: list[str], pipeline: str = "program-kinds") -> np.ndarray:
+    return client.infer(pipeline, {"text": texts(*given)}, ["logits"]).as_numpy("logits")
 
 
-def _pipeline(client: Client) -> list[int]:
-    return _kept(client, "pipeline", _labelled(client, ASKED["texts"]))
+def _pipeline(client: Client, pipeline: str) -> list[int]:
+    return _kept(client, pipeline, _labelled(client, ASKED["texts"], pipeline))
 
 
 def main() -> None:

@@ -43,8 +43,7 @@ def open_session(
     options.graph_optimization_level = levels.ORT_ENABLE_EXTENDED if optimized else levels.ORT_DISABLE_ALL
     options.intra_op_num_threads, options.inter_op_num_threads = num_threads, 1
     options.log_severity_level = _NO_LOG
-    # A plan for every shape that ever came, and the largest request's memory, would stay.
-    options.enable_mem_pattern = options.enable_cpu_mem_arena = False
+    options.enable_mem_pattern = False  # a plan for every shape that ever came would stay
     options.add_session_config_entry("session.disable_prepacking", "1")
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # replicas share cores
     for name, value in weights.items():
@@ -56,6 +55,16 @@ def open_session(
         )
     except Exception as error:  # its kinds of errors have no base of their own
         raise FormatError(f"{path}: onnxruntime {package.__version__} cannot run it: {error_text(error)}") from None
+
+
+def run_options() -> Any:
+    """Return the options of every run: its memory is one arena, without which each result costs new pages.
+
+    At its end the arena goes back, for the largest request's would stay.
+    """
+    options = onnxruntime().RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+    return options
 
 
 def error_text(error: Exception) -> str:

@@ -5,6 +5,7 @@ Fine-tunes of one program have one graph, so a switch between them is another li
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,11 +16,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.export.graph_signature import InputKind, TensorArgument
 
 from deployments.engines.build import IMPORT_LOCK
+from deployments.engines.programs.compiling import CompiledGraph, begin_compiling, has_traced_strides, is_output
 from deployments.engines.programs.onnx_program import open_onnx
 from weights.manifest import Component
+from weights.private_folder import cache_folder
 from weights.programs.exported import bound_tensors, open_graph
 from weights.programs.onnx_sessions import onnxruntime
 from weights.programs.signature import ProgramSignature, signature_of
@@ -47,7 +50,8 @@ class ServedProgram(Protocol):
 class BoundProgram:
     """A program of torch.export with its tensors.
 
-    `arguments` are those of the graph, None at the places of `inputs`, which are by name.
+    `arguments` are those of the graph, None at the places of `inputs`, which are by name. `compiled` is the graph as
+    it runs once it has been compiled.
     """
 
     signature: ProgramSignature
@@ -56,24 +60,37 @@ class BoundProgram:
     inputs: Mapping[str, int]
     outputs: Mapping[str, int]
     device: torch.device
+    compiled: CompiledGraph | None = None
 
     def __call__(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the outputs, as `ServedProgram` says."""
         arguments = list(self.arguments)
         for name, place in self.inputs.items():
-            arguments[place] = given[name]
+            arguments[place] = given[name].contiguous()
+        if self.compiled is not None and self.compiled.run is not None:
+            tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+            with contextlib.suppress(RuntimeError):  # of values: the graph itself says which
+                return dict(zip(self.outputs, self.compiled.run(tensors), strict=True))
         with torch.no_grad():
             found = self.module(*arguments)
         return {name: found[place].detach() for name, place in self.outputs.items()}
 
 
+@dataclass(slots=True, eq=False)
+class _Graph:
+    program: ExportedProgram
+    compiled: CompiledGraph | None = None
+
+
 class BoundPrograms:
     """The graphs of a replica, each read once for all programs that have it. Thread-safe."""
 
-    def __init__(self, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, max_graphs: int = MAX_GRAPHS, packages: Path | None = None) -> None:
         self._max_graphs = max_graphs
+        self._packages = packages or cache_folder() / "compiled"
         self._lock = threading.Lock()
-        self._graphs: OrderedDict[tuple[str, str], ExportedProgram] = OrderedDict()
+        self._graphs: OrderedDict[tuple[str, str], _Graph] = OrderedDict()
+        self._to_compile: set[str] = set()
 
     def bind(self, component: Component, folder: Path, tensors: Mapping[str, torch.Tensor]) -> ServedProgram:
         """Return the program of the skeleton `folder` over its tensors, on their device. Nothing is copied.
@@ -85,7 +102,8 @@ class BoundPrograms:
             return open_onnx(component, folder, tensors)
         signature = signature_of(component)
         device = next((tensor.device for tensor in tensors.values()), torch.device("cpu"))
-        program = self._graph(component, folder, device)
+        graph = self._graph(component, folder, device)
+        program = graph.program
         bound = bound_tensors(folder, program, component, tensors)
         values = {**program.state_dict, **program.constants} | bound
         arguments: list[Any] = []
@@ -98,7 +116,9 @@ class BoundPrograms:
             if is_tensor:
                 inputs[spec.arg.name] = place
             arguments.append(None if is_tensor else getattr(spec.arg, "value", None))
-        return BoundProgram(signature, program.graph_module, arguments, inputs, _outputs(program, signature), device)
+        compiled = graph.compiled if has_traced_strides(program, arguments) else None
+        outputs = _outputs(program, signature)
+        return BoundProgram(signature, program.graph_module, arguments, inputs, outputs, device, compiled)
 
     def prepare(self, component: Component, folder: Path) -> None:
         """Read the graph before it is needed. Raises as `bind` does."""
@@ -108,11 +128,29 @@ class BoundPrograms:
             return
         self._graph(component, folder, torch.device("cpu"))
 
-    def num_graphs(self) -> int:
-        """Return how many graphs are kept."""
-        return len(self._graphs)
+    def compile(self, component: Component) -> None:
+        """Have the graph of a program compiled, for all that have it, from the next time on that it is asked for."""
+        self._to_compile.add(component.config_hash)
 
-    def _graph(self, component: Component, folder: Path, device: torch.device) -> ExportedProgram:
+    def graph_stats(self) -> dict[str, Any]:
+        """Return how many graphs are kept, how many of them run compiled, and why others do not."""
+        with self._lock:
+            asked = {key[0][:16]: graph.compiled for key, graph in self._graphs.items() if graph.compiled is not None}
+        return {
+            "graphs": len(self._graphs),
+            "compiled": sum(one.run is not None for one in asked.values()),
+            "compiling": sum(one.run is None and not one.reason for one in asked.values()),
+            "not_compiled": {name: one.reason for name, one in asked.items() if one.reason},
+        }
+
+    def _graph(self, component: Component, folder: Path, device: torch.device) -> _Graph:
+        graph = self._read_graph(component, folder, device)
+        with self._lock:
+            if component.config_hash in self._to_compile and graph.compiled is None:
+                graph.compiled = begin_compiling(component, folder, device, self._packages)
+        return graph
+
+    def _read_graph(self, component: Component, folder: Path, device: torch.device) -> _Graph:
         key = component.config_hash, str(device)
         with self._lock:
             if found := self._graphs.get(key):
@@ -123,19 +161,15 @@ class BoundPrograms:
         if device.type != "cpu":
             _move_graph(program.graph_module, device)
         with self._lock:
-            self._graphs[key] = program
+            graph = self._graphs.setdefault(key, _Graph(program))
             while len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
-        return program
+        return graph
 
 
 def _outputs(program: ExportedProgram, signature: ProgramSignature) -> dict[str, int]:
     """Return the places of the named outputs among all that the graph gives."""
-    places = [
-        place
-        for place, spec in enumerate(program.graph_signature.output_specs)
-        if spec.kind == OutputKind.USER_OUTPUT and isinstance(spec.arg, TensorArgument)
-    ]
+    places = [place for place, spec in enumerate(program.graph_signature.output_specs) if is_output(spec)]
     names = [output.name for output in signature.outputs]
     return dict(zip(names, places, strict=True))
 

@@ -16,7 +16,7 @@ import torch
 from weights.errors import FormatError
 from weights.manifest import Component
 from weights.programs.onnx_models import graph_for_session
-from weights.programs.onnx_sessions import error_text, onnxruntime, open_session
+from weights.programs.onnx_sessions import error_text, onnxruntime, open_session, run_options
 from weights.programs.signature import ProgramSignature, signature_of
 
 
@@ -27,6 +27,7 @@ class OnnxProgram:
     signature: ProgramSignature
     session: Any
     weights: Mapping[str, Any]
+    options: Any
     device: torch.device
 
     def __call__(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ class OnnxProgram:
         values = {one.name: wrap(given[one.name].detach().contiguous()) for one in self.signature.inputs}
         names = [one.name for one in self.signature.outputs]
         try:
-            found = self.session.run_with_ort_values(names, values)
+            found = self.session.run_with_ort_values(names, values, self.options)
         except Exception as error:  # its kinds of errors have no base of their own
             text = error_text(error)
             if "Failed to allocate memory" in text or "bad_alloc" in text:
@@ -70,4 +71,4 @@ def open_onnx(component: Component, folder: Path, tensors: Mapping[str, torch.Te
     graph, outside = graph_for_session(component, folder, tensors)
     weights = {name: wrap(tensor.detach()) for name, tensor in outside.items()}
     session = open_session(folder, graph, weights, num_threads=torch.get_num_threads())
-    return OnnxProgram(signature, session, weights, torch.device("cpu"))
+    return OnnxProgram(signature, session, weights, run_options(), torch.device("cpu"))

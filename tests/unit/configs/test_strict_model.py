@@ -26,3 +26,10 @@ def test_sizes_and_truths_stay_what_they_were() -> None:
     assert StoreConfig.model_validate({"path": "s", "node_budget_bytes": "2 GiB"}).node_budget_bytes == 2**31
     assert ModelConfig.model_validate({"id": "m", "path": "p", "preload": True}).preload
     assert AdmissionConfig.model_validate({"max_waiting": 5.0, "default_timeout_s": 5}).default_timeout_s == 5.0
+
+
+def test_only_programs_of_torch_export_are_compiled() -> None:
+    assert ModelConfig.model_validate({"id": "m", "path": "/m/bert.PT2", "compiled": True}).compiled
+    for path in ("/m/bert.onnx", "/m/bert", "hf://some/bert"):
+        with pytest.raises(ValidationError, match=f"compiled\n  compiled is for a program of torch.export .*'{path}'"):
+            ModelConfig.model_validate({"id": "m", "path": path, "compiled": True})

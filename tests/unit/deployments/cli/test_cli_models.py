@@ -216,6 +216,22 @@ def test_status_reads_well_at_80_columns(run: Run, server: Any) -> None:
     assert any(", ".join(holders) in line for line in wide.splitlines())
 
 
+def test_status_tells_of_programs_that_are_to_be_compiled(run: Run, server: Any) -> None:
+    encoder = {"name": "y5dll3lg", "modules": [], "resident_bytes": 0, "cache": None}
+    programs = {"graphs": 5, "compiled": 2, "compiling": 1, "not_compiled": {"0badcafe": "no C++ compiler"}}
+    for found, told in (
+        (programs, "no cache; programs: 2 compiled, 1 compiling, 0badcafe not compiled (no C++ compiler)"),
+        (
+            {"graphs": 5, "compiled": 0, "compiling": 0, "not_compiled": {}},
+            "encoder-y5dll3lg: 0 modules, 0 B; no cache",
+        ),
+    ):
+        answer = CLUSTER | {"text_encoders": [encoder | {"programs": found}]}
+        server.answers["GET", "/admin/cluster"] = (200, answer)
+        assert told in " ".join(run("status")[1].split())
+    assert "programs:" not in run("status")[1]
+
+
 def test_status_says_what_it_leaves_out(run: Run, server: Any) -> None:
     assert "the first" not in run("status")[1]
     server.answers["GET", "/admin/cluster"] = (200, CLUSTER | {"num_models": 10_000, "num_nodes": 2})

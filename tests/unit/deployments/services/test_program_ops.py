@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
-from kit.programs import MAX_LENGTH, Classifier, export_bert, export_classifier, tiny_bert
+from kit.programs import MAX_LENGTH, Classifier, export_bert, export_classifier, onnx_bert, tiny_bert
 from transformers import AutoTokenizer, BertModel
 
 from cluster.registry.directory import ModelRecord
@@ -28,6 +29,7 @@ from deployments.text.cache import EncodingCache
 from deployments.text.encode import CachedEncoders
 from deployments.text.encoders import TextEncoderBuilder
 from weights.externalize import externalize
+from weights.intake import import_model
 from weights.manifest import Manifest
 from weights.programs.exported import externalize_program
 from weights.provider import LocalExtents
@@ -67,6 +69,8 @@ class Bench:
             "bert": externalize_program(store, "bert", export_bert(self.bert)),
             "classifier": externalize_program(store, "classifier", export_classifier(self.classifier)),
         }
+        onnx.save(onnx_bert(self.bert), folder / "bert.onnx")
+        self.manifests["onnx"] = import_model(store, "onnx", folder / "bert.onnx")
         self.records = {name: _record(store, manifest) for name, manifest in self.manifests.items()}
         builder = TextEncoderBuilder()
         factory = ComponentFactory(builder, builder.retire)
@@ -114,9 +118,11 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     return Bench(tmp_path_factory.mktemp("programs"))
 
 
-@pytest.mark.parametrize("max_batch_size", [32, 3])
-async def test_a_chain_of_programs_gives_what_transformers_gives(bench: Bench, max_batch_size: int) -> None:
-    found = await bench.run(PIPELINE, max_batch_size, text=TEXTS)
+@pytest.mark.parametrize(("bert", "max_batch_size"), [("bert", 32), ("bert", 3), ("onnx", 32)])
+async def test_a_chain_of_programs_gives_what_transformers_gives(bench: Bench, bert: str, max_batch_size: int) -> None:
+    tokens, second, classifier = PIPELINE["stages"]
+    stages = [tokens, {**second, "model": bert}, classifier]
+    found = await bench.run({**PIPELINE, "stages": stages}, max_batch_size, text=TEXTS)
     logits, states = bench.expected(TEXTS)
     np.testing.assert_allclose(found["logits"], logits, **CLOSE)
     np.testing.assert_allclose(found["states"], states, **CLOSE)

@@ -76,6 +76,10 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
             },
         },
         "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],
+        "room": [
+            {"bound": "at most 2", "halvings": 0, "steps_per_cpu_s": 4.0},
+            {"bound": "planned", "halvings": 0, "steps_per_cpu_s": 3.9},
+        ],
         "replay": [{"model": "m", "num_requests": 1, "eager_ms": 4.0, "replayed_ms": 3.0, "ratio": 0.75}],
     }
     assert tuple(figures) == PARTS
@@ -85,6 +89,7 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "stream": "+1.0%",
         "loras": "2.29 MB each",
         "offload": "30%",
+        "room": "0.975",
         "replay": "0.75",
     }
     for name, part in figures.items():

@@ -1,0 +1,325 @@
+"""`infra.bench programs`: stored programs as they run and compiled, what a fine-tune costs them, what requests share.
+
+Times are CPU milliseconds of one thread, sides in turn, so that other work on the machine changes little.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any, Final
+
+import diffusers
+import onnxruntime
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.export import Dim
+from transformers import BertConfig, BertModel
+
+from configs.batching import BatchingConfig
+from deployments.batching.batcher import Batcher
+from deployments.engines.programs.bound import BoundProgram, BoundPrograms, ServedProgram
+from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
+from weights.intake import import_model
+from weights.programs.exported import externalize_program
+from weights.programs.signature import COMPONENT
+from weights.programs.storing import program_tensors
+from weights.store import WeightStore
+
+MODELS: Final = Path(__file__).parents[1] / "demo/models"
+COMPILE_S: Final = 900
+CLIENTS: Final = 20
+_ROWS, _LENGTH = 64, 128
+_INPUTS: Final = ("input_ids", "attention_mask")
+Tensors = Mapping[str, torch.Tensor]
+
+
+class _Unet(nn.Module):
+    """A UNet by the names of its inputs, as an owner would export it."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        super().__init__()
+        self.unet = unet
+
+    def forward(
+        self, sample: torch.Tensor, timestep: torch.Tensor, text: torch.Tensor, pooled: torch.Tensor, ids: torch.Tensor
+    ) -> torch.Tensor:
+        added = {"text_embeds": pooled, "time_ids": ids}
+        found: torch.Tensor = self.unet(sample, timestep, text, added_cond_kwargs=added, return_dict=False)[0]
+        return found
+
+
+class _Bert(nn.Module):
+    """A BERT by the places of its inputs, as ONNX's exporter wants them."""
+
+    def __init__(self, bert: BertModel) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self.bert(input_ids, attention_mask)
+        return found.last_hidden_state, found.pooler_output
+
+
+class Programs:
+    """A store with programs, bound as a replica does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store = WeightStore(folder / "store")
+        self.graphs = BoundPrograms(packages=folder / "compiled")
+        self.tensors: dict[str, dict[str, torch.Tensor]] = {}
+
+    def export(self, name: str, module: nn.Module, inputs: Tensors, sizes: Any) -> None:
+        with torch.no_grad():
+            program = torch.export.export(module, (), dict(inputs), dynamic_shapes=sizes)
+        externalize_program(self.store, name, program)
+
+    def bind(self, name: str, graphs: BoundPrograms | None = None) -> ServedProgram:
+        """Return the program over its tensors, which are read once."""
+        manifest = self.store.manifest(name)
+        if name not in self.tensors:
+            self.tensors[name] = program_tensors(self.store, name, None)
+        graphs = graphs or self.graphs
+        return graphs.bind(manifest.components[COMPONENT], self.store.skeleton(manifest), self.tensors[name])
+
+    def compiled(self, name: str) -> tuple[BoundProgram, float]:
+        """Return the program compiled, and the seconds that it took. Raises RuntimeError with what was in the way."""
+        self.graphs.compile(self.store.manifest(name).components[COMPONENT])
+        begin_s = time.perf_counter()
+        program = self.bind(name)
+        assert isinstance(program, BoundProgram)
+        if program.compiled is None or not program.compiled.ended.wait(COMPILE_S) or program.compiled.run is None:
+            raise RuntimeError(f"{name} is not compiled: {program.compiled.reason if program.compiled else 'strides'}")
+        return program, time.perf_counter() - begin_s
+
+
+def measure_programs(seconds: float, seed: int) -> dict[str, Any]:
+    """Measure speeds for about so many seconds, and the rest."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        programs = Programs(Path(folder))
+        berts = {name: _demo_bert() for name in ("bert", "tuned")}
+        ids = {"input_ids": torch.randint(1, 6000, (3, 5)), "attention_mask": torch.ones(3, 5, dtype=torch.long)}
+        sizes = {0: Dim("rows", min=1, max=_ROWS), 1: Dim("length", min=1, max=_LENGTH)}
+        for name, bert in berts.items():
+            programs.export(name, bert, ids, dict.fromkeys(ids, sizes))
+            _put_onnx(programs, f"{name}-onnx", bert)
+        unet = _Unet(diffusers.UNet2DConditionModel.from_pretrained(MODELS / "digits-sdxl/unet").float()).eval()
+        given = _unet_inputs(unet.unet, 2)
+        programs.export("unet", unet, given, None)
+        figures: dict[str, Any] = {"speed": list(_speeds(programs, berts["bert"], unet, given, seconds))}
+        figures["rebind"] = _rebinds(programs)
+        figures["merging"] = asyncio.run(_merging(programs.bind("bert")))
+    with tempfile.TemporaryDirectory() as folder:
+        figures["shared"] = _shared(Programs(Path(folder)))
+    return figures
+
+
+def _demo_bert() -> BertModel:
+    """Return the demo's BERT with random weights."""
+    return BertModel(BertConfig.from_pretrained(MODELS / "texts-bert", dtype="float32")).eval()
+
+
+def _put_onnx(programs: Programs, name: str, bert: BertModel) -> None:
+    ids = torch.randint(1, 6000, (3, 5))
+    mask = torch.ones_like(ids)
+    mask[0, 3:] = 0
+    outputs = ["last_hidden_state", "pooler_output"]
+    axes = {one: {0: "rows", 1: "length"} for one in (*_INPUTS, outputs[0])} | {outputs[1]: {0: "rows"}}
+    path = programs.folder / f"{name}.onnx"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            _Bert(bert).eval(),
+            (ids, mask),
+            path,
+            input_names=list(_INPUTS),
+            output_names=outputs,
+            dynamic_axes=axes,
+            dynamo=False,
+        )
+    import_model(programs.store, name, path)
+
+
+def _unet_inputs(unet: nn.Module, rows: int) -> dict[str, torch.Tensor]:
+    config: Any = unet.config
+    pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+    return {
+        "sample": torch.randn(rows, config.in_channels, 8, 8),
+        "timestep": torch.tensor(500.0),
+        "text": torch.randn(rows, 16, config.cross_attention_dim),
+        "pooled": torch.randn(rows, pooled),
+        "ids": torch.rand(rows, 6),
+    }
+
+
+def _speeds(programs: Programs, bert: BertModel, unet: nn.Module, given: Tensors, seconds: float) -> Any:
+    """Yield a row for each program and size: the least and the median milliseconds of each way."""
+    plain = {name: programs.bind(name, BoundPrograms()) for name in ("bert", "unet")}
+    compiled = {name: programs.compiled(name) for name in plain}
+    ours = programs.bind("bert-onnx")
+    session = _plain_session(programs.folder / "bert-onnx.onnx")
+    for rows, length in ((1, 16), (8, 32), (32, 64)):
+        ids = torch.randint(1, 6000, (rows, length))
+        texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        arrays = {name: tensor.numpy() for name, tensor in texts.items()}
+        ways: dict[str, Callable[[], Any]] = {
+            "module": lambda: bert(**texts),  # noqa: B023
+            "program": lambda: plain["bert"](texts),  # noqa: B023
+            "compiled": lambda: compiled["bert"][0](texts),  # noqa: B023
+            "ONNX": lambda: ours(texts),  # noqa: B023
+            "onnxruntime": lambda: session.run(None, arrays),  # noqa: B023
+        }
+        yield _row(f"BERT, {rows} x {length} tokens", ways, seconds / 4, compiled["bert"][1])
+    ways = {
+        "module": lambda: unet(**given),
+        "program": lambda: plain["unet"](given),
+        "compiled": lambda: compiled["unet"][0](given),
+    }
+    yield _row("UNet, 2 rows of 64 px", ways, seconds / 4, compiled["unet"][1])
+
+
+def _plain_session(path: Path) -> Any:
+    """Return onnxruntime as its users have it, on one thread."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def _row(name: str, ways: Mapping[str, Callable[[], Any]], seconds: float, compile_s: float) -> dict[str, Any]:
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    end_s = time.perf_counter() + seconds
+    with torch.no_grad():
+        for run in (*ways.values(), *ways.values()):
+            run()
+        while time.perf_counter() < end_s:
+            for way, run in ways.items():
+                begin_s = time.thread_time()
+                run()
+                times[way].append((time.thread_time() - begin_s) * 1e3)
+    medians = {way: statistics.median(found) for way, found in times.items()}
+    least = {way: min(found) for way, found in times.items()}
+    return {"program": name, "calls": len(times["module"]), "ms": medians, "least_ms": least, "compile_s": compile_s}
+
+
+def _rebinds(programs: Programs) -> dict[str, float]:
+    """Return the CPU ms of a switch to a fine-tune whose tensors the node holds: the least of many."""
+    plain = BoundPrograms()
+    kinds = {"exported": ("tuned", plain), "compiled": ("tuned", programs.graphs), "ONNX": ("tuned-onnx", plain)}
+    found = {}
+    for kind, (name, graphs) in kinds.items():
+        programs.bind(name, graphs)
+        times = []
+        for _ in range(20):
+            begin_s = time.thread_time()
+            programs.bind(name, graphs)
+            times.append((time.thread_time() - begin_s) * 1e3)
+        found[kind] = min(times)
+    return found
+
+
+async def _merging(program: ServedProgram) -> dict[str, int]:
+    """Return how many forwards twenty clients' requests of 1, 4 and 8 rows took, which all came at once."""
+    forwards = 0
+
+    async def run_batch(jobs: Sequence[ProgramJob]) -> Sequence[Tensors]:
+        nonlocal forwards
+        forwards += 1
+        return await asyncio.to_thread(run_jobs, jobs)
+
+    batcher: Batcher[ProgramJob, Tensors] = Batcher(run_batch, BatchingConfig())
+    requests = [
+        jobs_of(program, {"input_ids": torch.randint(1, 6000, ((1, 4, 8)[number % 3], 12))})
+        for number in range(CLIENTS)
+    ]
+    await asyncio.gather(*(batcher.submit(jobs, group=jobs[0].group) for jobs in requests))
+    await batcher.close()
+    return {"requests": CLIENTS, "rows": sum(map(len, requests)), "forwards": forwards}
+
+
+class _Table(nn.Module):
+    """A program that is mostly weights, all of which it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2**18, 256))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return (features @ self.table.T).amax(1, keepdim=True)
+
+
+def _shared(programs: Programs) -> dict[str, float]:
+    """Return the memory of two processes over one program's weights, plain and compiled, of what the weights are."""
+    programs.export("table", _Table(), {"features": torch.rand(3, 256)}, {"features": {0: Dim("rows", min=1, max=8)}})
+    programs.compiled("table")
+    weights = programs.folder / "weights"
+    tensors = program_tensors(programs.store, "table", None)
+    nbytes = tensors["table"].nbytes
+    torch.from_file(str(weights), shared=True, size=nbytes // 4).copy_(tensors["table"].flatten())
+    context, found = multiprocessing.get_context("spawn"), {}
+    for way in ("program", "compiled"):
+        barrier, queue = context.Barrier(2), context.Queue()
+        arguments = programs.folder, nbytes, way == "compiled", barrier, queue
+        processes = [context.Process(target=_hold, args=arguments) for _ in range(2)]
+        for process in processes:
+            process.start()
+        found[way] = sum(queue.get(timeout=COMPILE_S) for _ in processes) / nbytes
+        for process in processes:
+            process.join()
+    return found
+
+
+def _hold(folder: Path, nbytes: int, is_compiled: bool, barrier: Barrier, queue: Any) -> None:
+    """Bind the program to the shared weights and run it; put the memory that it took, while both hold it."""
+    torch.set_num_threads(1)
+    programs = Programs(folder)
+    programs.tensors["table"] = {"table": torch.zeros(2**18, 256)}
+    _run_table(programs, is_compiled)  # what a first call of any program leaves behind is not of this one
+    del programs.tensors["table"]
+    barrier.wait(COMPILE_S)
+    before = psutil.Process().memory_full_info().pss
+    table = torch.from_file(str(folder / "weights"), shared=True, size=nbytes // 4).view(2**18, 256)
+    programs.tensors["table"] = {"table": table}
+    _run_table(programs, is_compiled)
+    barrier.wait(COMPILE_S)
+    queue.put(psutil.Process().memory_full_info().pss - before)
+    barrier.wait(COMPILE_S)
+
+
+def _run_table(programs: Programs, is_compiled: bool) -> None:
+    program = programs.compiled("table")[0] if is_compiled else programs.bind("table")
+    program({"features": torch.rand(2, 256)})
+
+
+def print_programs(figures: Mapping[str, Any]) -> None:
+    """Print the figures as a table and lines."""
+    ways = ("module", "program", "compiled", "ONNX", "onnxruntime")
+    table = Table("median CPU ms", "calls", *ways, "compiled / module", "/ program", "ONNX / onnxruntime", "compile s")
+    for row in figures["speed"]:
+        times = row["ms"]
+        ratios = [("compiled", "module"), ("compiled", "program"), ("ONNX", "onnxruntime")]
+        table.add_row(
+            row["program"],
+            str(row["calls"]),
+            *(f"{times[way]:.3f}" if way in times else "" for way in ways),
+            *(f"{times[one] / times[other]:.2f}" if one in times else "" for one, other in ratios),
+            f"{row['compile_s']:.0f}",
+        )
+    console = Console(width=180)
+    console.print(table)
+    console.print("a switch to a fine-tune, CPU ms:", json.dumps(figures["rebind"]))
+    console.print("twenty clients at once:", json.dumps(figures["merging"]))
+    console.print("two processes' memory / the weights:", json.dumps(figures["shared"]))
