@@ -38,6 +38,8 @@ METRICS: Final = "frontend prometheus"
 _CHOICE: Final = r"^( +use_backend )(\S+)( if is_\2)$"
 _SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
 _HEAD_TIMEOUT_S: Final = 10  # for the head of a request
+# From a replica's node (its kernel; a replica may take its time) before its requests go to another one.
+_SILENT_S: Final = 10
 _REQUEST_TIMEOUT_S: Final = 30  # for the first of the body: slow clients hold nothing for longer
 _CROWDED: Final = "server busy; try again in %[var(txn.retry_after)] s"
 
@@ -79,6 +81,11 @@ _FRONTEND_RULES: Final = r"""    acl reading method GET HEAD OPTIONS
 _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     # A retry sends what the buffer holds, so that the body has to be in it.
     option http-buffer-request
+    option srvtcpka
+    srvtcpka-idle 4s
+    srvtcpka-intvl 2s
+    srvtcpka-cnt {(_SILENT_S - 4) // 2}
+    default-server tcp-ut {_SILENT_S}s
 """
 # The body is waited for first: slow clients take no slot. The slots of a backup count when no other server is up.
 # The times to come back are remembered by model: a chat has room again long before an image. Only models that a replica
