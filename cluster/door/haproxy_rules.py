@@ -36,6 +36,7 @@ _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, wh
 STATISTICS: Final = "listen stats"  # HAProxy's own pages, by the heads of their sections
 METRICS: Final = "frontend prometheus"
 _CHOICE: Final = r"^( +use_backend )(\S+)( if is_\2)$"
+_NO_PATH: Final = r"^( +http-request )return status 404 .*\n"
 _SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
 _HEAD_TIMEOUT_S: Final = 10  # for the head of a request
 # From a replica's node (its kernel; a replica may take its time) before its requests go to another one.
@@ -148,11 +149,16 @@ _ERRORS: Final = {
     503: "no replica of the ingress is available now; try again in a moment",
     504: "the replica that has this request did not answer in time",
 }
-_ERROR_RULES: Final = "".join(
-    f"    http-error status {status} content-type application/json hdr Retry-After 1 "
-    f"lf-string '%[var(txn.error_head)]{message}%[var(txn.error_tail)]'\n"
-    for status, message in _ERRORS.items()
-)
+
+
+def _error(status: int) -> str:
+    return (
+        f"status {status} content-type application/json hdr Retry-After 1 "
+        f"lf-string '%[var(txn.error_head)]{_ERRORS[status]}%[var(txn.error_tail)]'"
+    )
+
+
+_ERROR_RULES: Final = "".join(f"    http-error {_error(status)}\n" for status in _ERRORS)
 
 
 def machine_clock() -> str:
@@ -199,6 +205,8 @@ def rewrite_config(
     text = re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
     routed = set(re.findall(r"^ +acl is_(\S+) ", text, flags=re.MULTILINE))
     choice = r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>"
+    if not routed:  # it has just started, and knows of no application yet: no path is wrong
+        text = re.sub(_NO_PATH, rf"\1return {_literal(_error(503))}\n", text, flags=re.MULTILINE)
     text, count = re.subn(_CHOICE, choice, text, flags=re.MULTILINE)
     if count != len(routed):
         raise ValueError(

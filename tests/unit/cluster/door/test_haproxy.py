@@ -177,6 +177,15 @@ async def ask(client: aiohttp.ClientSession, url: str, **given: Any) -> tuple[in
         return answer.status, answer.headers.get("Retry-After"), await answer.text()
 
 
+async def test_who_asks_before_haproxy_knows_of_an_application_may_ask_again(client: aiohttp.ClientSession) -> None:
+    async with door(free_port()) as (url, process):
+        process.backend_configs.clear()
+        await process.reload()
+        async with client.post(f"{url}/v1/embeddings", data=b"x") as answer:
+            assert "try again in a moment" in await answer.text()
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+
+
 async def test_more_than_the_replicas_may_have_in_hand_is_refused_and_nothing_else(
     client: aiohttp.ClientSession,
 ) -> None:
