@@ -37,6 +37,8 @@ _LAST_PORT: Final = 32_767  # the kernel gives outgoing connections those above
 _BUFFER_BYTES: Final = 32 * 2**10  # of a request, with its head: larger ones are not sent again
 _CLIENT_TIMEOUT_S: Final = 60  # of silence in the middle of a request, or of not reading an answer
 _DRAIN_S: Final = 3.0  # within which every HAProxy knows that a replica goes
+# In which load balancers outside learn that a node goes. With Serve's 30 s, Ray gives up waiting for the node before.
+_NODE_DRAIN_S: Final = 10.0
 _MAX_THREADS: Final = 4
 _METRICS_INTERVAL_MS: Final = 2000  # Ray exports its metrics less often; Serve adds them up ten times a second
 _MAX_CALL_BYTES: Final = 2**31 - 1  # of a call between replicas, or its answer: as much as gRPC can
@@ -93,6 +95,7 @@ class DoorPlan:
             "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(timeout_s),
             "RAY_SERVE_PORT_QUARANTINE_S": str(timeout_s + 30),
             "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": str(_DRAIN_S),
+            "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": str(_NODE_DRAIN_S),
         }
 
     def _of_this_machine(self) -> dict[str, str]:

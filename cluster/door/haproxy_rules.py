@@ -36,8 +36,11 @@ _NO_LOG: Final = r"^ +log 127\.0\.0\.1:514 local0 info\n"  # Serve's default, wh
 STATISTICS: Final = "listen stats"  # HAProxy's own pages, by the heads of their sections
 METRICS: Final = "frontend prometheus"
 _CHOICE: Final = r"^( +use_backend )(\S+)( if is_\2)$"
+_NO_PATH: Final = r"^( +http-request )return status 404 .*\n"
 _SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
 _HEAD_TIMEOUT_S: Final = 10  # for the head of a request
+# From a replica's node (its kernel; a replica may take its time) before its requests go to another one.
+_SILENT_S: Final = 10
 _REQUEST_TIMEOUT_S: Final = 30  # for the first of the body: slow clients hold nothing for longer
 _CROWDED: Final = "server busy; try again in %[var(txn.retry_after)] s"
 
@@ -79,6 +82,11 @@ _FRONTEND_RULES: Final = r"""    acl reading method GET HEAD OPTIONS
 _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     # A retry sends what the buffer holds, so that the body has to be in it.
     option http-buffer-request
+    option srvtcpka
+    srvtcpka-idle 4s
+    srvtcpka-intvl 2s
+    srvtcpka-cnt {(_SILENT_S - 4) // 2}
+    default-server tcp-ut {_SILENT_S}s
 """
 # The body is waited for first: slow clients take no slot. The slots of a backup count when no other server is up.
 # The times to come back are remembered by model: a chat has room again long before an image. Only models that a replica
@@ -141,11 +149,16 @@ _ERRORS: Final = {
     503: "no replica of the ingress is available now; try again in a moment",
     504: "the replica that has this request did not answer in time",
 }
-_ERROR_RULES: Final = "".join(
-    f"    http-error status {status} content-type application/json hdr Retry-After 1 "
-    f"lf-string '%[var(txn.error_head)]{message}%[var(txn.error_tail)]'\n"
-    for status, message in _ERRORS.items()
-)
+
+
+def _error(status: int) -> str:
+    return (
+        f"status {status} content-type application/json hdr Retry-After 1 "
+        f"lf-string '%[var(txn.error_head)]{_ERRORS[status]}%[var(txn.error_tail)]'"
+    )
+
+
+_ERROR_RULES: Final = "".join(f"    http-error {_error(status)}\n" for status in _ERRORS)
 
 
 def machine_clock() -> str:
@@ -192,6 +205,8 @@ def rewrite_config(
     text = re.sub(_NO_LOG, "", text, flags=re.MULTILINE)
     routed = set(re.findall(r"^ +acl is_(\S+) ", text, flags=re.MULTILINE))
     choice = r"\1\2-quick\3 !posting\n\1\2-quick\3 !inference\n\g<0>"
+    if not routed:  # it has just started, and knows of no application yet: no path is wrong
+        text = re.sub(_NO_PATH, rf"\1return {_literal(_error(503))}\n", text, flags=re.MULTILINE)
     text, count = re.subn(_CHOICE, choice, text, flags=re.MULTILINE)
     if count != len(routed):
         raise ValueError(

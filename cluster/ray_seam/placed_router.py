@@ -19,6 +19,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.request_router import FIFOMixin, LocalityMixin, RequestRouter
 
 from cluster.ray_seam import handles, shims
+from cluster.ray_seam.silent_peers import end_with_peers
 from cluster.text_routes import TextCalls, is_route
 
 __all__ = ["CLASS", "PlacedRouter"]
@@ -26,19 +27,23 @@ __all__ = ["CLASS", "PlacedRouter"]
 CLASS: Final = f"{__name__}:PlacedRouter"
 FULL_PAUSE_S: Final = 0.05  # until a replica is asked again that held as much as Serve lets in
 LOOK_TIMEOUT_S: Final = 5.0
+CONNECTED_S: Final = 3.0  # within which a call has its connection, even if the first words for it are lost
 
 
 class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
     """The router of one handle."""
 
-    def __init__(self, *args: Any, deployment_id: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, deployment_id: Any, self_node_id: str | None = None, **kwargs: Any) -> None:
         shims.require(shims.ROUTER)
-        super().__init__(*args, deployment_id=deployment_id, **kwargs)
+        super().__init__(*args, deployment_id=deployment_id, self_node_id=self_node_id, **kwargs)
+        self._node_id = self_node_id
+        self._elsewhere: dict[str, tuple[str, int]] = {}  # addresses of replicas on other nodes
         self._deployment = deployment_id.app_name, deployment_id.name
         self._by_name: dict[str, Any] = {}
         self._out_of_reach: set[str] = set()
         self._looking: dict[str, asyncio.Task[None]] = {}  # whether a replica is dead
         self._ending: set[asyncio.Task[None]] = set()
+        self._connecting: asyncio.TimerHandle | None = None
         self._text_calls = TextCalls()
         self._routes: dict[tuple[str, str], list[str]] = {}  # under way, by request and replica
 
@@ -47,7 +52,14 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         super().update_replicas(replicas)
         self._by_name = {replica.replica_id.unique_id: replica for replica in replicas}
         self._out_of_reach &= self._by_name.keys()
+        self._elsewhere = {name: where for name, where in self._elsewhere.items() if name in self._by_name}
         self._tell()
+
+    def create_replica_wrapper(self, replica_info: Any) -> Any:
+        """Remember where it takes calls."""
+        if replica_info.node_id != self._node_id:
+            self._elsewhere[replica_info.replica_id.unique_id] = replica_info.node_ip, replica_info.port
+        return super().create_replica_wrapper(replica_info)
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
         """Tell the watchers, before Serve's controller knows."""
@@ -66,9 +78,11 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
             self._looking[name] = asyncio.create_task(self._look_whether_dead(self._by_name[name]))
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Watch over calls by gRPC, of whose ends Serve tells nobody (Ray 2.60)."""
+        """Watch over calls by gRPC, of whose ends Serve tells nobody (Ray 2.60), and which a silent node never ends."""
         super().on_request_routed(pending_request, replica_id, result)
         result.add_done_callback(partial(self._on_end, replica_id))
+        if self._connecting is None and replica_id.unique_id in self._elsewhere:
+            self._connecting = asyncio.get_running_loop().call_later(CONNECTED_S, self._end_with_peers)
 
     def on_new_queue_len_info(self, replica_id: Any, num_ongoing_requests: int) -> None:
         """Forget that it was out of reach."""
@@ -96,7 +110,8 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         A replica may hold as much as Serve lets in although it has places: segments and the texts of workers come
         beside the admission queue. It is asked again.
 
-        Raises ReplicaUnavailableError when it is gone or out of reach: the ingress asks another one.
+        Raises ReplicaUnavailableError when it is gone or out of reach, and while it is found out whether it is dead:
+        the ingress asks another one.
         """
         name = pending_request.metadata.session_id
         if not name:
@@ -106,7 +121,7 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         if is_retry and name not in self._out_of_reach:
             await asyncio.sleep(FULL_PAUSE_S)
         replica = self._by_name.get(name)
-        if replica is None or (is_retry and name in self._out_of_reach):
+        if replica is None or name in (self._out_of_reach if is_retry else self._looking.keys() & self._out_of_reach):
             raise ReplicaUnavailableError(name)
         return replica
 
@@ -125,6 +140,10 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         name = self._text_calls.begin(request.session_id, names)
         self._routes.setdefault((request.internal_request_id, name), []).append(request.session_id)
         return self._by_name[name]
+
+    def _end_with_peers(self) -> None:
+        self._connecting = None
+        end_with_peers(set(self._elsewhere.values()))
 
     def _on_end(self, replica_id: Any, call: Any) -> None:
         if isinstance(call, grpc.aio.Call) and not call.cancelled():

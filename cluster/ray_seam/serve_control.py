@@ -152,17 +152,31 @@ def _serve_controller() -> Any:
 def unplaced_demands() -> list[dict[str, float]]:
     """Return the resources of each actor that waits for a node, those of equal ones once. Blocks.
 
-    Raises RayIncompatible, and Ray's errors while it does not answer.
+    They are what Ray would show to its autoscaler, also where none runs. Raises RayIncompatible, and Ray's errors while
+    it does not answer.
     """
+    return [
+        dict(shape.bundle)
+        for demand in _cluster_status().resource_demands.ray_task_actor_demand
+        for shape in demand.bundles_by_count
+    ]
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that end as soon as nothing runs on them; none where Ray does not say. Blocks.
+
+    Raises Ray's errors while it does not answer.
+    """
+    if shims.problems(shims.DEMANDS):
+        return set()
+    return {node.node_id for node in _cluster_status().active_nodes if node.node_status == "DRAINING"}
+
+
+def _cluster_status() -> Any:
     shims.require(shims.DEMANDS)
     from ray.autoscaler.v2.sdk import get_cluster_status  # it takes a moment to import
 
-    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=int(CALL_S))
-    return [
-        dict(shape.bundle)
-        for demand in status.resource_demands.ray_task_actor_demand
-        for shape in demand.bundles_by_count
-    ]
+    return get_cluster_status(ray.get_runtime_context().gcs_address, timeout=int(CALL_S))
 
 
 def demand_of(settings: ReplicaConfig) -> Mapping[str, float]:

@@ -71,6 +71,7 @@ ROUTER: Final = Shim(
         f"{_ROUTER}.on_new_queue_len_info": "ray.serve._private.router",
         f"{_ROUTER}.update_replicas": "ray.serve._private.request_router.request_router",
         f"{_ROUTER}.curr_replicas": "ray.serve._private.router",
+        f"{_ROUTER}.create_replica_wrapper": "ray.serve._private.request_router.request_router",
         f"{_LOCALITY}.apply_locality_routing": "ray.serve._private.request_router.pow_2_router",
     },
 )

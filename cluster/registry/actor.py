@@ -32,6 +32,7 @@ from cluster.logs import configure_logs
 from cluster.peers.messages import Located, Question
 from cluster.placement.overrides import Overrides
 from cluster.ray_calls import call_actor, get
+from cluster.ray_seam.serve_control import draining_nodes
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
@@ -180,6 +181,7 @@ class WeightRegistry:
             _keeper_settings(config),
             extents_of=self._models.extents,
             is_known=self._models.directory.__contains__,
+            draining_nodes=draining_nodes,
         )
         self._residency = self._keepers.residency
         self._peer_secret = peer_secret

@@ -65,6 +65,7 @@ class NodeKeepers:
     `key` is the cluster's (`cluster_key`). Without `budget_bytes`, each keeper takes its
     share of its own node's object store. `extents_of` returns the extent ids of the served version of each model, and
     `is_known` whether there is a model of that id, served or not yet: what a keeper still pins for others ends.
+    `draining_nodes`, which may block, returns the nodes that end as soon as nothing runs on them.
     `residency` is the map of what the keepers hold.
     """
 
@@ -78,6 +79,7 @@ class NodeKeepers:
         *,
         extents_of: Callable[[], Mapping[str, Sequence[str]]] = dict,
         is_known: Callable[[str], bool] = lambda model: True,
+        draining_nodes: Callable[[], Collection[str]] = set,
     ) -> None:
         self._packs = packs
         self._budget_bytes = budget_bytes
@@ -90,6 +92,7 @@ class NodeKeepers:
         self._lives: dict[str, _Life] = {}
         self._extents_of = extents_of
         self._is_known = is_known
+        self._draining_nodes = draining_nodes
         self._silent: set[str] = set()  # nodes
         self._holding: set[str] = set()  # nodes whose keeper has leased something
         self._readers: set[str] = set()  # nodes that have the store's folder
@@ -122,7 +125,8 @@ class NodeKeepers:
         """Look at the keepers of the nodes that are `alive`, and forget those of other nodes.
 
         `running` are nodes with a keeper that this process may not have started. A keeper that could not start is
-        started again when its time has come; one whose node has had no replica for `IDLE_S` ends.
+        started again when its time has come; one whose node has had no replica for `IDLE_S` ends, and at once where
+        the node drains, which waits for it.
         """
         for node_id in (self._handles.keys() | self._failures.keys()) - set(alive):
             self._end(node_id)  # Ray would look for its node for ever
@@ -131,9 +135,12 @@ class NodeKeepers:
             self._needed_s.setdefault(node_id, self._clock())
             self._begin(node_id)
         await asyncio.gather(*map(self._look_at, list(self._handles)))
-        for node_id in [found for found in self._handles if self._clock() - self._needed_s[found] >= IDLE_S]:
-            logger.info("no replica on node %s any more: its keeper ends", node_id)
-            self._end(node_id)
+        if unneeded := self._handles.keys() - self._holding:
+            draining = set(await asyncio.to_thread(self._draining_nodes)) - self._silent
+            for node_id in unneeded:
+                if node_id in draining or self._clock() - self._needed_s[node_id] >= IDLE_S:
+                    logger.info("no replica on node %s any more: its keeper ends", node_id)
+                    self._end(node_id)
 
     async def set_pinned(self, model: str, pinned: bool) -> dict[str, Any]:
         """Pin or unpin a model on every node, including those that join later. Return exceptions or None by node."""

@@ -4,6 +4,9 @@ A request may also be why the replica died. So it is asked again once, and reque
 that died are asked again one at a time: when another replica dies, only one of them was there for the second time.
 One request takes at most two replicas with it, and nobody else fails for it.
 
+A replica that could not be reached, or whose node fell silent under the request, says nothing of it: it is asked again
+until a replica is reached, and one of them may be on this side of a cut that heals.
+
 Most replicas die of something else, and then all of their requests wait for each other. Who has waited for
 `MAX_TURN_WAIT_S` goes on beside the others; when the guilty one is still among those, they may fail with it.
 
@@ -31,9 +34,12 @@ from deployments.records import ImageProgress
 from deployments.services.replica_calls import OnPiece, ReplicaCalls
 from deployments.tasks import Deadline
 
-MAX_RETRIES: Final = 1
+MAX_RETRIES: Final = 1  # after the death of a replica
+MAX_MISSED: Final = 60  # tries that reached no replica
 MAX_TURN_WAIT_S: Final = 30.0
 PAUSE_S: Final = 0.1  # the router learns of a death a moment after the caller
+_NODE_DIED: Final = "its node has died"  # Ray's words; a crash says other ones
+LONGEST_PAUSE_S: Final = 1.0  # between tries that reach no replica
 
 
 def _is_lost(error: BaseException | None) -> bool:
@@ -68,15 +74,15 @@ class _Retries:
         self._sleep = sleep
         self._is_elsewhere = is_elsewhere
         self._has_moved = False
-        self._num_tries = 1
+        self._num_died = self._num_missed = 0
         self.is_suspect = False
 
     async def after(self, error: Exception, num_pieces: int = 0) -> None:
         """Wait until the request may be sent again.
 
         Raises the replica's own error when there is one, DeadlineExceeded, and ReplicaLost when the request was on too
-        many replicas that died, or when `num_pieces` of a stream have gone out already that another replica would
-        begin anew.
+        many replicas that died, when none could be reached for long, or when `num_pieces` of a stream have gone out
+        already that another replica would begin anew.
         """
         if isinstance(error, CannotLoad):
             # HAZARD: also told of the last failure, or else the next request would come here again.
@@ -90,13 +96,17 @@ class _Retries:
             raise ReplicaLost(
                 f"the replica that worked on this request died after {num_pieces} pieces; try again"
             ) from error
-        if self._num_tries > MAX_RETRIES:
-            raise ReplicaLost(f"{self._num_tries} replicas were lost while they worked on this request") from error
-        self._num_tries += 1
-        # Not so a request that was never sent (ReplicaUnavailableError).
-        self.is_suspect = isinstance(error, RayActorError) or isinstance(error.__cause__, RayActorError)
+        if isinstance(error, ReplicaUnavailableError) or _NODE_DIED in str(error):
+            self._num_missed += 1
+            if self._num_missed > MAX_MISSED:
+                raise ReplicaLost(f"no replica could be reached in {self._num_missed} tries; try again") from error
+        else:
+            self._num_died += 1
+            if self._num_died > MAX_RETRIES:
+                raise ReplicaLost(f"{self._num_died} replicas were lost while they worked on this request") from error
+            self.is_suspect = True
         async with self._deadline.bounding():
-            await self._sleep(PAUSE_S)
+            await self._sleep(min(PAUSE_S * 2 ** min(self._num_missed, 4), LONGEST_PAUSE_S))
 
 
 class Resumption:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final
 
+import grpc
 from ray import serve
-from ray.exceptions import RayTaskError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.schema import DeploymentStatusOverview, ReplicaState
 
 from cluster.ray_seam.handles import by_value
@@ -26,6 +28,8 @@ from deployments.tasks import Deadline, shared_task
 
 MAX_HANDLES: Final = 1024
 PATIENCE_S: Final = 2.0  # without any answer of the deployment before it is asked whether there is a replica
+# What the kernel says, in gRPC's words, of a connection that was never there, or of another node that is silent.
+_NOT_REACHED: Final = re.compile("failed to connect|timed ?out|timeout|unreachable|no route|is down", re.IGNORECASE)
 
 logger = logging.getLogger("atelier.replica")
 
@@ -78,7 +82,8 @@ class ReplicaCalls:
 
         With the `route` of its texts it goes to the replica that has them, whichever the place was.
         Raises what `place` and the replica raise, as themselves; DeadlineExceeded; NoReplica, as soon as none can
-        answer or have a place; Ray's errors when the replica dies.
+        answer or have a place; Ray's errors when the replica dies; ReplicaUnavailableError when it was not reached, or
+        its node has fallen silent.
         """
         name = await self._replica_at(place, deadline)
         handle = self._handle.options(stream=False, session_id=route) if route else self._handle_of(name)
@@ -177,9 +182,23 @@ def _ended_with_its_caller(response: Any) -> Iterator[None]:
         raise NoReplica(str(error)) from None
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, Exception) else error) from None
+    except ActorUnavailableError as error:
+        response.cancel()
+        if _was_not_reached(error):
+            raise ReplicaUnavailableError(f"actor {error.actor_id}") from None
+        raise
     except BaseException:  # a deadline, a replica that is out of reach, whoever takes the pieces
         response.cancel()
         raise
+
+
+def _was_not_reached(error: ActorUnavailableError) -> bool:
+    """Return whether the network is why there is no answer, and not the replica's process, which may have ended.
+
+    Serve raises the same for both, while it handles what gRPC raised (Ray 2.60).
+    """
+    reason = error.__context__
+    return isinstance(reason, grpc.aio.AioRpcError) and bool(_NOT_REACHED.search(reason.details() or ""))
 
 
 class ReplicaStates:

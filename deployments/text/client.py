@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from ray.exceptions import RayActorError
@@ -16,6 +17,8 @@ from deployments.tasks import Deadline
 from deployments.text.requests import Conditioning, ConditioningRequest
 
 MAX_TRIES: Final = 2  # another replica may have outlived the one that was asked
+MAX_MISSED: Final = 4  # so often no replica is reached before the service counts as down
+PAUSE_S: Final = 0.1  # the router learns a moment later who is out of reach
 BELIEVED_DOWN_S: Final = 5.0  # nobody waits for it again sooner
 
 
@@ -27,11 +30,17 @@ class TextEncoderClient:
     """A worker's side of the text-encoder service. Waits for nothing longer than `timeout_s`. One event loop."""
 
     def __init__(
-        self, calls: ReplicaCalls, timeout_s: float | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        calls: ReplicaCalls,
+        timeout_s: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._calls = calls
         self._timeout_s = timeout_s
         self._clock = clock
+        self._sleep = sleep
         self._down_until_s = 0.0
 
     @property
@@ -48,9 +57,8 @@ class TextEncoderClient:
         if self.is_believed_down:
             raise EncoderDown("the text encoder service did not answer a moment ago")
         deadline, route = Deadline(self._timeout_s), route_of([request.prompt])
-        num_tries = 0
+        num_died = num_missed = 0
         while True:
-            num_tries += 1
             try:
                 answer: Conditioning = await self._calls.call("condition", request, deadline=deadline, route=route)
                 return answer
@@ -59,7 +67,15 @@ class TextEncoderClient:
                 raise EncoderDown(str(error)) from None
             except CannotLoad as error:  # not the worker's failure, which another worker would mend
                 raise ModelUnavailable(error.message, error.param) from None
-            except (RayActorError, ReplicaUnavailableError) as error:
-                if num_tries == MAX_TRIES:
+            except ReplicaUnavailableError as error:  # which says nothing of the prompt
+                num_missed += 1
+                if num_missed == MAX_MISSED:
+                    self._down_until_s = self._clock() + BELIEVED_DOWN_S
+                    raise EncoderDown(f"no text encoder could be reached ({error})") from None
+                async with deadline.bounding():
+                    await self._sleep(PAUSE_S)
+            except RayActorError as error:
+                num_died += 1
+                if num_died == MAX_TRIES:
                     text = f"{MAX_TRIES} text encoders died while they worked on this prompt; try again"
                     raise ReplicaLost(text) from error

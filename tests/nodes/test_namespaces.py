@@ -3,15 +3,53 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from integration.harness import ROOT
 from kit.waiting import wait_until
 from nodes.namespaces import Network, Node, missing
 
+from cluster.ray_seam.silent_peers import SILENT_S
+
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(missing()), reason=missing())]
+
+
+# A server whose calls begin and never end, and a client that says how its call ended.
+HOLDING = """
+import asyncio, sys, grpc
+class Handler(grpc.GenericRpcHandler):
+    def service(self, call):
+        return grpc.unary_stream_rpc_method_handler(hold)
+async def hold(request, context):
+    yield b"begun"
+    await asyncio.Event().wait()
+async def serve():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    server.add_insecure_port(sys.argv[1])
+    await server.start()
+    print("listens", flush=True)
+    await server.wait_for_termination()
+asyncio.run(serve())
+"""
+ASKING = """
+import asyncio, sys, grpc
+from cluster.ray_seam.silent_peers import end_with_peers
+from deployments.services.replica_calls import _NOT_REACHED
+async def ask():
+    channel = grpc.aio.insecure_channel(sys.argv[1])
+    call = channel.unary_stream("/replica/work")(b"")
+    await call.read()
+    host, _, port = sys.argv[1].rpartition(":")
+    print(end_with_peers({(host, int(port))}), flush=True)
+    code = await call.code()
+    print(code.name, bool(_NOT_REACHED.search(await call.details())), await call.details(), flush=True)
+asyncio.run(ask())
+"""
 
 
 def reaches(one: Node, other: Node) -> bool:
@@ -51,6 +89,29 @@ def test_a_cut_link_is_silent_until_it_is_healed_and_a_slow_one_takes_its_time(t
         assert time.monotonic() - start_s > 0.1  # there and back
         network.plug(one)
         assert reaches(other, one)
+
+
+@pytest.mark.parametrize("ends", ["silence", "death"])
+def test_a_call_of_a_node_that_falls_silent_ends_and_is_told_from_a_death(tmp_path: Path, ends: str) -> None:
+    with Network(tmp_path) as network:
+        one, other = network.add("one"), network.add("other")
+        address, path = f"{other.address}:7000", {"PYTHONPATH": str(ROOT)}
+        server = other.start(sys.executable, "-c", HOLDING, address, stdout=subprocess.PIPE)
+        assert server.stdout is not None
+        assert server.stdout.readline() == "listens\n"
+        client = one.start(sys.executable, "-c", ASKING, address, env=path, stdout=subprocess.PIPE)
+        assert client.stdout is not None
+        assert client.stdout.readline() == "1\n"
+        start_s = time.monotonic()
+        if ends == "silence":
+            network.cut(other)
+        else:
+            (process,) = other.processes(sys.executable)
+            process.kill()
+        code, was_not_reached, *details = client.stdout.readline().split(maxsplit=2)
+        assert (code, was_not_reached) == ("UNAVAILABLE", str(ends == "silence")), details
+        assert (SILENT_S - 5 if ends == "silence" else 0) < time.monotonic() - start_s < 3 * SILENT_S
+        client.wait(30)
 
 
 def test_nothing_stays_whatever_happens(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kit.waiting import wait_until
 from nodes.three_nodes import NAMES, PORT, Load, ThreeNodes
 
-pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(560)]
+pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
@@ -87,14 +87,11 @@ def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:
 def test_a_node_that_is_told_to_end_drains(cluster: ThreeNodes) -> None:
     name = cluster.fullest()
     disturbed(cluster, "node ended by SIGTERM", lambda: cluster.end_by_sigterm(name), without=name)
+    assert "did not finish draining" not in cluster.ray_log  # its words for a node on which something stays
     back(cluster, "node joined", name)
 
 
-@pytest.mark.parametrize(
-    "is_silent",
-    [False, pytest.param(True, marks=pytest.mark.xfail(reason="chats on a sound node wait for more than 60 s"))],
-    ids=["processes", "power"],
-)
+@pytest.mark.parametrize("is_silent", [False, True], ids=["processes", "power"])
 def test_a_node_dies(cluster: ThreeNodes, is_silent: bool) -> None:
     """The kernel of a node whose processes are killed still ends their connections; one without power says nothing."""
     name = cluster.fullest()
@@ -108,7 +105,6 @@ def test_a_node_dies(cluster: ThreeNodes, is_silent: bool) -> None:
     back(cluster, "another node in its place", name)
 
 
-@pytest.mark.xfail(reason="a request that is on the node meanwhile may get 503: 2 replicas were lost")
 def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
     """Ray may have given it up meanwhile, and ends its processes then: whoever watches the node starts Ray again."""
     name = cluster.fullest()

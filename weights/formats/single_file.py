@@ -129,8 +129,8 @@ def _translated(
 def _unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
     """Return the error for tensors that diffusers' conversion cannot take."""
     return FormatError(
-        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly like that model "
-        f"({type(error).__name__}: {str(error)[:300]})"
+        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly like that "
+        f"model ({type(error).__name__}: {str(error)[:300]})"
     )
 
 

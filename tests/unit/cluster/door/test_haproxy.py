@@ -66,6 +66,28 @@ async def test_what_changes_nothing_goes_to_another_replica_when_its_own_died(
         assert len(second.seen) == (2 if repeated else 1)
 
 
+async def test_a_node_that_falls_silent_is_noticed_while_a_request_is_there(client: aiohttp.ClientSession) -> None:
+    """HAProxy lets the kernel ask the replica's: `tests/nodes` cuts the link."""
+    release = asyncio.Event()
+
+    async def hold(request: web.Request) -> web.Response:
+        await release.wait()
+        return web.Response()
+
+    async with Replica(hold) as replica, door(replica) as (url, _):
+        asking = asyncio.create_task(client.post(f"{url}/v1/embeddings", data=b"x"))
+        await until(lambda: replica.seen)
+        await until(lambda: _is_asked_after(replica.port))
+        release.set()
+        assert (await asking).status == 200
+
+
+def _is_asked_after(port: int) -> bool:
+    """Return whether the kernel has a keepalive timer for a connection to the port (proc(5), `tr`)."""
+    rows = (line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    return any(row[2].endswith(f":{port:04X}") and row[5].startswith("02:") for row in rows)
+
+
 async def test_a_replica_learns_when_a_request_came_and_on_whose_clock(client: aiohttp.ClientSession) -> None:
     async def says_received(request: web.Request) -> web.Response:
         return web.Response(text=request.headers[RECEIVED])
@@ -153,6 +175,15 @@ class Held(Replica):
 async def ask(client: aiohttp.ClientSession, url: str, **given: Any) -> tuple[int, str | None, str]:
     async with client.post(url, data=b"x" * 3000, **given) as answer:
         return answer.status, answer.headers.get("Retry-After"), await answer.text()
+
+
+async def test_who_asks_before_haproxy_knows_of_an_application_may_ask_again(client: aiohttp.ClientSession) -> None:
+    async with door(free_port()) as (url, process):
+        process.backend_configs.clear()
+        await process.reload()
+        async with client.post(f"{url}/v1/embeddings", data=b"x") as answer:
+            assert "try again in a moment" in await answer.text()
+            assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
 
 
 async def test_more_than_the_replicas_may_have_in_hand_is_refused_and_nothing_else(

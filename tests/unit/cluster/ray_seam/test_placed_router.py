@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -15,7 +16,7 @@ from ray.serve._private.common import DeploymentHandleSource, DeploymentID, Repl
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.ray_seam import handles
+from cluster.ray_seam import handles, placed_router
 from cluster.ray_seam.placed_router import PlacedRouter
 from cluster.text_routes import FEW_TEXTS, encoder_for, route_of
 
@@ -130,6 +131,42 @@ async def test_who_is_out_of_reach_is_looked_at_once_and_stays(
         assert await router._choose_replica_for_request(pending("a"), is_retry=True) is doubtful
     router.on_replica_actor_unavailable(doubtful.replica_id)
     await until(lambda: doubtful.num_looks == 2)
+
+
+async def test_a_replica_in_doubt_gets_no_requests_until_it_was_looked_at(
+    router: PlacedRouter, replicas: list[Replica]
+) -> None:
+    """Behind a cut link the look takes as long as the cut: requests go elsewhere at once, and come back with it."""
+    doubtful = replicas[0]
+    router.on_replica_actor_unavailable(doubtful.replica_id)
+    await until(lambda: doubtful.num_looks)
+    with pytest.raises(ReplicaUnavailableError):
+        await router._choose_replica_for_request(pending("a"))
+    assert await router._choose_replica_for_request(pending("b")) is replicas[1]
+    doubtful.gate.set()
+    await until(lambda: not router._looking)
+    assert await router._choose_replica_for_request(pending("a")) is doubtful
+
+
+async def test_connections_to_replicas_elsewhere_end_with_their_node(
+    router: PlacedRouter, replicas: list[Replica], call: grpc.aio.Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ending: list[set[tuple[str, int]]] = []
+    monkeypatch.setattr(placed_router, "CONNECTED_S", 0.0)
+    monkeypatch.setattr(placed_router, "end_with_peers", ending.append)
+    router.on_request_routed(pending("a"), replicas[0].replica_id, Result(call))
+    assert router._connecting is None, "it is on the same node"
+    address = {"node_id": "elsewhere", "node_ip": "10.0.0.2", "port": 7000}
+    router._create_replica_wrapper_func = lambda _: replicas[1]
+    for name in ("b", "gone"):
+        router.create_replica_wrapper(SimpleNamespace(replica_id=ReplicaID(name, WORKER), **address))
+        address |= {"port": 7001}
+    router.update_replicas(replicas)
+    for replica in reversed(replicas):
+        router.on_request_routed(pending("b"), replica.replica_id, Result(call))
+    await until(lambda: ending)
+    await asyncio.sleep(0)
+    assert ending == [{("10.0.0.2", 7000)}]
 
 
 async def test_a_call_that_was_cancelled_casts_no_doubt(

@@ -97,6 +97,7 @@ class Ray:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.killed: list[Keeper] = []
+        self.draining: set[str] = set()
         self.now_s = 0.0
 
 
@@ -140,6 +141,7 @@ def start(
             clock=lambda: done.now_s,
             extents_of=lambda: models,
             is_known=known.__contains__,
+            draining_nodes=lambda: done.draining,
         )
         for node_id in nodes:
             made.keeper(node_id)
@@ -334,6 +336,24 @@ async def test_a_keeper_ends_a_while_after_the_last_replica_of_its_node(
     assert keepers.keeper("n1") is nodes["n1"]
     await keepers.follow(["n1", "n2"])
     assert set(keepers._handles) == {"n1", "n2"}
+
+
+async def test_a_keeper_does_not_hold_up_a_node_that_drains(
+    keepers: NodeKeepers, nodes: dict[str, Keeper], done: Ray
+) -> None:
+    """Ray waits for it, and gives up after 30 s. Who still has leases, or does not say, keeps it."""
+    await keepers.follow(["n1", "n2"])
+    done.draining = {"n1", "n2"}
+    nodes["n2"].num_holders = 0
+    nodes["n2"].reachable = False
+    await keepers.follow(["n1", "n2"])
+    assert done.killed == []
+    nodes["n1"].num_holders = 0
+    await keepers.follow(["n1", "n2"])
+    assert done.killed == [nodes["n1"]]
+    nodes["n2"].reachable = True
+    await keepers.follow(["n1", "n2"])
+    assert done.killed == [nodes["n1"], nodes["n2"]]
 
 
 async def test_a_keeper_that_cannot_start_is_replaced_later_and_later_and_says_why_meanwhile(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kit.seeding import seeded_rng
 from kit.streams import stream_pieces
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
@@ -19,7 +20,7 @@ from cluster.admission.dispatcher import Dispatcher
 from configs.admission import AdmissionConfig
 from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
 from deployments.ingress.admitted import WORKER
-from deployments.ingress.retries import ResumedImages, RetriedCalls, _Retries
+from deployments.ingress.retries import LONGEST_PAUSE_S, MAX_MISSED, ResumedImages, RetriedCalls, _Retries
 from deployments.records import ImageProgress
 from deployments.services.replica_calls import ReplicaCalls
 from deployments.tasks import Deadline
@@ -279,16 +280,74 @@ async def test_a_suspect_that_takes_long_holds_the_others_up_for_a_while_only(mo
         assert await whole(calls, "d") == "d"  # whose turn it was has given it back
 
 
+def with_its_node() -> ActorDiedError:
+    """As Ray tells of a replica whose node it has found dead."""
+    told = "The actor died because its node has died. Node Id: 0x1"
+    return ActorDiedError(ActorDiedErrorContext(actor_id=bytes(16), error_message=told))
+
+
 @pytest.mark.parametrize(
-    ("error", "is_suspect"),
-    [(ActorDiedError(), True), (ActorUnavailableError("x", None), True), (ReplicaUnavailableError("a"), False)],
+    ("error", "is_evidence"),
+    [
+        (ActorDiedError(), True),
+        (ActorUnavailableError("x", None), True),
+        (ReplicaUnavailableError("a"), False),
+        (with_its_node(), False),
+    ],
+    ids=str,
 )
-async def test_a_request_that_was_not_sent_has_killed_nobody(error: Exception, is_suspect: bool) -> None:
-    retries = _Retries(Deadline(LONG_S))
+async def test_only_a_replica_that_died_by_itself_is_evidence_against_a_request(
+    error: Exception, is_evidence: bool
+) -> None:
+    pauses: list[float] = []
+
+    async def sleep(pause_s: float) -> None:
+        pauses.append(pause_s)
+
+    retries = _Retries(Deadline(LONG_S), sleep)
     await retries.after(error)
-    assert retries.is_suspect == is_suspect
-    with pytest.raises(ReplicaLost, match="2 replicas were lost"):
+    assert retries.is_suspect == is_evidence
+    if is_evidence:
+        with pytest.raises(ReplicaLost, match="2 replicas were lost"):
+            await retries.after(error)
+        return
+    for _ in range(MAX_MISSED - 1):
         await retries.after(error)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] <= LONGEST_PAUSE_S
+    with pytest.raises(ReplicaLost, match=f"no replica could be reached in {MAX_MISSED + 1} tries"):
+        await retries.after(error)
+
+
+async def test_a_suspect_that_reaches_no_replica_stays_one() -> None:
+    retries = _Retries(Deadline(LONG_S))
+    for error in (ReplicaUnavailableError("a"), ActorDiedError(), ReplicaUnavailableError("b"), with_its_node()):
+        await retries.after(error)
+    assert retries.is_suspect
+    with pytest.raises(ReplicaLost, match="2 replicas were lost"):
+        await retries.after(ActorDiedError())
+
+
+@pytest.mark.parametrize("ask", [whole, streamed])
+async def test_a_cut_that_heals_costs_no_request(ask: Callable[..., Any]) -> None:
+    """All that an ingress has under way is lost, and for a while it reaches nobody: each is answered, none alone."""
+
+    class Cut:
+        num_tries = 0
+
+        async def on_work(self, name: int) -> int:
+            self.num_tries += 1
+            if self.num_tries <= 100:
+                raise ReplicaUnavailableError("behind the cut")
+            return name
+
+        async def on_pieces(self, name: int) -> AsyncIterator[int]:
+            yield await self.on_work(name)
+
+    calls = calls_of(Cut())
+    await calls._suspects.acquire()  # suspects would wait for it
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*(ask(calls, number) for number in range(10))) == list(range(10))
 
 
 async def test_what_has_gone_out_is_not_begun_anew() -> None:

@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import grpc
 import pytest
 from kit.streams import stream_pieces
 from kit.waiting import until
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.exceptions import DeploymentUnavailableError, ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, NoReplica, ReplicaLost
@@ -122,6 +123,34 @@ async def test_a_death_is_told_as_ray_tells_it(replica: Replica) -> None:
     replica.gate.set()
     with pytest.raises(ActorDiedError):
         await ReplicaCalls(FakeHandle(replica)).call("work", 1, deadline=Deadline(LONG_S))
+
+
+@pytest.mark.parametrize(
+    ("details", "was_reached"),
+    [
+        ("Stream removed (Socket closed)", True),
+        ("recvmsg:Connection reset by peer", True),
+        ("recvmsg:Connection timed out", False),
+        ("failed to connect to all addresses; last error: UNKNOWN: Connection refused", False),
+        ("sendmsg: No route to host (113)", False),
+    ],
+)
+async def test_a_silent_node_is_told_from_a_process_that_ended(
+    replica: Replica, details: str, was_reached: bool
+) -> None:
+    """The words are gRPC's own, as `tests/nodes` gets them of a cut link and of a process that is killed."""
+    nothing = grpc.aio.Metadata()
+    replica.error = ActorUnavailableError("Actor is unavailable.", None)  # which Serve raises while it handles that one
+    replica.error.__context__ = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, details=details)
+    replica.gate.set()
+    calls, expected = (
+        ReplicaCalls(FakeHandle(replica)),
+        ActorUnavailableError if was_reached else ReplicaUnavailableError,
+    )
+    with pytest.raises(expected):
+        await calls.call("work", 1, deadline=Deadline(LONG_S))
+    with pytest.raises(expected):
+        [piece async for piece in stream_pieces(calls, "count", 2, deadline=Deadline(LONG_S))]
 
 
 async def test_work_that_the_replica_gave_up_is_no_cancellation_of_the_caller(replica: Replica) -> None:

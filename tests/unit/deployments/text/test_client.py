@@ -10,12 +10,13 @@ import pytest
 from kit.clock import Clock
 from kit.waiting import until
 from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
 from deployments.errors import DeadlineExceeded, InvalidRequest, ReplicaLost
 from deployments.records import CacheUse
 from deployments.services.replica_calls import ReplicaCalls
-from deployments.text.client import BELIEVED_DOWN_S, EncoderDown, TextEncoderClient
+from deployments.text.client import BELIEVED_DOWN_S, MAX_MISSED, EncoderDown, TextEncoderClient
 from deployments.text.requests import Conditioning, ConditioningRequest
 
 REQUEST = ConditioningRequest("flux", "a seven", None, False, None)
@@ -65,7 +66,7 @@ async def hanging() -> Any:
 
 def service_of(encoder: Encoder, clock: Clock | None = None, timeout_s: float = 30.0) -> TextEncoderClient:
     calls = ReplicaCalls(FakeHandle(encoder), encoder.why_none, patience_s=TICK_S)
-    return TextEncoderClient(calls, timeout_s, clock=clock or Clock(100.0))
+    return TextEncoderClient(calls, timeout_s, clock=clock or Clock(100.0), sleep=lambda _: asyncio.sleep(0))
 
 
 async def test_an_answer_needs_no_look_at_the_replicas() -> None:
@@ -113,6 +114,22 @@ async def test_the_last_replica_that_died_leaves_it_down() -> None:
     with pytest.raises(EncoderDown):
         await service.condition(REQUEST)
     assert (encoder.num_asked, service.is_believed_down) == (2, True)
+
+
+async def test_encoders_that_are_not_reached_say_nothing_of_the_prompt() -> None:
+    missed = raising(ReplicaUnavailableError("on a silent node"))
+    encoder = Encoder(*[missed] * (MAX_MISSED - 1), raising(ActorDiedError()), answered(ANSWER))
+    service = service_of(encoder)
+    assert await service.condition(REQUEST) is ANSWER
+    assert (encoder.num_asked, service.is_believed_down) == (MAX_MISSED + 1, False)
+
+
+async def test_when_none_is_reached_for_long_the_worker_may_encode() -> None:
+    encoder = Encoder(raising(ReplicaUnavailableError("on a silent node")))
+    service = service_of(encoder)
+    with pytest.raises(EncoderDown, match="no text encoder could be reached"):
+        await service.condition(REQUEST)
+    assert (encoder.num_asked, service.is_believed_down) == (MAX_MISSED, True)
 
 
 async def test_a_prompt_that_two_died_of_is_not_encoded_by_the_worker() -> None:
