@@ -52,9 +52,10 @@ def measure_room(num_steps: int, seconds: float, seed: int) -> list[dict[str, An
 
 async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
     from deployments.engines.diffusion.footprints import make_twin
-    from deployments.engines.diffusion.pipeline import blank_module, create_pipeline
+    from deployments.engines.diffusion.pipeline import create_pipeline
     from deployments.engines.diffusion.rows import BatchBounds, decode_kind
     from deployments.engines.graph.workspace import UNBOUNDED, Workspace
+    from deployments.engines.skeletons import blank_module
     from infra.bench.denoise_models import NUM_TOKENS, make_model
     from infra.bench.denoise_offload import lease_parts
     from weights.externalize import externalize
