@@ -453,9 +453,8 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
     match path.suffix:
         case ".safetensors":
             header = read_header(path)
-            if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them
+            if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them, and no image_encoder beside them
                 read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
-                raise FormatError(f"{path}: an IP-Adapter is a folder: this file, and {IP_ENCODER}, the CLIP beside it")
             if is_lora(header.tensors) and not is_peft(list(header.tensors)):
                 return _adapter(path)
             if is_words_file(path, header.tensors):
