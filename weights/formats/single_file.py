@@ -114,8 +114,8 @@ def _translated(
 def unreadable(path: Path, name: str, class_name: str, base: BasePipeline, error: Exception) -> FormatError:
     """Return the error for tensors that diffusers' conversion cannot take."""
     return FormatError(
-        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly like that model "
-        f"({type(error).__name__}: {str(error)[:300]})"
+        f"{path}: diffusers cannot read its {name} as the {class_name} of {base.name!r}, so it is hardly "
+        f"like that model ({type(error).__name__}: {str(error)[:300]})"
     )
 
 
