@@ -55,18 +55,21 @@ from the library's source.
 
 Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
 Qwen-Image-Edit reads the image as well, which the text encoder service cannot: these classes are on the stock path.
+Images are answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
 
 What was not compared, and why, as far as it is known:
 
-- `ChromaInpaintPipeline` and `I2VGenXLPipeline` fail on tiny parts; whether they do in diffusers alone was not tried.
+- `ChromaInpaintPipeline` and `I2VGenXLPipeline` fail in diffusers itself: they read an option that no Chroma's config
+  has, and a module that the installed transformers' `CLIPTextModel` has no more.
 - Classes that diffusers keeps in its folder `deprecated` with parts of their own (`AltDiffusionPipeline`,
   `UnCLIPPipeline`, `PaintByExamplePipeline`, `KarrasVePipeline`, ...): it does not find these in a folder.
 - `AllegroPipeline` decodes in tiles only, which nothing here turns on.
 - `MusicLDMPipeline` does not run with the installed transformers, whose `ClapModel` returns another kind of object.
-- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes, which want
-  videos as tensors: a request brings plain values, images and frames.
+- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes and
+  `StableAudio3AudioToAudioPipeline`, which want videos or sound as tensors: a request brings plain values, images and
+  frames.
 - `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline` draw a million pixels at least: too slow for a test.
-- Classes whose parts nobody has made tiny yet (`StableAudio3Pipeline`, `JoyImageEditPipeline`, ...).
+- Classes whose parts nobody has made tiny yet (`GlmImagePipeline`, `SanaWMPipeline`, ...).
 
 IP-Adapters are for the fast path ([how](models.md#ip-adapter)). On the stock path a module is built of its class, its
 config and the tensors of its component, and the processors that `load_ip_adapter` puts into a denoiser are in none.

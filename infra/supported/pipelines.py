@@ -18,6 +18,7 @@ from deployments.engines.stock.text_parts import text_parts
 
 # Classes that the long tests run with tiny random parts beside diffusers, which make the same; families beside them.
 COMPARED: Final = (
+    "AceStepPipeline",
     "AmusedImg2ImgPipeline",
     "AmusedInpaintPipeline",
     "AmusedPipeline",
@@ -51,6 +52,8 @@ COMPARED: Final = (
     "DDPMPipeline",
     "DanceDiffusionPipeline",
     "DiTPipeline",
+    "DreamLiteMobilePipeline",
+    "DreamLitePipeline",
     "ErnieImagePipeline",
     "Flux2KleinInpaintPipeline",
     "Flux2KleinKVPipeline",
@@ -63,6 +66,8 @@ COMPARED: Final = (
     "FluxFillPipeline",
     "FluxKontextInpaintPipeline",
     "FluxKontextPipeline",
+    "HeliosPipeline",
+    "HeliosPyramidPipeline",
     "HiDreamImagePipeline",
     "HunyuanDiTControlNetPipeline",
     "HunyuanDiTPAGPipeline",
@@ -78,8 +83,11 @@ COMPARED: Final = (
     "IFInpaintingSuperResolutionPipeline",
     "IFPipeline",
     "IFSuperResolutionPipeline",
+    "JoyImageEditPipeline",
+    "JoyImageEditPlusPipeline",
     "Kandinsky3Img2ImgPipeline",
     "Kandinsky3Pipeline",
+    "Kandinsky5I2VPipeline",
     "Kandinsky5T2VPipeline",
     "KandinskyCombinedPipeline",
     "KandinskyImg2ImgCombinedPipeline",
@@ -115,9 +123,12 @@ COMPARED: Final = (
     "OvisImagePipeline",
     "PIAPipeline",
     "PNDMPipeline",
+    "PRXPipeline",
+    "PRXPixelPipeline",
     "PixArtAlphaPipeline",
     "PixArtSigmaPAGPipeline",
     "PixArtSigmaPipeline",
+    "QwenImage21Pipeline",
     "QwenImageControlNetInpaintPipeline",
     "QwenImageControlNetPipeline",
     "QwenImageEditInpaintPipeline",
@@ -139,6 +150,7 @@ COMPARED: Final = (
     "SkyReelsV2DiffusionForcingVideoToVideoPipeline",
     "SkyReelsV2ImageToVideoPipeline",
     "SkyReelsV2Pipeline",
+    "StableAudio3Pipeline",
     "StableAudioPipeline",
     "StableDiffusion3ControlNetInpaintingPipeline",
     "StableDiffusion3ControlNetPipeline",
@@ -194,6 +206,7 @@ COMPARED: Final = (
     "WanVideoToVideoPipeline",
     "ZImageControlNetInpaintPipeline",
     "ZImageControlNetPipeline",
+    "ZImageOmniPipeline",
 )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import diffusers
 import transformers
+from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncoder
 from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
+from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 from unit.deployments.engines.stock.tiny_classes import (
     IMAGE,
     SIZE,
     TIMED,
+    VIDEO,
     Case,
     changed,
     clip_vision,
@@ -20,9 +24,18 @@ from unit.deployments.engines.stock.tiny_classes import (
     sdxl,
     small,
     stirred,
+    wan_net,
 )
 from unit.deployments.engines.stock.tiny_clips import ltx
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, hunyuan_dit, unet, vae
+from unit.deployments.engines.stock.tiny_pipelines import (
+    byte_tokenizer,
+    hunyuan_dit,
+    language_model,
+    t5_tokenizer,
+    unet,
+    vae,
+    z_image,
+)
 
 
 def hidream() -> dict[str, Any]:
@@ -111,7 +124,118 @@ def framepack() -> dict[str, Any]:
     }
 
 
+def t5gemma() -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    part = transformers.T5GemmaModuleConfig(**sizes, vocab_size=512, num_key_value_heads=1, head_dim=8)
+    return transformers.T5GemmaConfig(encoder=part, decoder=part, is_encoder_decoder=False, vocab_size=512)
+
+
+def prx(channels: int = 4, **own: Any) -> dict[str, Any]:
+    net = small(
+        diffusers.PRXTransformer2DModel,
+        in_channels=channels,
+        context_in_dim=16,
+        hidden_size=16,
+        num_heads=2,
+        depth=1,
+        axes_dim=[4, 4],
+        mlp_ratio=2.0,
+    )
+    return {"transformer": net, "text_encoder": T5GemmaEncoder(t5gemma().encoder), "tokenizer": byte_tokenizer(), **own}
+
+
+def z_image_omni() -> dict[str, Any]:
+    """It reads images by a tower of its own."""
+    config = transformers.Siglip2VisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, patch_size=16, num_patches=16
+    )
+    return {
+        **changed(z_image().components, siglip_feat_dim=16),
+        "siglip": transformers.Siglip2VisionModel(config),
+        "siglip_processor": transformers.Siglip2ImageProcessorPil(patch_size=16, max_num_patches=16),
+    }
+
+
+def helios() -> dict[str, Any]:
+    """It makes a video chunk by chunk, and knows the ones before by their age."""
+    net = wan_net(diffusers.HeliosTransformer3DModel, rope_dim=(4, 4, 4), num_layers=2)
+    scheduler = diffusers.HeliosScheduler(stage_range=[0, 1], stages=1, use_dynamic_shifting=True)
+    return {"transformer": net, "scheduler": scheduler, "tokenizer": t5_tokenizer()}
+
+
+def stable_audio_3() -> dict[str, Any]:
+    decoder = diffusers.AutoencoderSAME(
+        patch_size=4,
+        encoder_channels=8,
+        encoder_c_mults=[1],
+        encoder_strides=[2],
+        encoder_transformer_depths=[1],
+        latent_dim=8,
+        dim_heads=4,
+        sampling_rate=100,
+    )
+    net = diffusers.StableAudio3DiTModel(
+        io_channels=8,
+        embed_dim=16,
+        depth=1,
+        num_heads=2,
+        cond_token_dim=16,
+        global_cond_dim=16,
+        local_add_cond_dim=9,
+        timestep_features_dim=16,
+        num_memory_tokens=2,
+    )
+    return {
+        "vae": decoder,
+        "transformer": stirred(net),
+        "text_encoder": transformers.T5GemmaEncoderModel(t5gemma()),
+        "tokenizer": byte_tokenizer(),
+        "duration_embedder": StableAudio3DurationEmbedder(output_dim=16, fourier_dim=16),
+    }
+
+
+def ace_step() -> dict[str, Any]:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}
+    widths = {"hidden_size": 16, "intermediate_size": 16}
+    net = diffusers.AceStepTransformer1DModel(
+        **heads, **widths, num_hidden_layers=2, in_channels=12, audio_acoustic_hidden_dim=4
+    )
+    encoder = AceStepConditionEncoder(
+        **heads,
+        **widths,
+        text_hidden_dim=16,
+        timbre_hidden_dim=4,
+        num_lyric_encoder_hidden_layers=1,
+        num_timbre_encoder_hidden_layers=1,
+    )
+    decoder = diffusers.AutoencoderOobleck(
+        encoder_hidden_size=6,
+        downsampling_ratios=[1, 2],
+        decoder_channels=4,
+        decoder_input_channels=4,
+        audio_channels=2,
+        channel_multiples=[2, 4],
+        sampling_rate=50,
+    )
+    return {
+        "vae": decoder,
+        "text_encoder": language_model("Qwen3"),
+        "tokenizer": byte_tokenizer(),
+        "transformer": stirred(net),
+        "condition_encoder": stirred(encoder),
+    }
+
+
+PLAIN: Final = {**SIZE, "use_resolution_binning": False}
+CHUNKS: Final = {**VIDEO, "num_latent_frames_per_chunk": 2}
 FURTHER_CASES: dict[str, Case] = {
+    "AceStepPipeline": Case(ace_step, {"audio_duration": 0.5}),
+    "HeliosPipeline": Case(helios, CHUNKS),
+    "HeliosPyramidPipeline": Case(helios, {**CHUNKS, "pyramid_num_inference_steps_list": [1]}),
+    "PRXPipeline": Case(lambda: prx(vae=vae(shift_factor=0.1)), PLAIN),
+    "PRXPixelPipeline": Case(lambda: prx(3), PLAIN),
+    "StableAudio3Pipeline": Case(stable_audio_3, {"duration": 1.0}),
+    "ZImageOmniPipeline": Case(z_image_omni, SIZE),
     "BriaFiboEditPipeline": Case(
         fibo,
         {**SIZE, "max_sequence_length": 16, "prompt": '{"edit_instruction": "a hat"}', "negative_prompt": "dull"},

@@ -6,10 +6,14 @@ from typing import Any, Final
 
 import diffusers
 import transformers
-from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, small
+from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, changed, small, stirred
 from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, qwen_image, vae
 
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_ROLES: Final = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
 PATCH: Final = 14
 
 
@@ -19,13 +23,13 @@ def seeing_tokenizer(**settings: Any) -> Any:
     return tokenizer
 
 
-def processor(name: str = "Qwen2VLProcessor", patch: int = PATCH) -> Any:
+def processor(name: str = "Qwen2VLProcessor", patch: int = PATCH, template: str = CHAT) -> Any:
     """A processor of images and texts. The one for videos needs torchvision."""
     cls: Any = getattr(transformers, name)
     sizes = {"min_pixels": (2 * patch) ** 2, "max_pixels": (4 * patch) ** 2}
     images = transformers.Qwen2VLImageProcessorPil(patch_size=patch, **sizes)
     own = {"check_argument_for_proper_class": lambda *_: None, "save_pretrained": _save, "__module__": cls.__module__}
-    return type(name, (cls,), own)(image_processor=images, tokenizer=seeing_tokenizer(), chat_template=CHAT)
+    return type(name, (cls,), own)(image_processor=images, tokenizer=seeing_tokenizer(), chat_template=template)
 
 
 def _save(processor: Any, folder: Any, **_: Any) -> None:
@@ -180,14 +184,71 @@ def krea() -> dict[str, Any]:
     }
 
 
+def joy(cls: Any) -> dict[str, Any]:
+    net = small(cls, in_channels=16, hidden_size=24, rope_dim_list=[4, 4, 4], mlp_width_ratio=2.0)
+    return {"transformer": net, **qwen3_reader()}
+
+
+def qwen3_reader() -> dict[str, Any]:
+    parts = {"text_encoder": qwen3_vl(), "processor": processor("Qwen3VLProcessor")}
+    return {**parts, "tokenizer": seeing_tokenizer()}
+
+
+def dreamlite() -> dict[str, Any]:
+    net = diffusers.DreamLiteUNetModel(
+        block_out_channels=(8, 16, 16),
+        layers_per_block=1,
+        attention_head_dim=4,
+        norm_num_groups=4,
+        cross_attention_dim=16,
+    )
+    blocks = {"encoder_block_out_channels": (8, 8), "decoder_block_out_channels": (8, 8)}
+    decoder = diffusers.AutoencoderTiny(**blocks, num_encoder_blocks=(1, 1), num_decoder_blocks=(1, 1))
+    return {"unet": stirred(net), "vae": decoder, **qwen3_reader()}
+
+
+def qwen_image_21() -> dict[str, Any]:
+    """It drops the tokens before the prompt, which it counts by the template of the chat."""
+    net = small(
+        diffusers.QwenImage21Transformer2DModel,
+        in_channels=4,
+        out_channels=4,
+        context_in_dim=16,
+        axes_dims_rope=(2, 2, 4),
+    )
+    decoder = diffusers.AutoencoderKLQwenImage21(
+        base_dim=8,
+        decoder_base_dim=8,
+        z_dim=4,
+        dim_mult=[1] * 5,
+        num_res_blocks=1,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+    )
+    return {
+        "transformer": net,
+        "vae": decoder,
+        "text_encoder": qwen3_vl(),
+        "processor": processor("Qwen3VLProcessor", template=_ROLES),
+    }
+
+
 EDIT: Final = {"height": 64, "width": 64}
 K5_VIDEO: Final = {**SIZE, "num_frames": 5, "max_sequence_length": 16}
 SEEING_CASES: dict[str, Case] = {
+    "DreamLiteMobilePipeline": Case(dreamlite, SIZE),
+    "DreamLitePipeline": Case(dreamlite, SIZE),
+    "JoyImageEditPipeline": Case(lambda: joy(diffusers.JoyImageEditTransformer3DModel), SIZE, IMAGE),
+    "JoyImageEditPlusPipeline": Case(lambda: joy(diffusers.JoyImageEditPlusTransformer3DModel), SIZE, ("images:2",)),
     "Kandinsky5T2VPipeline": Case(kandinsky5, K5_VIDEO),
+    "Kandinsky5I2VPipeline": Case(
+        lambda: changed(kandinsky5(), visual_cond=True), {**K5_VIDEO, "num_frames": 17}, IMAGE
+    ),
     "Krea2Pipeline": Case(krea, SIZE),
     "LongCatImageEditPipeline": Case(longcat, {}, IMAGE),
     "LongCatImagePipeline": Case(longcat, {**EDIT, "enable_prompt_rewrite": False, "guidance_scale": 2.0}),
     "NucleusMoEImagePipeline": Case(nucleus, SIZE),
+    "QwenImage21Pipeline": Case(qwen_image_21, SIZE),
     "QwenImageEditInpaintPipeline": Case(qwen_edit, {**EDIT, **AGAIN}, PAINT),
     "QwenImageEditPipeline": Case(qwen_edit, EDIT, IMAGE),
     "QwenImageEditPlusPipeline": Case(qwen_edit, EDIT, ("image:2",)),
