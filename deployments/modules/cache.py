@@ -239,10 +239,8 @@ class ModuleCache:
         )
 
     def _workspace_bytes(self, manifest: Manifest, component: Component) -> int:
-        memory, book = self.forward_memory, self.footprints
-        if memory is None or book is None:
-            return 0
-        return max(0, int(book.least_bytes(manifest, component) - memory.beside_bytes))
+        book = self.footprints
+        return 0 if book is None else book.inside(book.least_bytes(manifest, component))
 
     @property
     def forward_memory(self) -> DeviceArena | None:

@@ -17,9 +17,10 @@ import torch
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
-from deployments.engines.graph.workspace import UNBOUNDED, LendingMemory, Workspace
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.modules.stock_parts import is_stock_part
 from weights.manifest import Component, Manifest
+from weights.memory.device_arena import DeviceArena
 
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import AdapterShapes, PipelineTwin
@@ -51,12 +52,17 @@ class FootprintBook:
     """
 
     def __init__(self, device: torch.device, bounds: BatchBounds = DEFAULT_BOUNDS) -> None:
-        self.memory: LendingMemory | None = None
+        self.memory: DeviceArena | None = None
+        self.steps: dict[str, int] = {}  # by structure, what the largest step of a language model takes
         self._device = device
         self._bounds = bounds
         self._lock = threading.Lock()
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
         self._texts: OrderedDict[str, TextFootprints] = OrderedDict()
+
+    def inside(self, nbytes: int) -> int:
+        """Return how many of a forward's bytes are of the budget: those that find no room beside it."""
+        return 0 if self.memory is None else max(0, int(nbytes - self.memory.beside_bytes))
 
     def of(self, manifest: Manifest) -> dict[Hashable, Footprint]:
         """Return what is known of a pipeline's structure. What is learned later comes into it."""
@@ -73,7 +79,7 @@ class FootprintBook:
 
         with self._lock:
             new = TextFootprints(partial(make_text_twin, component, folder, self._device))
-            found = self._texts.setdefault(_key(component), new)
+            found = self._texts.setdefault(structure_of(component), new)
             while len(self._texts) > MAX_STRUCTURES:
                 self._texts.popitem(last=False)
             return found
@@ -88,11 +94,14 @@ class FootprintBook:
     def least_bytes(self, manifest: Manifest, component: Component) -> int:
         """Return what a forward of a component takes, once `learn_defaults` has learned it: 0 before.
 
-        It is that of one image of the pipeline's own size, or of one text as long as an encoder reads.
+        It is that of one image of the pipeline's own size, of one text as long as an encoder reads, or of the largest
+        step of a language model.
         """
         if component.library == "diffusers":
             return self._entry(manifest).least_bytes
-        found = self._texts.get(_key(component)) if _is_encoder(manifest, component) else None
+        if manifest.kind == "llm":
+            return self.steps.get(structure_of(component), 0)
+        found = self._texts.get(structure_of(component)) if _is_encoder(manifest, component) else None
         return found.least_bytes if found else 0
 
     def learn_defaults(self, manifest: Manifest, component: Component, folder: Path) -> None:
@@ -153,5 +162,6 @@ def _is_encoder(manifest: Manifest, component: Component) -> bool:
     return is_text and component.library == "transformers" and not is_stock_part(component)
 
 
-def _key(component: Component) -> str:
+def structure_of(component: Component) -> str:
+    """Return the key of a component's structure."""
     return component.structure_key or component.module_key

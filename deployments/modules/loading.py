@@ -18,6 +18,7 @@ from deployments.engines.diffusion.image_prompts import build_image_prompter
 from deployments.engines.diffusion.rows import BatchBounds
 from deployments.engines.llm.engine import LLMEngine, layer_caches, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.llm.footprints import step_bytes
 from deployments.engines.llm.kv_cache import free_memory
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.nn.streamed_blocks import end_streaming
@@ -25,13 +26,14 @@ from deployments.engines.node_threads import NodeThreads
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.upscaling.networks import build_upscaler
-from deployments.modules.footprints import FootprintBook
-from deployments.modules.parts import beside_adapters
+from deployments.modules.footprints import FootprintBook, structure_of
+from deployments.modules.parts import beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_ADAPTER
 from weights.formats.upscaler import LIBRARY as UPSCALER
+from weights.loading.views import memory_form
 from weights.manifest import Component
 from weights.memory.block_plan import choose_way
 from weights.memory.devices import open_device
@@ -47,7 +49,8 @@ Builder = Callable[[Component, Path, Mapping[str, torch.Tensor]], Any]
 _PLAIN: Final = frozenset({"F32", "F16", "BF16"})
 _OF_DENOISING: Final = ("diffusers", "peft", IP_ADAPTER)  # libraries, as components name them
 MIN_KV_CACHE_BYTES: Final = 64 * 2**20
-_FREE_SHARE: Final = 0.9  # of free memory; activations and other processes need some, too
+# Of free memory: other processes need some, and what is not planned (a sampler, adapters, a card's libraries).
+_FREE_SHARE: Final = 0.9
 
 logger = logging.getLogger("atelier.replica")
 
@@ -113,10 +116,20 @@ class ComponentBuilder:
         """Make its structure before it is needed. Raises EngineError."""
         if component.library == "diffusers" or is_stock_part(component):
             self.skeletons.prepare_skeleton(component, skeleton / component.folder)
+        self._learn_steps(component, skeleton)
         nbytes = component.nbytes + self.working_memory(component, skeleton)  # reads a header, which may be large
         on_device = self._settings.torch_device != "cpu"
         if on_device and nbytes > self._settings.weights_budget_bytes and self.layer_caches(component, skeleton):
             self.streams_layers(component)  # measures while nothing else runs
+
+    def _learn_steps(self, component: Component, skeleton: Path) -> None:
+        """Learn what the largest step of a language model takes, before its cache takes what there is."""
+        book, key = self.footprints, structure_of(component)
+        is_llm = component.name == "model" and component.library not in ("diffusers", "peft", UPSCALER, IP_ADAPTER)
+        if book.memory is None or not is_llm or key in book.steps:
+            return
+        forms = {name: memory_form(ref.dtype, ref.shape) for name, ref in component.tensors.items()}
+        book.steps[key] = step_bytes(skeleton / component.folder, forms, self._llm_engine_config(component))
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""
@@ -188,8 +201,10 @@ class ComponentBuilder:
         asked = self._settings.kv_cache_bytes
         if asked == "auto":
             # On shared memory, weights are the node's and no part of the budget.
-            weights_bytes = 0 if self._settings.device == "cpu" else component.nbytes
-            return max(MIN_KV_CACHE_BYTES, beside_adapters(self._settings.weights_budget_bytes) - weights_bytes)
+            taken_bytes = 0 if self._settings.device == "cpu" else component.nbytes
+            largest = self.footprints.inside(self.footprints.steps.get(structure_of(component), 0))
+            taken_bytes += sum(workspace_pieces(largest).values())
+            return max(MIN_KV_CACHE_BYTES, beside_adapters(self._settings.weights_budget_bytes) - taken_bytes)
         return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
 
     def retire(self, thing: Any) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +135,24 @@ async def test_two_rows_of_room_are_two_rows_at_once(
     assert halvings == []
     assert len(found) == 5
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+async def test_a_cache_that_takes_all_there_is_leaves_room_for_a_step(
+    tmp_path: Path, device: torch.device, ballast: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    store, budget = demo_store(tmp_path / "store", "adder"), 96 * 2**20
+    manifest = store.manifest("adder")
+    leave(device, budget, ballast)
+    host = Host(store, str(device), budget, kv_cache_bytes="auto", max_num_seqs=10**4, max_step_tokens=64)
+    host.builder.prepare(manifest.components["model"], host.skeleton(manifest))
+    book = host.footprints
+    assert book is not None
+    step_bytes = book.least_bytes(manifest, manifest.components["model"])
+    engine = (await host.use("adder")).modules["model"]
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    assert 0 < step_bytes <= free <= step_bytes * 9 / 8 + budget / 16 + 2**20  # adapters have room beside it
+    assert engine.stats().num_blocks > 0
 
 
 def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ballast: list[torch.Tensor]) -> None:

@@ -27,6 +27,13 @@ from deployments.engines.diffusion.rows import parts_of
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.recording import Recorder, fake_weights, record
 from deployments.engines.graph.workspace import Workspace
+from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.llm.engine import plan_runner
+from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.llm.footprints import StepTwin
+from deployments.engines.llm.models.registry import create_any_model, load_config
+from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.scheduler import Sequence as TokenSequence
 from deployments.engines.nn.lora import fit_pairs
 from deployments.engines.protocol import DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder
@@ -223,6 +230,33 @@ def test_forwards_of_texts_are_as_large_as_their_room(device: torch.device) -> N
     TextEncoder(module, NoTokenizer()).encode_each(texts, counter=counter, workspace=Workspace(arena, footprints))
     assert counter.encode_stats().max_texts == 3
     assert footprints.least_bytes > found.bytes_of(1)  # of a text as long as it reads
+
+
+# language models
+
+
+@pytest.mark.parametrize("context", [64, 256])
+def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context: int) -> None:
+    """Prompts, completions and both, at the longest texts there are."""
+    module = small("LlamaForCausalLM", 128)
+    module.save_pretrained(tmp_path)
+    weights = {name: tensor.to(device) for name, tensor in module.state_dict().items()}
+    config = LLMEngineConfig(device=device, max_num_seqs=7, max_num_batched_tokens=96, max_model_len=context)
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
+    twin = StepTwin(tmp_path, forms, config)
+    runner = plan_runner(create_any_model(load_config(tmp_path), weights, device), config)[1]
+    last = context - 1, context
+    for step in ([(0, 48)], [(context - 60, context)], [last] * 7, [(9, 10)] * 3 + [(context - 40, context)]):
+        chunks = []
+        for start, end in step:
+            num_prompt_tokens, blocks = end if end - start > 1 else start, list(range(-(-end // BLOCK_SIZE)))[::-1]
+            sequence = TokenSequence("s", [3] * end, num_prompt_tokens, block_table=blocks)
+            chunks.append(Chunk(sequence, start, end, is_last=True))
+        measured = peak_of(device, lambda chunks=chunks: runner.run(chunks))
+        predicted = twin.record(step).eager_peak()
+        most = 1.01 if step[0] != last else 1.02  # the kernel for completions may spare a copy of what it gives
+        assert 1.0 <= predicted / measured <= most, (step, predicted, measured)
+        assert twin.step_bytes() >= measured
 
 
 # encoders and decoders of transformers, as they come

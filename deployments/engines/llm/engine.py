@@ -103,7 +103,7 @@ class LLMEngine:
             config.check_padded_threads()
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
-        plan, self._runner = _plan_runner(model, config)
+        plan, self._runner = plan_runner(model, config)
         self._config, self._clock = config, clock
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
@@ -388,7 +388,7 @@ class LLMEngine:
         self.abort(request_id)
 
 
-def _plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
+def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, ModelRunner | OwnCacheRunner]:
     """Return the plan of a model's cache, and what runs the model over it. Raises EngineError."""
     limits: Any = {
         "kv_cache_bytes": config.kv_cache_bytes,

@@ -162,7 +162,8 @@ def plan_attention(
         sequence = chunk.sequence
         slots = _slots(sequence, chunk.end)
         written.append(slots[chunk.start :])
-        run = int(slots[0]) if _is_run(sequence.block_table[: -(-chunk.end // BLOCK_SIZE)]) else None
+        blocks = sequence.block_table[: -(-chunk.end // BLOCK_SIZE)]
+        run = blocks[0] * BLOCK_SIZE if _is_run(blocks) else None
         # On other devices than the host, a completion that is computed again is as good in one piece.
         is_whole = chunk.num_tokens > 1 and not is_exact
         prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)

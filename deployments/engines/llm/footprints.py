@@ -1,0 +1,77 @@
+"""Footprints of a language model: the memory of its largest steps, recorded without weights and without a cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from deployments.engines.graph.recording import Recorder, Recording, record
+from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.llm.engine import plan_runner
+from deployments.engines.llm.engine_config import LLMEngineConfig
+from deployments.engines.llm.models.registry import create_any_model, load_config
+from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.llm.scheduler import Sequence as TokenSequence
+from weights.torch_seam import fake_mode
+
+logger = logging.getLogger("atelier.replica")
+
+
+class StepTwin:
+    """A language model of fake tensors, whose steps are recorded as they would run on the device of `config`.
+
+    `forms` are the dtypes and shapes of its checkpoint's tensors. LoRAs and images are left out, and so is what the
+    sampler makes of the logits, some rows at a time. Raises EngineError as the engine does.
+    """
+
+    def __init__(
+        self, folder: Path, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], config: LLMEngineConfig
+    ) -> None:
+        self._device, self._config, self._mode = torch.device(config.device), config, fake_mode()
+        with self._mode:
+            fakes = {
+                name: torch.empty(*shape, dtype=dtype, device=self._device) for name, (dtype, shape) in forms.items()
+            }
+        model = create_any_model(load_config(folder), fakes, self._device, arithmetic=config.arithmetic)
+        with self._mode:  # the cache, but not the frequencies, whose values are looked at
+            self.plan, self._runner = plan_runner(model, config)
+
+    def step_bytes(self) -> int:
+        """Return what the largest steps take: of prompts alone, of completions alone, and of both together.
+
+        Texts are as long as they may be, and their blocks lie here and there.
+        """
+        longest, most = self.plan.max_model_len, self._config.max_num_batched_tokens
+        rows = min(self.plan.max_num_seqs, most)
+        decoding = [(longest - 1, longest)] * rows
+        both = [(longest - 1, longest)] * max(0, rows - 1)
+        steps = [self._prompts(most, longest), decoding, both + self._prompts(most - len(both), longest)]
+        return max(self.record(step).eager_peak() for step in steps)
+
+    @staticmethod
+    def _prompts(num_tokens: int, longest: int) -> list[tuple[int, int]]:
+        """Return the ends of prompts, so many tokens in all."""
+        whole, rest = divmod(num_tokens, longest)
+        return [(0, longest)] * whole + ([(longest - rest, longest)] if rest else [])
+
+    def record(self, spans: Sequence[tuple[int, int]]) -> Recording:
+        """Return the recording of a step over tokens `start` to `end` of a sequence each; one is a completion's."""
+        chunks = []
+        for start, end in spans:
+            num_prompt_tokens = start if end - start == 1 else end
+            blocks = list(range(-(-end // BLOCK_SIZE)))[::-1]
+            sequence = TokenSequence("twin", [0] * end, max(1, num_prompt_tokens), block_table=blocks)
+            chunks.append(Chunk(sequence, start, end, is_last=True))
+        return record(lambda: self._runner.run(chunks), Recorder(self._device, is_fake=True), {}, self._mode)
+
+
+def step_bytes(folder: Path, forms: Mapping[str, tuple[torch.dtype, Sequence[int]]], config: LLMEngineConfig) -> int:
+    """Return what the largest steps of a model take of its device: 0 where that cannot be recorded, as the log says."""
+    try:
+        return StepTwin(folder, forms, config).step_bytes()
+    except Exception as error:  # of any operation of a model that fake tensors have no rule for
+        logger.info("the memory of the steps of %s is not planned: %s", folder.name, error)
+        return 0
