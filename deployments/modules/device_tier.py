@@ -227,15 +227,16 @@ class ArenaTier:
         staying = {name: ref for name, ref in refs.items() if name not in away}
         host_uploads = uploads.again()
         try:
-            found = [acquire(self._arena, staying, working_bytes, workspace_bytes)]
-            for device, share in plan.shares.items():
-                wanted = {name: refs[name] for name in share.names}
-                found.append(acquire(self._others[device], wanted, share.working_bytes))
-            uploads.release()
+            try:
+                found = [acquire(self._arena, staying, working_bytes, workspace_bytes)]
+                for device, share in plan.shares.items():
+                    wanted = {name: refs[name] for name in share.names}
+                    found.append(acquire(self._others[device], wanted, share.working_bytes))
+            finally:
+                uploads.release()
             hosts = host_uploads.views([name for name in refs if name in plan.streamed or name in plan.hosts])
             stream = self._arena.open_stream(plan, hosts) if plan.blocks else None
         except BaseException:
-            uploads.release()
             host_uploads.release()
             self._release(component, holder)
             raise

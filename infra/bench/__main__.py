@@ -48,6 +48,19 @@ def bench_encode(
     print_encode_figures(figures, as_json)
 
 
+@app.command("split")
+def bench_split(as_json: Json = False) -> None:
+    """Measure a language model at half of its device beside accelerate's device_map: bytes over the link, CPU time."""
+    from infra.bench.split import measure_split, print_split
+
+    with _err.status("measuring: takes about half a minute"):
+        rows = measure_split()
+    if as_json:
+        print_json(rows)
+    else:
+        print_split(rows)
+
+
 @app.command("plan")
 def bench_plan(as_json: Json = False) -> None:
     """Predict what forwards take, plan their memory, and split them over devices, all without weights."""

@@ -432,6 +432,24 @@ async def test_what_has_no_room_on_its_devices_is_refused_before_anything_is_loa
     assert used_by(host) == [0, 0]
 
 
+async def test_a_second_device_that_fails_leaves_nothing_leased_on_the_first(
+    store: WeightStore, device: torch.device, second_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise WeightsError("the second one broke")
+
+    host = spread_over(store, (device, second_device), int(0.7 * (whole_bytes(store, "plain") + CACHE)))
+    tier: Any = host._tier
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._others[str(second_device)], "acquire", fail)
+        with pytest.raises(WeightsError, match="the second one broke"):
+            await host.use("plain")
+    assert not +host.provider.leases
+    assert host.arena["leased_bytes"] == 0
+    await engine_of(host, "plain")
+    assert min(used_by(host)) > 0
+
+
 async def test_a_second_device_that_is_not_there_is_refused(store: WeightStore, device: torch.device) -> None:
     with pytest.raises(WeightsError, match=f"no device '{device.type}:7': 2 "):
         spread_over(store, (device, f"{device.type}:7"), 2**20)

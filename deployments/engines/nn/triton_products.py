@@ -33,11 +33,12 @@ def multiply_packed(x: torch.Tensor, weight: PackedWeight, arithmetic: Arithmeti
     y = torch.empty(len(x), num_rows, dtype=x.dtype, device=x.device)
     tile = _FEW_ROWS if len(x) <= _FEW_ROWS and arithmetic == "fast" else _MOST_ROWS
     grid = (triton.cdiv(num_rows, _ROWS_OF_W), triton.cdiv(len(x), tile))
-    _product_kernel[grid](
-        x, data, data if scales is None else scales, y, len(x), num_rows, columns, data.stride(0), max(1, group_size),
-        KIND=kind, PRODUCT=tl.float32 if arithmetic == "exact" else tl.bfloat16,
-        TILE_M=tile, TILE_N=_ROWS_OF_W, TILE_K=_COLUMNS,
-    )  # fmt: skip
+    with torch.cuda.device(x.device):  # triton launches on the current one, which may not be that of this layer
+        _product_kernel[grid](
+            x, data, data if scales is None else scales, y, len(x), num_rows, columns, data.stride(0),
+            max(1, group_size), KIND=kind, PRODUCT=tl.float32 if arithmetic == "exact" else tl.bfloat16,
+            TILE_M=tile, TILE_N=_ROWS_OF_W, TILE_K=_COLUMNS,
+        )  # fmt: skip
     return y
 
 

@@ -36,6 +36,7 @@ def test_every_figure_arrives_with_its_labels_and_to_the_last_byte() -> None:
     hostile = 'a"b\\c\nd'
     arena = {f"{state}_bytes": random.randrange(2**40) for state in ("resident", "leased", "pinned", "lingering")}
     arena |= {"budget_bytes": budget, "device": "sim:0"}
+    second = {**arena, "device": "sim:1", "leased_bytes": random.randrange(2**40)}
     modules = [
         {"component": "model", "models": ["chat", hostile], "kv_blocks": {"used": used, "total": total}},
         {"component": "vae", "models": ["flux"]},
@@ -44,7 +45,7 @@ def test_every_figure_arrives_with_its_labels_and_to_the_last_byte() -> None:
         residency_metrics(
             {
                 "nodes": [node("n", resident_bytes=resident, read_bytes=read_bytes, peer_bytes=peers)],
-                "workers": [replica("w", arena=arena, modules=modules, num_switches=3)],
+                "workers": [replica("w", arena=arena, other_arenas=[second], modules=modules, num_switches=3)],
                 "text_encoders": [replica("t", leased_bytes=7)],
             }
         )
@@ -59,6 +60,7 @@ def test_every_figure_arrives_with_its_labels_and_to_the_last_byte() -> None:
     assert value("atelier_node_read_bytes_total", node="n", source="peers") == peers
     assert value("atelier_device_bytes", **worker, device="sim:0", state="budget") == budget
     assert value("atelier_device_bytes", **worker, device="sim:0", state="pinned") == arena["pinned_bytes"]
+    assert value("atelier_device_bytes", **worker, device="sim:1", state="leased") == second["leased_bytes"]
     assert value("atelier_kv_blocks", **worker, model=f"chat,{hostile}", state="used") == used
     assert value("atelier_kv_blocks", **worker, model=f"chat,{hostile}", state="total") == total
     assert value("atelier_replica_switches_total", **worker) == 3
