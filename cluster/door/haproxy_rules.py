@@ -41,6 +41,7 @@ _SERVER: Final = r"^( +server (\S+) \S+) check\b.*?( backup)?$"
 _HEAD_TIMEOUT_S: Final = 10  # for the head of a request
 # From a replica's node (its kernel; a replica may take its time) before its requests go to another one.
 _SILENT_S: Final = 10
+_ENDS: Final = f"tcp-ut {_SILENT_S}s"  # for what was sent; `srvtcpka` is for what is waited for
 _REQUEST_TIMEOUT_S: Final = 30  # for the first of the body: slow clients hold nothing for longer
 _CROWDED: Final = "server busy; try again in %[var(txn.retry_after)] s"
 
@@ -86,7 +87,6 @@ _DEFAULT_RULES: Final = f"""    timeout http-request {_REQUEST_TIMEOUT_S}s
     srvtcpka-idle 4s
     srvtcpka-intvl 2s
     srvtcpka-cnt {(_SILENT_S - 4) // 2}
-    default-server tcp-ut {_SILENT_S}s
 """
 # The body is waited for first: slow clients take no slot. The slots of a backup count when no other server is up.
 # The times to come back are remembered by model: a chat has room again long before an image. Only models that a replica
@@ -233,12 +233,12 @@ def _bounded(section: str, routed: Collection[str], max_requests: int) -> str:
     `routed` are the names of such backends. Raises ValueError for one whose servers are written in another form.
     """
     name = section.partition("\n")[0].removeprefix("backend ")
-    bounded, count = re.subn(_SERVER, rf"\g<0> maxconn {max_requests}", section, flags=re.MULTILINE)
+    bounded, count = re.subn(_SERVER, rf"\g<0> maxconn {max_requests} {_ENDS}", section, flags=re.MULTILINE)
     if not count:
         if name in routed and re.search(r"^ +server ", section, flags=re.MULTILINE):
             raise ValueError(f"HAProxy's configuration of this Ray has servers of another form in backend {name}")
         return section
-    quick = re.sub(_SERVER, rf"\1 track {name}/\2\3", section, flags=re.MULTILINE)
+    quick = re.sub(_SERVER, rf"\1 track {name}/\2\3 {_ENDS}", section, flags=re.MULTILINE)
     quick = re.sub(r"^ +(?:option httpchk|http-check|default-server) .*\n", "", quick, flags=re.MULTILINE)
     heads = f"backend {name}\n", f"backend {name}-quick\n"
     return quick.replace(heads[0], heads[1], 1) + bounded.replace(

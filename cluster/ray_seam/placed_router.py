@@ -78,11 +78,9 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
             self._looking[name] = asyncio.create_task(self._look_whether_dead(self._by_name[name]))
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
-        """Watch over calls by gRPC, of whose ends Serve tells nobody (Ray 2.60), and which a silent node never ends."""
+        """Watch over calls by gRPC, of whose ends Serve tells nobody (Ray 2.60)."""
         super().on_request_routed(pending_request, replica_id, result)
         result.add_done_callback(partial(self._on_end, replica_id))
-        if self._connecting is None and replica_id.unique_id in self._elsewhere:
-            self._connecting = asyncio.get_running_loop().call_later(CONNECTED_S, self._end_with_peers)
 
     def on_new_queue_len_info(self, replica_id: Any, num_ongoing_requests: int) -> None:
         """Forget that it was out of reach."""
@@ -113,6 +111,9 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         Raises ReplicaUnavailableError when it is gone or out of reach, and while it is found out whether it is dead:
         the ingress asks another one.
         """
+        if self._connecting is None and self._elsewhere:  # now, since a call to a silent node is never accepted
+            later = asyncio.get_running_loop().call_later
+            self._connecting = later(CONNECTED_S / 10, self._end_with_peers, CONNECTED_S)
         name = pending_request.metadata.session_id
         if not name:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
@@ -141,8 +142,9 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         self._routes.setdefault((request.internal_request_id, name), []).append(request.session_id)
         return self._by_name[name]
 
-    def _end_with_peers(self) -> None:
-        self._connecting = None
+    def _end_with_peers(self, again_s: float = 0.0) -> None:
+        again = partial(asyncio.get_running_loop().call_later, again_s, self._end_with_peers)
+        self._connecting = again() if again_s else None
         end_with_peers(set(self._elsewhere.values()))
 
     def _on_end(self, replica_id: Any, call: Any) -> None:

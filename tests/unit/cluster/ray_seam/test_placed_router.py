@@ -149,24 +149,24 @@ async def test_a_replica_in_doubt_gets_no_requests_until_it_was_looked_at(
 
 
 async def test_connections_to_replicas_elsewhere_end_with_their_node(
-    router: PlacedRouter, replicas: list[Replica], call: grpc.aio.Call, monkeypatch: pytest.MonkeyPatch
+    router: PlacedRouter, replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Looked for soon after a call begins, and once more: the connection may take its time."""
     ending: list[set[tuple[str, int]]] = []
-    monkeypatch.setattr(placed_router, "CONNECTED_S", 0.0)
+    monkeypatch.setattr(placed_router, "CONNECTED_S", 0.001)
     monkeypatch.setattr(placed_router, "end_with_peers", ending.append)
-    router.on_request_routed(pending("a"), replicas[0].replica_id, Result(call))
-    assert router._connecting is None, "it is on the same node"
+    await router._choose_replica_for_request(pending("a"))
+    assert router._connecting is None, "all are on the same node"
     address = {"node_id": "elsewhere", "node_ip": "10.0.0.2", "port": 7000}
     router._create_replica_wrapper_func = lambda _: replicas[1]
     for name in ("b", "gone"):
         router.create_replica_wrapper(SimpleNamespace(replica_id=ReplicaID(name, WORKER), **address))
         address |= {"port": 7001}
     router.update_replicas(replicas)
-    for replica in reversed(replicas):
-        router.on_request_routed(pending("b"), replica.replica_id, Result(call))
-    await until(lambda: ending)
-    await asyncio.sleep(0)
-    assert ending == [{("10.0.0.2", 7000)}]
+    for _ in range(3):
+        await router._choose_replica_for_request(pending("b"))
+    await until(lambda: router._connecting is None)
+    assert ending == [{("10.0.0.2", 7000)}] * 2
 
 
 async def test_a_call_that_was_cancelled_casts_no_doubt(
