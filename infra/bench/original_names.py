@@ -207,7 +207,7 @@ _FLUX_NORMS = {
 
 def flux(state: Mapping[str, torch.Tensor], num_double: int, num_single: int) -> Tensors:
     """Flux's transformer: queries, keys and values in one matrix, in single blocks the feed forward's too."""
-    result = {}
+    result: Tensors = {}
     for leaf in ("weight", "bias"):
         ends = {new: f"{old}.{leaf}" for old, new in _FLUX_ENDS.items() if f"{old}.{leaf}" in state}
         result |= {f"{new}.{leaf}": state[old] for new, old in ends.items()}

@@ -26,7 +26,6 @@ from unit.deployments.engines.stock.tiny_classes import (
     sdxl,
     small,
     stirred,
-    wan_net,
 )
 from unit.deployments.engines.stock.tiny_clips import ltx
 from unit.deployments.engines.stock.tiny_pipelines import (
@@ -160,7 +159,14 @@ def z_image_omni() -> dict[str, Any]:
 
 def helios() -> dict[str, Any]:
     """It makes a video chunk by chunk, and knows the ones before by their age."""
-    net = wan_net(diffusers.HeliosTransformer3DModel, rope_dim=(4, 4, 4), num_layers=2)
+    net = small(
+        diffusers.HeliosTransformer3DModel,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        rope_dim=(4, 4, 4),
+        num_layers=2,
+    )
     scheduler = diffusers.HeliosScheduler(stage_range=[0, 1], stages=1, use_dynamic_shifting=True)
     return {"transformer": net, "scheduler": scheduler, "tokenizer": t5_tokenizer()}
 
