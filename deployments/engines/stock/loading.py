@@ -42,9 +42,9 @@ class StockModel:
         """Load the parts. Raises EngineError for one that is missing or cannot be loaded."""
         self.cls = pipeline_class(class_name)
         self.modules = dict(modules)
-        for module in modules.values():
-            if type(module).__name__ in _ONLY_IN_TILES:
-                module.enable_tiling()
+        tiled: list[Any] = [module for module in modules.values() if type(module).__name__ in _ONLY_IN_TILES]
+        for module in tiled:
+            module.enable_tiling()
         self._folder = folder
         self._index = read_config(folder / "model_index.json")
         check_parts(class_name, folder, self._index)
