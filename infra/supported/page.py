@@ -63,7 +63,6 @@ What was not compared, and why, as far as it is known:
   has, and a module that the installed transformers' `CLIPTextModel` has no more.
 - Classes that diffusers keeps in its folder `deprecated` with parts of their own (`AltDiffusionPipeline`,
   `UnCLIPPipeline`, `PaintByExamplePipeline`, `KarrasVePipeline`, ...): it does not find these in a folder.
-- `AllegroPipeline` decodes in tiles only, which nothing here turns on.
 - `MusicLDMPipeline` does not run with the installed transformers, whose `ClapModel` returns another kind of object.
 - `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes and
   `StableAudio3AudioToAudioPipeline`, which want videos or sound as tensors: a request brings plain values, images and

@@ -19,6 +19,7 @@ from deployments.engines.stock.text_parts import text_parts
 # Classes that the long tests run with tiny random parts beside diffusers, which make the same; families beside them.
 COMPARED: Final = (
     "AceStepPipeline",
+    "AllegroPipeline",
     "AmusedImg2ImgPipeline",
     "AmusedInpaintPipeline",
     "AmusedPipeline",
@@ -83,6 +84,7 @@ COMPARED: Final = (
     "IFInpaintingSuperResolutionPipeline",
     "IFPipeline",
     "IFSuperResolutionPipeline",
+    "Ideogram4Pipeline",
     "JoyImageEditPipeline",
     "JoyImageEditPlusPipeline",
     "Kandinsky3Img2ImgPipeline",
@@ -119,6 +121,7 @@ COMPARED: Final = (
     "Lumina2Pipeline",
     "LuminaPipeline",
     "MochiPipeline",
+    "MotifVideoPipeline",
     "NucleusMoEImagePipeline",
     "OvisImagePipeline",
     "PIAPipeline",
@@ -169,6 +172,7 @@ COMPARED: Final = (
     "StableDiffusionGLIGENTextImagePipeline",
     "StableDiffusionImageVariationPipeline",
     "StableDiffusionInstructPix2PixPipeline",
+    "StableDiffusionLatentUpscalePipeline",
     "StableDiffusionModelEditingPipeline",
     "StableDiffusionPAGImg2ImgPipeline",
     "StableDiffusionPAGInpaintPipeline",

@@ -6,7 +6,7 @@ import copy
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import AutoTokenizer, ProcessorMixin
@@ -19,6 +19,8 @@ from deployments.engines.library_seam import pipeline_arguments
 from deployments.engines.processors import load_image_processor
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
+
+_ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
 
 
 def pipeline_class(class_name: str) -> type[Any]:
@@ -40,6 +42,9 @@ class StockModel:
         """Load the parts. Raises EngineError for one that is missing or cannot be loaded."""
         self.cls = pipeline_class(class_name)
         self.modules = dict(modules)
+        tiled: list[Any] = [module for module in modules.values() if type(module).__name__ in _ONLY_IN_TILES]
+        for module in tiled:
+            module.enable_tiling()
         self._folder = folder
         self._index = read_config(folder / "model_index.json")
         check_parts(class_name, folder, self._index)

@@ -10,6 +10,7 @@ from diffusers.pipelines.ace_step.modeling_ace_step import AceStepConditionEncod
 from diffusers.pipelines.ltx.modeling_latent_upsampler import LTXLatentUpsamplerModel
 from diffusers.pipelines.stable_audio_3.modeling_stable_audio_3 import StableAudio3DurationEmbedder
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+from transformers.models.t5gemma2.modeling_t5gemma2 import T5Gemma2Encoder
 from unit.deployments.engines.stock.tiny_classes import (
     IMAGE,
     SIZE,
@@ -19,12 +20,12 @@ from unit.deployments.engines.stock.tiny_classes import (
     changed,
     clip_vision,
     fibo,
+    flow,
     hunyuan_video,
     image_processor,
     sdxl,
     small,
     stirred,
-    wan_net,
 )
 from unit.deployments.engines.stock.tiny_clips import ltx
 from unit.deployments.engines.stock.tiny_pipelines import (
@@ -158,7 +159,14 @@ def z_image_omni() -> dict[str, Any]:
 
 def helios() -> dict[str, Any]:
     """It makes a video chunk by chunk, and knows the ones before by their age."""
-    net = wan_net(diffusers.HeliosTransformer3DModel, rope_dim=(4, 4, 4), num_layers=2)
+    net = small(
+        diffusers.HeliosTransformer3DModel,
+        attention_head_dim=12,
+        in_channels=16,
+        out_channels=16,
+        rope_dim=(4, 4, 4),
+        num_layers=2,
+    )
     scheduler = diffusers.HeliosScheduler(stage_range=[0, 1], stages=1, use_dynamic_shifting=True)
     return {"transformer": net, "scheduler": scheduler, "tokenizer": t5_tokenizer()}
 
@@ -192,6 +200,70 @@ def stable_audio_3() -> dict[str, Any]:
         "tokenizer": byte_tokenizer(),
         "duration_embedder": StableAudio3DurationEmbedder(output_dim=16, fourier_dim=16),
     }
+
+
+def latent_upscale() -> dict[str, Any]:
+    across = "KCrossAttnDownBlock2D", "KCrossAttnUpBlock2D"
+    net = diffusers.UNet2DConditionModel(
+        act_fn="gelu",
+        attention_head_dim=8,
+        norm_num_groups=None,
+        block_out_channels=[32, 32, 64, 64],
+        time_cond_proj_dim=144,  # of the noise's level, 128, and of the text
+        conv_in_kernel=1,
+        conv_out_kernel=1,
+        cross_attention_dim=16,
+        down_block_types=("KDownBlock2D", *across[:1] * 3),
+        in_channels=8,
+        mid_block_type=None,
+        out_channels=5,
+        resnet_time_scale_shift="scale_shift",
+        time_embedding_type="fourier",
+        timestep_post_act="gelu",
+        up_block_types=(*across[1:] * 3, "KUpBlock2D"),
+        layers_per_block=1,
+    )
+    return {"unet": net, "scheduler": diffusers.EulerDiscreteScheduler(prediction_type="sample")}
+
+
+def motif(**own: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 512, "num_key_value_heads": 1, "head_dim": 8, "dropout_rate": 0.0}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    encoder = T5Gemma2Encoder(transformers.T5Gemma2EncoderConfig(text_config=text, vision_config=vision))
+    return {
+        "transformer": small(
+            diffusers.MotifVideoTransformer3DModel,
+            in_channels=33,
+            out_channels=16,
+            rope_axes_dim=(2, 2, 4),
+            mlp_ratio=2.0,
+            **own,
+        ),
+        "text_encoder": encoder,
+        "guider": diffusers.ClassifierFreeGuidance(),
+        "tokenizer": byte_tokenizer(),
+        "scheduler": flow(),
+    }
+
+
+def allegro() -> dict[str, Any]:
+    """Its VAE works in tiles alone, and a stock pipeline has to be told so."""
+    decoder = diffusers.AutoencoderKLAllegro(
+        block_out_channels=(8, 8, 8, 8), layers_per_block=1, norm_num_groups=2, sample_size=64
+    )
+    decoder.enable_tiling()
+    net = small(
+        diffusers.AllegroTransformer3DModel,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        sample_height=8,
+        sample_width=8,
+        sample_frames=8,
+        cross_attention_dim=24,
+    )
+    return {"transformer": net, "vae": decoder, "tokenizer": t5_tokenizer()}
 
 
 def ace_step() -> dict[str, Any]:
@@ -230,8 +302,10 @@ PLAIN: Final = {**SIZE, "use_resolution_binning": False}
 CHUNKS: Final = {**VIDEO, "num_latent_frames_per_chunk": 2}
 FURTHER_CASES: dict[str, Case] = {
     "AceStepPipeline": Case(ace_step, {"audio_duration": 0.5}),
+    "AllegroPipeline": Case(allegro, {"height": 16, "width": 16, "num_frames": 8, "max_sequence_length": 16}),
     "HeliosPipeline": Case(helios, CHUNKS),
     "HeliosPyramidPipeline": Case(helios, {**CHUNKS, "pyramid_num_inference_steps_list": [1]}),
+    "MotifVideoPipeline": Case(motif, {**VIDEO, "num_frames": 5}),
     "PRXPipeline": Case(lambda: prx(vae=vae(shift_factor=0.1)), PLAIN),
     "PRXPixelPipeline": Case(lambda: prx(3), PLAIN),
     "StableAudio3Pipeline": Case(stable_audio_3, {"duration": 1.0}),
@@ -258,6 +332,7 @@ FURTHER_CASES: dict[str, Case] = {
         SIZE,
         ("video:9",),
     ),
+    "StableDiffusionLatentUpscalePipeline": Case(latent_upscale, {}, IMAGE),
     "StableDiffusionControlNetXSPipeline": Case(lambda: xs(unet(layers_per_block=2, sample_size=16)), SIZE, IMAGE),
     "StableDiffusionXLControlNetXSPipeline": Case(
         lambda: sdxl(**xs(unet(**TIMED, layers_per_block=2, sample_size=16), cross_attention_dim=32)), SIZE, IMAGE

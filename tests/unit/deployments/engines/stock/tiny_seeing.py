@@ -7,7 +7,7 @@ from typing import Any, Final
 import diffusers
 import transformers
 from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, changed, small, stirred
-from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, qwen_image, vae
+from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, flux2_klein, qwen_image, vae
 
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _ROLES: Final = (
@@ -29,7 +29,9 @@ def processor(name: str = "Qwen2VLProcessor", patch: int = PATCH, template: str 
     sizes = {"min_pixels": (2 * patch) ** 2, "max_pixels": (4 * patch) ** 2}
     images = transformers.Qwen2VLImageProcessorPil(patch_size=patch, **sizes)
     own = {"check_argument_for_proper_class": lambda *_: None, "save_pretrained": _save, "__module__": cls.__module__}
-    return type(name, (cls,), own)(image_processor=images, tokenizer=seeing_tokenizer(), chat_template=template)
+    return type(name, (cls,), own)(
+        image_processor=images, tokenizer=seeing_tokenizer(chat_template=template), chat_template=template
+    )
 
 
 def _save(processor: Any, folder: Any, **_: Any) -> None:
@@ -207,6 +209,29 @@ def dreamlite() -> dict[str, Any]:
     return {"unet": stirred(net), "vae": decoder, **qwen3_reader()}
 
 
+def ideogram() -> dict[str, Any]:
+    """Two denoisers, with and without a text, of which it takes thirteen layers."""
+
+    def net() -> Any:
+        return small(
+            diffusers.Ideogram4Transformer2DModel,
+            in_channels=16,
+            attention_head_dim=16,
+            intermediate_size=16,
+            adaln_dim=16,
+            llm_features_dim=13 * 16,
+            mrope_section=(4, 2, 2),
+        )
+
+    return {
+        "transformer": net(),
+        "unconditional_transformer": net(),
+        "vae": flux2_klein().components["vae"],
+        "text_encoder": qwen3_vl(transformers.Qwen3VLModel, layers=36),
+        "tokenizer": seeing_tokenizer(),
+    }
+
+
 def qwen_image_21() -> dict[str, Any]:
     """It drops the tokens before the prompt, which it counts by the template of the chat."""
     net = small(
@@ -238,6 +263,7 @@ K5_VIDEO: Final = {**SIZE, "num_frames": 5, "max_sequence_length": 16}
 SEEING_CASES: dict[str, Case] = {
     "DreamLiteMobilePipeline": Case(dreamlite, SIZE),
     "DreamLitePipeline": Case(dreamlite, SIZE),
+    "Ideogram4Pipeline": Case(ideogram, {**SIZE, "max_sequence_length": 64, "guidance_schedule": [7.0, 3.0]}),
     "JoyImageEditPipeline": Case(lambda: joy(diffusers.JoyImageEditTransformer3DModel), SIZE, IMAGE),
     "JoyImageEditPlusPipeline": Case(lambda: joy(diffusers.JoyImageEditPlusTransformer3DModel), SIZE, ("images:2",)),
     "Kandinsky5T2VPipeline": Case(kandinsky5, K5_VIDEO),
