@@ -34,7 +34,7 @@ from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
 from weights.base_pipeline import BasePipeline, open_base
 from weights.dtypes import cast_target, tensor_nbytes
-from weights.errors import AdapterError, WeightsError
+from weights.errors import AdapterError, BudgetExceeded, WeightsError
 from weights.externalize import mark_settings, stored_dtypes
 from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint
@@ -381,7 +381,8 @@ def _layer_mistakes(
             plan_layers(sizes, budgets, model.gpu_layers, model.id, has_host=has_host)
     except WeightsError as error:
         key = "gpu_layers" if model.gpu_layers != AUTO else None
-        yield (*keys, key) if key else keys, f"{error} (worker.{settings.weights_budget_key})"
+        where = f" (worker.{settings.weights_budget_key})" if isinstance(error, BudgetExceeded) else ""
+        yield (*keys, key) if key else keys, f"{error}{where}"
 
 
 _DENOISERS: Final = frozenset(family.denoiser_name for family in FAMILIES.values())
