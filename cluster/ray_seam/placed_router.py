@@ -143,9 +143,9 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         return self._by_name[name]
 
     def _end_with_peers(self, again_s: float = 0.0) -> None:
-        again = partial(asyncio.get_running_loop().call_later, again_s, self._end_with_peers)
-        self._connecting = again() if again_s else None
-        end_with_peers(set(self._elsewhere.values()))
+        loop = asyncio.get_running_loop()
+        self._connecting = loop.call_later(again_s, self._end_with_peers) if again_s else None
+        loop.run_in_executor(None, end_with_peers, set(self._elsewhere.values()))  # an ingress has thousands of files
 
     def _on_end(self, replica_id: Any, call: Any) -> None:
         if isinstance(call, grpc.aio.Call) and not call.cancelled():

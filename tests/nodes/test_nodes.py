@@ -29,7 +29,7 @@ def disturbed(
         disturb()
         load.more(after)
     seen = load.figures
-    print(f"| {what} | {seen.requests} | {len(seen.lost)} | {len(seen.wrong)} | {seen.gap_s:.1f} |")
+    print(f"| {what} | {seen.requests} | {len(seen.lost)} | {len(seen.wrong)} | {seen.gap_s:.1f} |", *seen.lost)
     assert (seen.lost, seen.wrong) == ([], [])
     return expected
 
@@ -70,6 +70,19 @@ def test_two_clusters_on_one_ray(cluster: ThreeNodes) -> None:
     expected = disturbed(cluster, "second cluster comes and goes", come_and_go)
     assert answers == expected
     assert cluster.asked(f"{url}/healthz") == {}
+
+
+def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
+    """`tests/e2e/test_applied.py` has a change of each kind, on one node."""
+
+    def apply() -> None:
+        assert "models, adapters and limits are those of the config" in cluster.apply(admission={"max_waiting": 77})
+
+    try:
+        disturbed(cluster, "limits applied", apply)
+    finally:
+        cluster.apply()
+    assert "nothing to change" in cluster.apply()
 
 
 def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:

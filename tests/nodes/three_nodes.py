@@ -38,6 +38,7 @@ ENVIRONMENT: Final = {
 }
 ATELIER: Final = (sys.executable, "-m", "deployments.cli.main")
 START_S, WHOLE_S, END_S, ANSWER_S = 420.0, 300.0, 120.0, 60.0
+APPLY_S: Final = 400.0
 NUM_CLIENTS: Final = 2
 QUESTIONS: Final[list[tuple[str, dict[str, Any]]]] = [
     ("chat/completions", {"model": "adder", "messages": [{"role": "user", "content": "What is 12 + 7?"}]}),
@@ -108,6 +109,13 @@ class ThreeNodes:
     def down(self, name: str) -> str:
         """Run `atelier down NAME` on the head, and return what it printed."""
         return self.head.run(*ATELIER, "down", name, env=ENVIRONMENT)
+
+    def apply(self, **changed: Any) -> str:
+        """Run `atelier apply` of the first cluster's config with these sections changed, and return what it printed."""
+        fields = _fields("studio")
+        fields |= {key: fields.get(key, {}) | value for key, value in changed.items()}
+        (self._folder / "head" / "studio.yaml").write_text(yaml.safe_dump(fields))
+        return self.head.run(*ATELIER, "apply", "/mnt/studio.yaml", "--insecure", env=ENVIRONMENT, timeout_s=APPLY_S)
 
     def _start(self, node: Node, name: str, *command: str) -> subprocess.Popen[str]:
         with (self._folder / f"{name}.log").open("a") as log:
