@@ -72,7 +72,7 @@ class TextEncoderService(ModelReplica):
         settings = config.text_encoder
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
-        builder = TextEncoderBuilder()
+        builder = TextEncoderBuilder(settings.torch_device)
         self._programs = builder.programs
         await self._open(config, f"encoder-{self._name}", settings, builder)
         self._padding = EncodeCounter()

@@ -144,12 +144,12 @@ def is_part_of_text(component: Component) -> bool:
 class TextEncoderBuilder:
     """A builder of text encoders, and of the LoRAs that change them.
 
-    Modules come from `skeletons`; tokenizers are kept and used again.
+    Modules come from `skeletons`; tokenizers are kept and used again. Programs are prepared for `device`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         self.skeletons = SkeletonPool()
-        self.programs = BoundPrograms()
+        self.programs = BoundPrograms(device=device)
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
 
