@@ -74,7 +74,7 @@ class TextEncoderService(ModelReplica):
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
         book = FootprintBook(torch.device(settings.torch_device))
-        builder = TextEncoderBuilder(book)
+        builder = TextEncoderBuilder(book, settings.torch_device)
         factory = ComponentFactory(builder, builder.retire, footprints=book)
         self._programs = builder.programs
         await self._open(config, f"encoder-{self._name}", settings, builder, factory=factory)

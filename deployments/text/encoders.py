@@ -147,12 +147,13 @@ def is_part_of_text(component: Component) -> bool:
 class TextEncoderBuilder:
     """A builder of text encoders, and of the LoRAs that change them.
 
-    Modules come from `skeletons`; tokenizers are kept and used again. What forwards take is in `footprints`.
+    Modules come from `skeletons`; tokenizers are kept and used again. What forwards take is in `footprints`. Programs
+    are prepared for `device`.
     """
 
-    def __init__(self, footprints: FootprintBook | None = None) -> None:
+    def __init__(self, footprints: FootprintBook | None = None, device: str = "cpu") -> None:
         self.skeletons = SkeletonPool()
-        self.programs = BoundPrograms()
+        self.programs = BoundPrograms(device=device)
         self._footprints = footprints
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[Path, Any] = OrderedDict()

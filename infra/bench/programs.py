@@ -6,13 +6,13 @@ Times are CPU milliseconds of one thread, sides in turn, so that other work on t
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any, Final
@@ -38,10 +38,18 @@ from weights.programs.storing import program_tensors
 from weights.store import WeightStore
 
 MODELS: Final = Path(__file__).parents[1] / "demo/models"
-COMPILE_S: Final = 900
+COMPILE_S: Final = 1800
 CLIENTS: Final = 20
 _ROWS, _LENGTH = 64, 128
 _INPUTS: Final = ("input_ids", "attention_mask")
+_MIN_CALLS: Final = 5
+PARTS: Final = ("merging", "bert", "rebind", "unet", "shared")
+_WAYS: Final = ("module", "program", "compiled", "ONNX", "onnxruntime")
+_RATIOS: Final = {
+    "compiled / module": ("compiled", "module"),
+    "/ program": ("compiled", "program"),
+    "ONNX / onnxruntime": ("ONNX", "onnxruntime"),
+}
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -105,27 +113,29 @@ class Programs:
         return program, time.perf_counter() - begin_s
 
 
-def measure_programs(seconds: float, seed: int) -> dict[str, Any]:
-    """Measure speeds for about so many seconds, and the rest."""
+def measure_programs(
+    seconds: float, seed: int, names: Sequence[str] = PARTS
+) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Measure part by part: yield the name of each and its rows. A speed takes about so many seconds."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     with tempfile.TemporaryDirectory() as folder:
         programs = Programs(Path(folder))
+        parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "merging": lambda: [asyncio.run(_merging(programs.bind("bert")))],
+            "bert": lambda: _bert_speeds(programs, berts["bert"], seconds),
+            "rebind": lambda: [_rebinds(programs)],
+            "unet": lambda: [_unet_speed(programs, seconds)],
+            "shared": lambda: [_shared(programs)],
+        }
         berts = {name: _demo_bert() for name in ("bert", "tuned")}
         ids = {"input_ids": torch.randint(1, 6000, (3, 5)), "attention_mask": torch.ones(3, 5, dtype=torch.long)}
         sizes = {0: Dim("rows", min=1, max=_ROWS), 1: Dim("length", min=1, max=_LENGTH)}
         for name, bert in berts.items():
             programs.export(name, bert, ids, dict.fromkeys(ids, sizes))
             _put_onnx(programs, f"{name}-onnx", bert)
-        unet = _Unet(diffusers.UNet2DConditionModel.from_pretrained(MODELS / "digits-sdxl/unet").float()).eval()
-        given = _unet_inputs(unet.unet, 2)
-        programs.export("unet", unet, given, None)
-        figures: dict[str, Any] = {"speed": list(_speeds(programs, berts["bert"], unet, given, seconds))}
-        figures["rebind"] = _rebinds(programs)
-        figures["merging"] = asyncio.run(_merging(programs.bind("bert")))
-    with tempfile.TemporaryDirectory() as folder:
-        figures["shared"] = _shared(Programs(Path(folder)))
-    return figures
+        for name in names:
+            yield name, parts[name]()
 
 
 def _demo_bert() -> BertModel:
@@ -166,30 +176,40 @@ def _unet_inputs(unet: nn.Module, rows: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _speeds(programs: Programs, bert: BertModel, unet: nn.Module, given: Tensors, seconds: float) -> Any:
-    """Yield a row for each program and size: the least and the median milliseconds of each way."""
-    plain = {name: programs.bind(name, BoundPrograms()) for name in ("bert", "unet")}
-    compiled = {name: programs.compiled(name) for name in plain}
+def _bert_speeds(programs: Programs, bert: BertModel, seconds: float) -> list[dict[str, Any]]:
+    """Return a row for each size: the least and the median milliseconds of each way."""
+    plain = programs.bind("bert", BoundPrograms())
+    compiled, compile_s = programs.compiled("bert")
     ours = programs.bind("bert-onnx")
     session = _plain_session(programs.folder / "bert-onnx.onnx")
-    for rows, length in ((1, 16), (8, 32), (32, 64)):
-        ids = torch.randint(1, 6000, (rows, length))
+    rows = []
+    for size in ((1, 16), (8, 32), (32, 64)):
+        ids = torch.randint(1, 6000, size)
         texts = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         arrays = {name: tensor.numpy() for name, tensor in texts.items()}
         ways: dict[str, Callable[[], Any]] = {
-            "module": lambda: bert(**texts),  # noqa: B023
-            "program": lambda: plain["bert"](texts),  # noqa: B023
-            "compiled": lambda: compiled["bert"][0](texts),  # noqa: B023
-            "ONNX": lambda: ours(texts),  # noqa: B023
-            "onnxruntime": lambda: session.run(None, arrays),  # noqa: B023
+            "module": partial(bert, **texts),
+            "program": partial(plain, texts),
+            "compiled": partial(compiled, texts),
+            "ONNX": partial(ours, texts),
+            "onnxruntime": partial(session.run, None, arrays),
         }
-        yield _row(f"BERT, {rows} x {length} tokens", ways, seconds / 4, compiled["bert"][1])
-    ways = {
-        "module": lambda: unet(**given),
-        "program": lambda: plain["unet"](given),
-        "compiled": lambda: compiled["unet"][0](given),
+        rows.append(_row(f"BERT, {size[0]} x {size[1]} tokens", ways, seconds / 3, compile_s))
+    return rows
+
+
+def _unet_speed(programs: Programs, seconds: float) -> dict[str, Any]:
+    unet = _Unet(diffusers.UNet2DConditionModel.from_pretrained(MODELS / "digits-sdxl/unet").float()).eval()
+    given = _unet_inputs(unet.unet, 2)
+    programs.export("unet", unet, given, None)
+    plain = programs.bind("unet", BoundPrograms())
+    compiled, compile_s = programs.compiled("unet")
+    ways: dict[str, Callable[[], Any]] = {
+        "module": partial(unet, **given),
+        "program": partial(plain, given),
+        "compiled": partial(compiled, given),
     }
-    yield _row("UNet, 2 rows of 64 px", ways, seconds / 4, compiled["unet"][1])
+    return _row("UNet, 2 rows of 64 px", ways, seconds, compile_s)
 
 
 def _plain_session(path: Path) -> Any:
@@ -205,7 +225,7 @@ def _row(name: str, ways: Mapping[str, Callable[[], Any]], seconds: float, compi
     with torch.no_grad():
         for run in (*ways.values(), *ways.values()):
             run()
-        while time.perf_counter() < end_s:
+        while len(times["module"]) < _MIN_CALLS or time.perf_counter() < end_s:
             for way, run in ways.items():
                 begin_s = time.thread_time()
                 run()
@@ -219,6 +239,7 @@ def _rebinds(programs: Programs) -> dict[str, float]:
     """Return the CPU ms of a switch to a fine-tune whose tensors the node holds: the least of many."""
     plain = BoundPrograms()
     kinds = {"exported": ("tuned", plain), "compiled": ("tuned", programs.graphs), "ONNX": ("tuned-onnx", plain)}
+    programs.compiled("tuned")
     found = {}
     for kind, (name, graphs) in kinds.items():
         programs.bind(name, graphs)
@@ -304,22 +325,21 @@ def _run_table(programs: Programs, is_compiled: bool) -> None:
     program({"features": torch.rand(2, 256)})
 
 
-def print_programs(figures: Mapping[str, Any]) -> None:
-    """Print the figures as a table and lines."""
-    ways = ("module", "program", "compiled", "ONNX", "onnxruntime")
-    table = Table("median CPU ms", "calls", *ways, "compiled / module", "/ program", "ONNX / onnxruntime", "compile s")
-    for row in figures["speed"]:
+def print_part(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print a part as a table."""
+    table = Table(
+        *(rows[0] if name not in ("bert", "unet") else ("median CPU ms", "calls", *_WAYS, *_RATIOS, "compile s"))
+    )
+    for row in rows:
+        if name not in ("bert", "unet"):
+            table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+            continue
         times = row["ms"]
-        ratios = [("compiled", "module"), ("compiled", "program"), ("ONNX", "onnxruntime")]
         table.add_row(
             row["program"],
             str(row["calls"]),
-            *(f"{times[way]:.3f}" if way in times else "" for way in ways),
-            *(f"{times[one] / times[other]:.2f}" if one in times else "" for one, other in ratios),
+            *(f"{times[way]:.3f}" if way in times else "" for way in _WAYS),
+            *(f"{times[one] / times[other]:.2f}" if one in times else "" for one, other in _RATIOS.values()),
             f"{row['compile_s']:.0f}",
         )
-    console = Console(width=180)
-    console.print(table)
-    console.print("a switch to a fine-tune, CPU ms:", json.dumps(figures["rebind"]))
-    console.print("twenty clients at once:", json.dumps(figures["merging"]))
-    console.print("two processes' memory / the weights:", json.dumps(figures["shared"]))
+    Console(width=180).print(name, table)

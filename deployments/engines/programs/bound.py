@@ -83,9 +83,10 @@ class _Graph:
 
 
 class BoundPrograms:
-    """The graphs of a replica, each read once for all programs that have it. Thread-safe."""
+    """The graphs of a replica on `device`, each read once for all programs that have it. Thread-safe."""
 
-    def __init__(self, max_graphs: int = MAX_GRAPHS, packages: Path | None = None) -> None:
+    def __init__(self, max_graphs: int = MAX_GRAPHS, packages: Path | None = None, device: str = "cpu") -> None:
+        self._device = device
         self._max_graphs = max_graphs
         self._packages = packages or cache_folder() / "compiled"
         self._lock = threading.Lock()
@@ -126,7 +127,7 @@ class BoundPrograms:
         if component.format == "onnx":
             onnxruntime()  # a session is of its weights
             return
-        self._graph(component, folder, torch.device("cpu"))
+        self._graph(component, folder, torch.device(self._device))
 
     def compile(self, component: Component) -> None:
         """Have the graph of a program compiled, for all that have it, from the next time on that it is asked for."""
