@@ -51,10 +51,10 @@ class FootprintBook:
     `memory` has the books in which the device's forwards take room, None where nobody counts it.
     """
 
-    def __init__(self, device: torch.device, bounds: BatchBounds = DEFAULT_BOUNDS) -> None:
+    def __init__(self, device: str, bounds: BatchBounds = DEFAULT_BOUNDS) -> None:
         self.memory: DeviceArena | None = None
         self.steps: dict[str, int] = {}  # by structure, what the largest step of a language model takes
-        self._device = device
+        self._device = device  # by name: `sim` is no device of torch's before it is opened
         self._bounds = bounds
         self._lock = threading.Lock()
         self._known: OrderedDict[Hashable, _Known] = OrderedDict()
@@ -78,7 +78,7 @@ class FootprintBook:
         from deployments.engines.text.footprints import TextFootprints, make_text_twin
 
         with self._lock:
-            new = TextFootprints(partial(make_text_twin, component, folder, self._device))
+            new = TextFootprints(partial(make_text_twin, component, folder, torch.device(self._device)))
             found = self._texts.setdefault(structure_of(component), new)
             while len(self._texts) > MAX_STRUCTURES:
                 self._texts.popitem(last=False)
@@ -142,7 +142,7 @@ class FootprintBook:
                 return
             try:
                 if known.twin is None:
-                    known.twin = make_twin(manifest, folder, self._device)
+                    known.twin = make_twin(manifest, folder, torch.device(self._device))
                 known.footprints |= known.twin.footprints(height, width, text_length, self._bounds, adapters)
             except Exception as error:  # of any operation of a model that fake tensors have no rule for
                 known.is_hopeless = not adapters  # else it may be the adapters'

@@ -66,7 +66,7 @@ class ComponentBuilder:
         self._settings = settings
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._cache_bytes: dict[str, int] = {}  # by module key
-        self.footprints = FootprintBook(torch.device(settings.torch_device), batch_bounds(settings))
+        self.footprints = FootprintBook(settings.torch_device, batch_bounds(settings))
         self._encoders = TextEncoderBuilder(self.footprints)
         self._layer_caches: dict[str, Sequence[int] | None] = {}
         self._node_threads = node_threads(settings)

@@ -73,7 +73,7 @@ class TextEncoderService(ModelReplica):
         settings = config.text_encoder
         self._cache = EncodingCache(settings.cache_bytes)
         self._name = serve.get_replica_context().replica_id.unique_id
-        book = FootprintBook(torch.device(settings.torch_device))
+        book = FootprintBook(settings.torch_device)
         builder = TextEncoderBuilder(book, settings.torch_device)
         factory = ComponentFactory(builder, builder.retire, footprints=book)
         self._programs = builder.programs

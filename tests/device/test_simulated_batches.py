@@ -117,7 +117,7 @@ async def test_two_rows_of_room_are_two_rows_at_once(
     manifest, requests = store.manifest(model), requests_of(model, 5)
     texts = Host(store, "cpu")
     expected = await draw_all(Host(store, str(device)), texts, requests)
-    book = FootprintBook(device, batch_bounds(WorkerConfig(device=str(device))))
+    book = FootprintBook(str(device), batch_bounds(WorkerConfig(device=str(device))))
     weights = sum(
         -(-ref.nbytes // 512) * 512
         for ref in {
