@@ -104,6 +104,11 @@ class ModuleBudget:
     others: Sequence[str] = ()
     host_bytes: int | None = 0
 
+    @property
+    def is_host(self) -> bool:
+        """Tell whether it is the host's memory: there is no other device to leave layers off."""
+        return self.device in ("cpu", "cpu-private")
+
     @classmethod
     def of(cls, settings: ModelReplicaConfig, section: str) -> ModuleBudget:
         """Return the budget that a section of the config gives each replica."""
@@ -180,21 +185,7 @@ class ModuleCache:
         self._tier: DeviceTier = open_tier(budget.device, provider, budget.nbytes, budget.others)
         if factory.footprints is not None:
             factory.footprints.memory = self.forward_memory
-        streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, self._tier.size_of)
-        is_host = budget.device in ("cpu", "cpu-private")  # where there is no other device to leave layers off
-        placing = LayerPlacing(
-            factory.layer_caches, self._tier.size_of, factory.streams_layers, budget.others, budget.host_bytes
-        )
-        self.planner = PartsPlanner(
-            budget.nbytes,
-            self._tier.size_of,
-            factory.working_memory,
-            self.skeleton,
-            streaming,
-            self._workspace_bytes,
-            None if is_host else placing,
-            is_on_node=kept is not None,
-        )
+        self.planner = self._open_planner(budget, factory)
         self._loop: asyncio.AbstractEventLoop | None = None
         is_called_back = kept.is_called_back if kept else lambda extents: False
         self._modules = ResidentModules(
@@ -205,7 +196,7 @@ class ModuleCache:
             is_called_back,
             budget.name,
             devices=budget.others,
-            host_bytes=0 if is_host else budget.host_bytes or 0,
+            host_bytes=0 if budget.is_host else budget.host_bytes or 0,
         )
         self._filler = SlotFiller(
             self._modules, self.manifests, self._tier, factory.build, self.skeleton, report, clock
@@ -213,6 +204,21 @@ class ModuleCache:
         self._pinned: dict[str, tuple[str, Wants]] = {}  # by model the version, and what of it
         self._tasks: set[asyncio.Task[None]] = set()
         self.switches = SwitchLog()
+
+    def _open_planner(self, budget: ModuleBudget, factory: ComponentFactory) -> PartsPlanner:
+        size_of = self._tier.size_of
+        streaming = None if budget.device == "cpu" else Streaming(factory.can_stream, size_of)
+        placing = LayerPlacing(factory.layer_caches, size_of, factory.streams_layers, budget.others, budget.host_bytes)
+        return PartsPlanner(
+            budget.nbytes,
+            size_of,
+            factory.working_memory,
+            self.skeleton,
+            streaming,
+            self._workspace_bytes,
+            None if budget.is_host else placing,
+            is_on_node=self._kept is not None,
+        )
 
     @property
     def footprints(self) -> FootprintBook | None:
