@@ -220,8 +220,9 @@ def measure_load(
         os.sync()  # what is still being written would slow the reads, and memory for Ray's store is not free before
         tell(f"{bench.manifest.nbytes / 1e9:.2f} GB, copied for {3 + len(peers)} loaders")
         orders = _draw_orders([RAW, RAW_BUSY, *KEEPERS, *peers], rounds, seed)
-        touch_memory(4 * bench.manifest.nbytes)
         bench.try_raw()
+        # Last before Ray, which gives up a node that takes 30 s to touch its store: a host takes free memory back soon.
+        touch_memory(4 * bench.manifest.nbytes)
         # A model and a half: while one keeper's copy is freed, the next one's is made.
         with private_ray(int(bench.manifest.nbytes * 2.6)):
             bench.start_keepers()

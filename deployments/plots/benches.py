@@ -16,6 +16,7 @@ _LEFT, _RIGHT, _ROW, _GAP = 230, 110, 22, 6
 _PLOT: Final = WIDTH - _LEFT - _RIGHT
 _HIGH: Final = 220  # of curves
 _TALL: Final = 420  # of boxes
+_PEER: Final = "#b9b7b0"
 _COLORS: Final = ("#3349b4", "#b4552d", "#0f8a76", "#9055a2", "#8a6d00", "#00779e", "#b04050", "#557a2a", "#6b6b6b")
 _UNFIT: Final = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # what XML 1.0 has no place for
 _STYLE: Final = (
@@ -35,12 +36,16 @@ _LEGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A row of bars: parts one behind another, by name. `low` and `high` are the range that was measured."""
+    """A row of bars: parts one behind another, by name. `low` and `high` are the range that was measured.
+
+    What `is_peer`, a measure beside which ours stands, is gray.
+    """
 
     label: str
     parts: Mapping[str, float]
     low: float | None = None
     high: float | None = None
+    is_peer: bool = False
 
     @property
     def total(self) -> float:
@@ -161,7 +166,7 @@ def _row(row: Bar, y: float, scale: float, colors: Mapping[str, str], shown: Cal
         wide = _checked(value) * scale
         tip = _text(f"{row.label}, {name}: {shown(value)}" if name else f"{row.label}: {shown(value)}")
         box = f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="{_ROW}"'
-        yield f'<rect {box} fill="{colors[name]}"><title>{tip}</title></rect>'
+        yield f'<rect {box} fill="{_PEER if row.is_peer else colors[name]}"><title>{tip}</title></rect>'
         x += wide
     if row.low is not None and row.high is not None:
         start, end = _LEFT + _checked(row.low) * scale, _LEFT + row.high * scale
@@ -216,7 +221,9 @@ def _curves(panel: Curves, y: float) -> tuple[list[str], float]:
 
 def ms(value: float) -> str:
     """Write milliseconds, as seconds where there are many."""
-    return f"{value / 1e3:.2f} s" if value >= 10_000 else f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
+    if value >= 10_000:
+        return f"{value / 1e3:.2f} s"
+    return f"{value:.{0 if value >= 10 else 2 if value >= 0.1 else 3}f} ms"
 
 
 def size(value: float) -> str:
@@ -234,7 +241,10 @@ def load_plot(found: Mapping[str, Any]) -> str:
     for title, part in (("cold", found), ("warm", found["warm"])):
         named = {"raw O_DIRECT": part["raw_gbps"], "ours": part["ours_gbps"], **part["peers"]}
         ranges = part["range_gbps"]
-        rows = [Bar(name, {"": gbps}, *ranges.get(name, (None, None))) for name, gbps in named.items()]
+        rows = [
+            Bar(name, {"": gbps}, *ranges.get(name, (None, None)), is_peer=name != "ours")
+            for name, gbps in named.items()
+        ]
         panels.append(Bars(f"Loads, {title}", rows, lambda value: f"{value:.2f} GB/s"))
     stages = {name: seconds * 1e3 for name, seconds in _stage_seconds(found["report"]).items()}
     panels.append(Bars("Ours, cold: busy time by stage; stages overlap", _rows(stages), ms))
@@ -259,7 +269,11 @@ def switch_plot(found: Mapping[str, Any]) -> str:
 def serve_plot(found: Mapping[str, Any]) -> str:
     """Draw `bench serve`: each request, ours and the peer's."""
     panels = [
-        Bars(line["what"], [Bar("Atelier", {"": line["ours_ms"]}), Bar("stock", {"": line["stock_ms"]})], ms)
+        Bars(
+            line["what"],
+            [Bar("Atelier", {"": line["ours_ms"]}), Bar("stock", {"": line["stock_ms"]}, is_peer=True)],
+            ms,
+        )
         for line in found["figures"]
     ]
     return svg_of("The demo cluster beside stock diffusers and transformers", panels, "Medians")
@@ -327,7 +341,11 @@ def _rows(values: Mapping[str, float]) -> list[Bar]:
 
 
 def _ranged(found: Mapping[str, Mapping[str, Any]]) -> list[Bar]:
-    return [Bar(name, {"": times["p50"]}, times["low"], times["high"]) for name, times in found.items()]
+    """Return the rows of switches: those of diffusers are the peer's."""
+    return [
+        Bar(name, {"": times["p50"]}, times["low"], times["high"], is_peer=name.startswith("diffusers"))
+        for name, times in found.items()
+    ]
 
 
 PLOTS: Final[Mapping[str, Callable[[Any], str]]] = {

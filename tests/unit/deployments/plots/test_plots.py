@@ -74,7 +74,7 @@ def test_bars_are_as_long_as_their_values_and_hostile_names_are_text() -> None:
     clean = '</text><script>alert(1)</script>��"&'
     assert found[f"{clean}, a: 30 ms"] == pytest.approx(3 * found[f"{clean}, b: 10 ms"], abs=0.02)
     assert found["half, a: 20 ms"] == pytest.approx(2 * found[f"{clean}, b: 10 ms"], abs=0.02)
-    assert found["none, a: 0.00 ms"] == 0
+    assert found["none, a: 0.000 ms"] == 0
     assert {clean, "<b>", "40 ms", "20 ms"} <= set(texts(svg))
 
 
@@ -107,6 +107,16 @@ def test_pictures_of_benches_hold_their_values() -> None:
     assert {"ours: 1.50 GB/s", "other: 0.50 GB/s", "read: 2000 ms"} <= widths(load_plot(load_figures())).keys()
     assert {"new replica: 523 ms", "diffusers, kept: 523 ms"} <= widths(switch_plot(switch_figures())).keys()
     assert {"Atelier: 12 ms", "stock: 24 ms"} <= widths(serve_plot(SERVE)).keys()
+    bars = [one for one in ElementTree.fromstring(serve_plot(SERVE)).iter(f"{SVG}rect") if len(one)]
+    fills = {str(one.findtext(f"{SVG}title")).split(":")[0]: one.attrib["fill"] for one in bars}
+    assert fills["Atelier"] != fills["stock"]
+    assert [ms(value) for value in (0.005, 0.32, 2.164, 33.2, 12_000)] == [
+        "0.005 ms",
+        "0.32 ms",
+        "2.16 ms",
+        "33 ms",
+        "12.00 s",
+    ]
     said = texts(llm_plot(llm_figures()))
     assert {"512 tokens read behind 64", "atelier: 40.0 tokens/s", "ttft_ms: 80 at 99"} <= set(said)
     stored = store_plot({"flux": {"vae": 2 * 10**6, "transformer": 3 * 10**9}}, "note")
