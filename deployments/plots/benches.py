@@ -241,10 +241,10 @@ def load_plot(found: Mapping[str, Any]) -> str:
     for title, part in (("cold", found), ("warm", found["warm"])):
         named = {"raw O_DIRECT": part["raw_gbps"], "ours": part["ours_gbps"], **part["peers"]}
         ranges = part["range_gbps"]
-        rows = [
-            Bar(name, {"": gbps}, *ranges.get(name, (None, None)), is_peer=name != "ours")
-            for name, gbps in named.items()
-        ]
+        rows = []
+        for name, gbps in named.items():
+            low, high = ranges.get(name, (None, None))
+            rows.append(Bar(name, {"": gbps}, low, high, is_peer=name != "ours"))
         panels.append(Bars(f"Loads, {title}", rows, lambda value: f"{value:.2f} GB/s"))
     stages = {name: seconds * 1e3 for name, seconds in _stage_seconds(found["report"]).items()}
     panels.append(Bars("Ours, cold: busy time by stage; stages overlap", _rows(stages), ms))
