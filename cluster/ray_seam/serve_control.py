@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import ray
 
+from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
 
 if TYPE_CHECKING:
@@ -163,13 +164,12 @@ def unplaced_demands() -> list[dict[str, float]]:
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that end as soon as nothing runs on them; none where Ray does not say. Blocks.
-
-    Raises Ray's errors while it does not answer.
-    """
-    if shims.problems(shims.DEMANDS):
+    """Return the ids of the nodes that end as soon as nothing runs on them; none where Ray does not say. Blocks."""
+    try:
+        nodes = _cluster_status().active_nodes
+    except (RayIncompatible, ray.exceptions.RayError, OSError):
         return set()
-    return {node.node_id for node in _cluster_status().active_nodes if node.node_status == "DRAINING"}
+    return {node.node_id for node in nodes if node.node_status == "DRAINING"}
 
 
 def _cluster_status() -> Any:

@@ -27,8 +27,13 @@ _MAX_ROUNDS: Final = 40
 
 def measure_offload(num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
     """Measure in another process, for about so long; returns a row for each of SHARES."""
+    return measure_apart("infra.bench.denoise_offload", num_steps, seconds, seed)
+
+
+def measure_apart(module: str, num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
+    """Return the rows that `module` prints last, run as a program: a simulated device patches torch for its process."""
     options = [str(num_steps), str(seconds), str(seed), str(torch.get_num_threads())]
-    command = [sys.executable, "-m", "infra.bench.denoise_offload", *options]
+    command = [sys.executable, "-m", module, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")

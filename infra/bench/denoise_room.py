@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,6 +20,7 @@ from typing import Any, Final
 import torch
 
 from deployments.engines.memory_limits import MemoryLimits
+from infra.bench.denoise_offload import lease_parts, measure_apart
 
 FIXED_ROWS: Final = (1, 2, 3, 4, 5, 6, 7, 8)
 ROOM_ROWS: Final = 2
@@ -42,13 +42,7 @@ class CountingLimits(MemoryLimits):
 
 def measure_room(num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
     """Measure in another process, for about so long; returns a row for the planned bound and each of FIXED_ROWS."""
-    options = [str(num_steps), str(seconds), str(seed), str(torch.get_num_threads())]
-    command = [sys.executable, "-m", "infra.bench.denoise_room", *options]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return measure_apart("infra.bench.denoise_room", num_steps, seconds, seed)
 
 
 async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, Any]]:
@@ -58,7 +52,6 @@ async def _measure(num_steps: int, seconds: float, seed: int) -> list[dict[str, 
     from deployments.engines.graph.workspace import UNBOUNDED, Workspace
     from deployments.engines.skeletons import blank_module
     from infra.bench.denoise_models import NUM_TOKENS, make_model
-    from infra.bench.denoise_offload import lease_parts
     from weights.externalize import externalize
     from weights.memory.simulated import simulate
     from weights.store import WeightStore

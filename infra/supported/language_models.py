@@ -309,7 +309,7 @@ def tiny_model(class_name: str, **changes: Any) -> PreTrainedModel:
 
 
 class _SomeModel(transformers.AutoModel):
-    """What makes the parts of a model: of one that timm would make, it makes something that nothing runs."""
+    """The builder of a model's parts: of one that timm would make, it makes something that nothing runs."""
 
     @classmethod
     def from_config(cls, config: Any, **options: Any) -> Any:

@@ -195,14 +195,14 @@ def test_upscalers(device: torch.device, tensors: dict[str, torch.Tensor]) -> No
 
 
 class NoTokenizer:
-    """What a text encoder asks of a tokenizer whose texts have their ids already."""
+    """A tokenizer whose texts have their ids already, as far as a text encoder asks."""
 
     model_max_length, pad_token_id, padding_side = 512, 0, "right"
 
 
 @pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "BertModel"])
 def test_text_encoders(device: torch.device, name: str) -> None:
-    """Of a length that was recorded, the bytes; between two of them a little more, never less.
+    """A length that was recorded has its bytes; one between two of them a little more, never less.
 
     A mask is counted that stock leaves out for texts of one length.
     """

@@ -94,7 +94,7 @@ async def test_a_pipeline_larger_than_the_budget_makes_the_same_image(store: Wei
 def test_the_library_alone_makes_the_same_image_again_and_again(
     store: WeightStore, device: torch.device, share: str
 ) -> None:
-    """What it evicts is let go at once: nothing waits for a collection of garbage to get its room."""
+    """Modules that are evicted are let go at once: nothing waits for a collection of garbage to get its room."""
     unet = device_bytes(store, ["unet"])
     budget = smallest_budget(store) if share == "in turn" else unet * 2 // 3
 

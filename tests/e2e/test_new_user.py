@@ -101,7 +101,7 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
 
 @pytest.fixture(scope="module")
 def registered(user: User) -> dict[str, str]:
-    """What `atelier register` said of each model, all at once."""
+    """The words of `atelier register` about each model, all at once."""
 
     def register(name: str) -> str:
         path = user.folder / f"{name}.safetensors"

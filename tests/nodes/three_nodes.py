@@ -166,7 +166,7 @@ class ThreeNodes:
 
     @property
     def ray_log(self) -> str:
-        """What Ray has printed on all nodes."""
+        """Return the lines that Ray has printed on all nodes."""
         return (self._folder / "ray.log").read_text()
 
     def runs_ray(self, name: str) -> bool:

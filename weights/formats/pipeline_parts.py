@@ -1,4 +1,4 @@
-"""What a pipeline's configs say: the parts that it must have to be served, the first of them that a checkpoint lacks,
+"""The configs of a pipeline: the parts that it must have to be served, the first of them that a checkpoint lacks,
 and what tells pipelines of one class apart: FLUX.1-schnell is a FluxPipeline as FLUX.1-dev.
 """
 

@@ -29,7 +29,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of a module is on another device: tensors by name, and the bytes that it allocates there itself."""
+    """A module's part on another device: tensors by name, and the bytes that it allocates there itself."""
 
     names: frozenset[str]
     working_bytes: int

@@ -20,7 +20,7 @@ class LendingMemory(Protocol):
 
 
 class Footprints(Protocol):
-    """What is known of forwards: a mapping, or what finds it out when it is asked."""
+    """The footprints of forwards by kind: a mapping, or a book that records them when it is asked."""
 
     def get(self, kind: Hashable, /) -> Footprint | None:
         """Return what forwards of a kind take; None where nobody has planned it."""

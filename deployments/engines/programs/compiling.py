@@ -67,7 +67,7 @@ class NotCompiled(Exception):
 
 @dataclass(slots=True, eq=False)
 class CompiledGraph:
-    """What a graph was compiled to: `run` once it is, or the `reason` why it will not be; then it has `ended`."""
+    """The result of compiling a graph: `run` once there is one, or the `reason` why not; then it has `ended`."""
 
     run: Run | None = None
     reason: str = ""

@@ -269,7 +269,7 @@ def test_without_a_package_the_program_runs_as_it_is(
 
 
 def test_a_refusal_is_the_graphs_own(tmp_path: Path) -> None:
-    """What was compiled says no more than that it failed."""
+    """A compiled graph says no more than that it failed."""
     node = Node(tmp_path)
     node.put("m", torch.export.export(Looking(), (torch.rand(2, 5), torch.tensor([0, 1]))))
     component, folder = node.component("m"), node.store.skeleton(node.store.manifest("m"))
