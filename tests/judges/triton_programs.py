@@ -6,6 +6,7 @@ import json
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from triton_clients import Grpc, Http, texts
 WHERE = place()
 ASKED = WHERE.asked["programs"]
 NAMES = ("input_ids", "attention_mask")
+BATCHING = "/admin/text-encoders/batching"
 Client = Http | Grpc
 Observation = tuple[str, Callable[[], Any]]
 
@@ -59,18 +61,39 @@ def _kept(client: Client, name: str, array: np.ndarray) -> list[int]:
 
 
 def _clients(client: Client) -> dict[str, Any]:
-    """Twenty clients of 1, 4 or 8 rows, all at once; what the text encoder counted meanwhile is of them alone."""
+    """Twenty clients of 1, 4 or 8 rows, all at once; what the text encoder counted meanwhile is of them alone.
+
+    A batch waits for others half a second, so that they meet however slowly this machine lets them begin.
+    """
     before, batches = _counts(), ASKED["batches"]
     clients = [type(client)(WHERE) for _ in batches]
-    with ThreadPoolExecutor(len(batches)) as pool:
+    with _patient_batches(), ThreadPoolExecutor(len(batches)) as pool:
         found = list(pool.map(lambda one: _ran(one[0], _inputs(one[1])), zip(clients, batches, strict=True)))
     counted = {name: number - before[name] for name, number in _counts().items()}
     return {"shape": _kept(client, "clients", np.concatenate(found))} | counted
 
 
+@contextmanager
+def _patient_batches() -> Iterator[None]:
+    given = _asked(BATCHING)["batching"]
+    _asked(BATCHING, {"strategy": "prefer_batch", "max_queue_delay_us": 500_000})
+    try:
+        yield
+    finally:
+        _asked(BATCHING, given)
+
+
+def _asked(path: str, body: Any = None) -> Any:
+    """Read an address of the cluster's, or put `body` there."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(WHERE.url + path, data, headers, method="GET" if body is None else "PUT")
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
 def _counts() -> dict[str, int]:
-    with urllib.request.urlopen(f"{WHERE.url}/admin/cluster", timeout=30) as answer:
-        (encoder,) = json.load(answer)["text_encoders"]
+    (encoder,) = _asked("/admin/cluster")["text_encoders"]
     return {name: encoder["batching"][name] for name in ("requests", "items", "batches")}
 
 
