@@ -185,8 +185,8 @@ class PackReader:
 
     def _read(self, block: memoryview, position: int, end: int) -> int:
         """Read into `block`; returns bytes, or 0 when direct reading was refused or ended: buffered reading follows."""
-        if not self._direct:
-            block = block[: end - position]
+        # No further than the span: a whole block at each end would read a quarter more than is wanted.
+        block = block[: (self.span.nbytes if self._direct else end) - position]
         try:
             num_read = os.preadv(self._fd, [block], self.span.start + position)
         except OSError as error:

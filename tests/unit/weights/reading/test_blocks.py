@@ -105,6 +105,19 @@ def test_any_range_is_read_whole_and_in_order(
     assert b"".join(blocks) == DATA[begin:end]
 
 
+def test_no_more_is_asked_of_the_disk_than_the_blocks_that_hold_the_extent(
+    pack: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole buffer for the last block would read the neighbours too."""
+    asked = change_reads(monkeypatch)
+    for buffer_bytes in (2 * 4096, 6 * 4096):
+        asked.clear()
+        blocks = read_through(pack, extent(0, 3 * 4096 - 8), buffer_bytes)
+        assert b"".join(blocks) == DATA[: 3 * 4096 - 8]
+        assert all(is_direct for is_direct, _, _ in asked)
+        assert sum(end - begin for _, begin, end in asked) == 3 * 4096
+
+
 @given(st.integers(0, len(DATA)), st.integers(0, len(DATA)), st.integers(1, 3), st.integers(1, 9000))
 @settings(max_examples=150, deadline=None)
 def test_a_buffer_shorter_than_the_extent_is_filled_again_and_again(
