@@ -111,7 +111,9 @@ class Node:
         finally:
             process.kill()
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, printed)
+            error = subprocess.CalledProcessError(process.returncode, command, printed)
+            error.add_note(printed[-4000:])
+            raise error
         return printed
 
     def processes(self, title: str = "") -> list[psutil.Process]:

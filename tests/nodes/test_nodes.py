@@ -86,6 +86,52 @@ def test_an_actor_of_the_head_is_killed(cluster: ThreeNodes, actor: str) -> None
     disturbed(cluster, f"{actor} killed", kill)
 
 
+@pytest.mark.skipif(not CLOCKS_OFF_S, reason="a wall clock that is off needs a C compiler")
+def test_a_deadline_is_kept_while_the_clocks_of_nodes_are_5_s_apart(cluster: ThreeNodes) -> None:
+    expected = cluster.answers(cluster.url())
+    for name, off_s in CLOCKS_OFF_S.items():
+        check_clock(cluster, name, off_s)
+    for name in NAMES * 3:
+        assert cluster.answers(cluster.url(name), DEADLINE_S) == expected
+
+    def expired(name: str) -> tuple[int, float]:
+        start_s = time.monotonic()
+        return posted(cluster.url(name), *QUESTIONS[0], DEADLINE_S).status_code, time.monotonic() - start_s
+
+    with (
+        stopped_workers(cluster),
+        ThreadPoolExecutor(3 * len(NAMES), initializer=cluster.network.switch.enter_network) as pool,
+    ):
+        ended = [*pool.map(expired, NAMES * 3)]
+    assert {status for status, _ in ended} == {504}
+    assert [took_s for _, took_s in ended if not DEADLINE_S <= took_s < DEADLINE_S + 4] == []
+    assert cluster.answers(cluster.url()) == expected
+
+
+def check_clock(cluster: ThreeNodes, name: str, off_s: int) -> None:
+    """Fail unless the processes of the node that look at a request's time have a clock that is off by so much."""
+    before_s = time.time()
+    shown_s = float(cluster.nodes[name].run("date", "+%s.%N"))
+    assert before_s <= shown_s - off_s <= time.time()
+    proxies = [one for one in cluster.nodes[name].processes() if one.name() == "haproxy"]
+    assert proxies
+    for one in (*proxies, *cluster.replicas(name)):
+        assert f"wall_clock_{off_s}.so" in Path(f"/proc/{one.pid}/maps").read_text(), one
+
+
+@contextlib.contextmanager
+def stopped_workers(cluster: ThreeNodes) -> Iterator[None]:
+    """Let no worker do anything for the length of the block."""
+    workers = [one for name in NAMES for one in cluster.replicas(name, "worker")]
+    try:
+        for one in workers:
+            one.suspend()
+        yield
+    finally:
+        for one in workers:
+            one.resume()
+
+
 def test_two_clusters_on_one_ray(cluster: ThreeNodes) -> None:
     """The second one comes, answers as the first does, and goes."""
     url = f"{cluster.url()}/other"
@@ -133,52 +179,6 @@ def changed_fields() -> dict[str, Any]:
     fields["text_encoder"]["batching"] = {"max_queue_delay_us": 1000}
     fields["worker"]["kv_cache_bytes"] = "17 MiB"
     return fields
-
-
-@pytest.mark.skipif(not CLOCKS_OFF_S, reason="a wall clock that is off needs a C compiler")
-def test_a_deadline_is_kept_while_the_clocks_of_nodes_are_5_s_apart(cluster: ThreeNodes) -> None:
-    expected = cluster.answers(cluster.url())
-    for name, off_s in CLOCKS_OFF_S.items():
-        check_clock(cluster, name, off_s)
-    for name in NAMES * 3:
-        assert cluster.answers(cluster.url(name), DEADLINE_S) == expected
-
-    def expired(name: str) -> tuple[int, float]:
-        start_s = time.monotonic()
-        return posted(cluster.url(name), *QUESTIONS[0], DEADLINE_S).status_code, time.monotonic() - start_s
-
-    with (
-        stopped_workers(cluster),
-        ThreadPoolExecutor(3 * len(NAMES), initializer=cluster.network.switch.enter_network) as pool,
-    ):
-        ended = [*pool.map(expired, NAMES * 3)]
-    assert {status for status, _ in ended} == {504}
-    assert [took_s for _, took_s in ended if not DEADLINE_S <= took_s < DEADLINE_S + 4] == []
-    assert cluster.answers(cluster.url()) == expected
-
-
-def check_clock(cluster: ThreeNodes, name: str, off_s: int) -> None:
-    """Fail unless the processes of the node that look at a request's time have a clock that is off by so much."""
-    before_s = time.time()
-    shown_s = float(cluster.nodes[name].run("date", "+%s.%N"))
-    assert before_s <= shown_s - off_s <= time.time()
-    proxies = [one for one in cluster.nodes[name].processes() if one.name() == "haproxy"]
-    assert proxies
-    for one in (*proxies, *cluster.replicas(name)):
-        assert f"wall_clock_{off_s}.so" in Path(f"/proc/{one.pid}/maps").read_text(), one
-
-
-@contextlib.contextmanager
-def stopped_workers(cluster: ThreeNodes) -> Iterator[None]:
-    """Let no worker do anything for the length of the block."""
-    workers = [one for name in NAMES for one in cluster.replicas(name, "worker")]
-    try:
-        for one in workers:
-            one.suspend()
-        yield
-    finally:
-        for one in workers:
-            one.resume()
 
 
 def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:
