@@ -2,7 +2,7 @@
 
 CPU time is that of all processes of the cluster, with those that they have ended, so that other work on the machine
 adds little to it. Memory is their proportional share (PSS): anonymous and of files on the one hand, shared memory,
-where the weights are, on the other.
+where the weights are, on the other. Processes called `python` are the templates of `ray.templates`.
 """
 
 from __future__ import annotations
