@@ -86,6 +86,18 @@ def keeper_class() -> Any:
 _DEFAULTS: Final = KeeperSettings()
 
 
+def _begin(settings: KeeperSettings) -> str:
+    """Return where other nodes ask for extents: loopback on a private Ray, which has one node.
+
+    Raises KeeperFailed when this node runs other code than the settings say.
+    """
+    host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    if settings.code and (other := why_other_code(host, running_code(), settings.code)):
+        raise KeeperFailed(other)
+    configure_logs(settings.log_format)
+    return host
+
+
 class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
@@ -106,12 +118,7 @@ class NodeKeeper:
         store: Store | None = None,
         directory: RegistryClient | None = None,
     ) -> None:
-        in_actor = ray.is_initialized()
-        # Where other nodes ask for extents: loopback on a private Ray, which has one node.
-        host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
-        if settings.code and (other := why_other_code(host, running_code(), settings.code)):
-            raise KeeperFailed(other)
-        configure_logs(settings.log_format)
+        host, in_actor = _begin(settings), ray.is_initialized()
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
         directory = directory or (RegistryClient(*registry) if registry else None)
         metrics = LoadMetrics(node_id) if in_actor else None

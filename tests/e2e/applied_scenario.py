@@ -71,22 +71,18 @@ def change_models(file: Path, fields: dict[str, Any], config: ClusterConfig, cli
 
 
 def change_controller(file: Path, fields: dict[str, Any], config: ClusterConfig, client: Client) -> dict[str, Any]:
-    """The controller places models otherwise, begins to scale, scales by another number, and stops."""
-    first = processes(config)
-    controller: dict[str, Any] = {"policy": "throughput-first", "tick_s": 0.5}
-    observed: dict[str, Any] = {"before the controller": first}
-    with_policy = fields | {"controller": controller}
-    observed["controller plan"] = apply(file, with_policy, "--plan")
-    observed["controller"] = [apply(file, with_policy)]
-    wait_until(lambda: client.decisions()["policy"] == "throughput-first", "the other policy")
+    """The controller places models otherwise and begins to scale, scales by another number, and stops."""
+    observed: dict[str, Any] = {"before the controller": processes(config), "controller": []}
     for number in (1, 2):
-        controller["scaling"] = {"min_workers": number, "max_workers": number}
-        observed["controller"].append(apply(file, with_policy))
-        wait_until(lambda number=number: client.decisions()["scaling"]["target"] == number, f"{number} to be wanted")
-        wait_until(lambda number=number: len(processes(config)["worker"]) == number, f"{number} workers")
+        controller = {"policy": "throughput-first", "scaling": {"min_workers": number, "max_workers": number}}
+        observed["controller"].append(apply(file, fields | {"controller": controller}))
+        wait_until(lambda number=number: (client.decisions()["scaling"] or {}).get("target") == number, "the number")
+        wait_until(lambda number=number: len(replica_processes("worker")) == number, f"{number} workers")
+    observed["policy"] = client.decisions()["policy"]
     observed["after the controller"] = processes(config)
     observed["controller"].append(apply(file, fields))
-    wait_until(lambda: client.decisions()["scaling"] is None and len(processes(config)["worker"]) == 1, "one worker")
+    wait_until(lambda: client.decisions()["scaling"] is None, "the controller to scale no more")
+    wait_until(lambda: len(replica_processes("worker")) == 1, "one worker")
     return observed
 
 

@@ -52,18 +52,16 @@ def test_the_same_again_changes_nothing_and_a_registry_that_dies_comes_back_with
 
 
 def test_what_the_controller_goes_by_changes_what_it_does_while_every_process_stays(observed: dict[str, Any]) -> None:
-    code, said = observed["controller plan"]
-    lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("controller.")}
-    assert (code, lines.keys()) == (0, {"controller.policy", "controller.tick_s"})
+    first, second, _ = observed["controller"]
+    assert [code for code, _ in observed["controller"]] == [0, 0, 0]
+    lines = {line.split()[0]: line for line in first[1].splitlines() if line.startswith("controller.")}
+    assert lines.keys() == {"controller.policy", "controller.scaling"}
     assert all("set while it serves" in line for line in lines.values())
-    assert [code for code, _ in observed["controller"]] == [0, 0, 0, 0]
-    assert "controller.scaling.min_workers" in observed["controller"][2][1]
+    assert "controller.scaling.min_workers" in second[1]
+    assert observed["policy"] == "throughput-first"
     before, after = observed["before the controller"], observed["after the controller"]
-    assert {role: pids for role, pids in after.items() if role != "worker"} == {
-        role: pids for role, pids in before.items() if role != "worker"
-    }
-    assert len(after["worker"]) == 2, "by the other number"
-    assert set(before["worker"]) < set(after["worker"])
+    assert {**after, "worker": []} == {**before, "worker": []}
+    assert (len(after["worker"]), set(before["worker"]) < set(after["worker"])) == (2, True), "by the other number"
 
 
 def test_only_the_replicas_that_a_value_concerns_are_replaced(observed: dict[str, Any]) -> None:
