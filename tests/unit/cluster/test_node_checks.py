@@ -6,12 +6,15 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 
-from cluster.node_checks import Wanted, look_at_node, told, unable, wanted_of
+from cluster.node_checks import LOOK_S, Wanted, look_at_node, node_problems, told, unable, wanted_of
 from cluster.node_code import running_code, why_other_code
 from configs.cluster import ClusterConfig
 from infra.ports import free_port
@@ -123,6 +126,53 @@ def test_a_node_without_haproxy_is_named_where_haproxy_is_to_answer(monkeypatch:
     (line,) = lines(Wanted())
     assert line.startswith("node 10.0.0.3 answers no HTTP: /no/such/program does not run")
     assert line.endswith("; install what is missing there")
+
+
+class Nodes:
+    """Ray's nodes by address: each runs what it is given, raises an error of Ray's, or does not answer (None)."""
+
+    def __init__(self, answers: dict[str, Callable[..., Any] | Exception | None]) -> None:
+        self._answers = answers
+        self.addresses = {f"{number:056x}": address for number, address in enumerate(answers, 1)}  # by id
+        self._asked: dict[str, tuple[Any, ...]] = {}
+
+    def remote(self, **_: Any) -> Callable[[Any], Any]:
+        return lambda function: SimpleNamespace(
+            options=lambda scheduling_strategy: self._on(self.addresses[scheduling_strategy.node_id])
+        )
+
+    def _on(self, node: str) -> Any:
+        return SimpleNamespace(remote=lambda *arguments: self._asked.setdefault(node, arguments) and node)
+
+    def wait(self, refs: list[str], num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
+        assert (num_returns, timeout) == (len(refs), LOOK_S)
+        return [ref for ref in refs if self._answers[ref]], [ref for ref in refs if not self._answers[ref]]
+
+    def get(self, ref: str) -> Any:
+        answer = self._answers[ref]
+        if isinstance(answer, Exception):
+            raise answer
+        assert answer is not None
+        return answer(*self._asked[ref])
+
+
+def test_each_node_is_asked_and_what_does_not_answer_or_breaks_is_told_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def other_code(*arguments: Any) -> dict[str, Any]:
+        return look_at_node(*arguments) | {"code": ["Atelier 0 (0)", running_code()[1]]}
+
+    broken = ray.exceptions.RaySystemError("ModuleNotFoundError: No module named 'cluster'")
+    nodes = Nodes({"10.0.0.1": look_at_node, "10.0.0.2": other_code, "10.0.0.3": broken, "10.0.0.4": None})
+    for name in ("remote", "wait", "get"):
+        monkeypatch.setattr(ray, name, getattr(nodes, name))
+    monkeypatch.setattr("cluster.registry.node_keepers.node_addresses", lambda: nodes.addresses)
+    found = sorted(node_problems(Wanted({"grpc.port": ("127.0.0.1", free_port())}, needs_haproxy=False)))
+    assert [line.split()[1] for line in found] == ["10.0.0.2", "10.0.0.3", "10.0.0.4"]
+    assert "has Atelier 0 (0), and this cluster Atelier" in found[0]
+    assert "cannot run Atelier" in found[1]
+    assert "No module named 'cluster'" in found[1]
+    assert found[2] == "node 10.0.0.4 does not answer within 20 s: is it overloaded, or cut off?"
 
 
 def test_a_node_without_atelier_is_named_with_what_to_install() -> None:
