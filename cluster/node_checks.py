@@ -40,10 +40,7 @@ def _ports(config: ClusterConfig, *, has_serve: bool) -> Ports:
     return found | ({"grpc.port": (grpc.host, grpc.port)} if grpc else {})
 
 
-_NOTHING: Final = Wanted()
-
-
-def node_problems(wanted: Wanted = _NOTHING) -> list[str]:
+def node_problems(wanted: Wanted) -> list[str]:
     """Return a sentence for whatever a node lacks of the Ray that this process has joined. Blocks, `LOOK_S` at most."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -13,8 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from packaging.requirements import Requirement
-
 from cluster.errors import RayIncompatible
 from weights.private_names import Shim, problems
 
@@ -164,6 +162,8 @@ def why_untried() -> str:
 
     What was tried is in Atelier's own requirements; a checkout that is not installed has none.
     """
+    from packaging.requirements import Requirement  # every process imports this file, and few ask
+
     try:
         wanted = [Requirement(line) for line in metadata.requires("atelier") or ()]
         number = metadata.version("ray")

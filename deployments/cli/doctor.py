@@ -13,7 +13,7 @@ import psutil
 import typer
 
 from cluster.errors import SessionError
-from cluster.node_checks import node_problems, why_no_haproxy
+from cluster.node_checks import Wanted, node_problems, why_no_haproxy
 from cluster.ray_seam import shims
 from deployments.cli.output import Column, Json, print_json, print_line, print_table, size
 from weights.private_names import Shim, problems
@@ -34,7 +34,8 @@ def doctor(
 
     Exits with 1 when something that serving needs is missing.
     """
-    report = examine() | {"nodes": _nodes(address) if address else []}
+    report = examine()
+    report["nodes"] = _nodes(address, Wanted(needs_haproxy=not report["haproxy"])) if address else []
     if as_json:
         print_json(report)
     else:
@@ -73,7 +74,7 @@ def examine() -> dict[str, Any]:
     }
 
 
-def _nodes(address: str) -> list[str]:
+def _nodes(address: str, wanted: Wanted) -> list[str]:
     """Return what nodes of that Ray have otherwise than this machine. Raises SessionError."""
     from cluster.session import join_ray
 
@@ -81,7 +82,7 @@ def _nodes(address: str) -> list[str]:
         join_ray(address)
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise SessionError(f"no Ray answers at {address} ({str(error).strip().partition(chr(10))[0]})") from None
-    return node_problems()
+    return node_problems(wanted)
 
 
 def _all_shims() -> Iterator[tuple[str, Shim]]:
