@@ -11,7 +11,6 @@ import statistics
 import tempfile
 import threading
 import time
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -32,6 +31,7 @@ from configs.batching import BatchingConfig
 from deployments.batching.batcher import Batcher
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms, ServedProgram
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
+from infra.bench.onnx_bert import write_onnx_bert
 from weights.intake import import_model
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT
@@ -43,7 +43,6 @@ COMPILE_S: Final = 1800
 MEET_S: Final = 300
 CLIENTS: Final = 20
 _ROWS, _LENGTH = 64, 128
-_INPUTS: Final = ("input_ids", "attention_mask")
 _MIN_CALLS: Final = 5
 PARTS: Final = {  # what each tells, and what it should be
     "merging": "merging: forwards that requests of many clients share",
@@ -75,18 +74,6 @@ class _Unet(nn.Module):
         added = {"text_embeds": pooled, "time_ids": ids}
         found: torch.Tensor = self.unet(sample, timestep, text, added_cond_kwargs=added, return_dict=False)[0]
         return found
-
-
-class _Bert(nn.Module):
-    """A BERT by the places of its inputs, as ONNX's exporter wants them."""
-
-    def __init__(self, bert: BertModel) -> None:
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.bert(input_ids, attention_mask)
-        return found.last_hidden_state, found.pooler_output
 
 
 class Programs:
@@ -150,29 +137,10 @@ def _put_berts(programs: Programs) -> dict[str, BertModel]:
     sizes = {0: Dim("rows", min=1, max=_ROWS), 1: Dim("length", min=1, max=_LENGTH)}
     for name, bert in berts.items():
         programs.export(name, bert, ids, dict.fromkeys(ids, sizes))
-        _put_onnx(programs, f"{name}-onnx", bert)
+        path = programs.folder / f"{name}-onnx.onnx"
+        write_onnx_bert(bert, path)
+        import_model(programs.store, path.stem, path)
     return berts
-
-
-def _put_onnx(programs: Programs, name: str, bert: BertModel) -> None:
-    ids = torch.randint(1, 6000, (3, 5))
-    mask = torch.ones_like(ids)
-    mask[0, 3:] = 0
-    outputs = ["last_hidden_state", "pooler_output"]
-    axes = {one: {0: "rows", 1: "length"} for one in (*_INPUTS, outputs[0])} | {outputs[1]: {0: "rows"}}
-    path = programs.folder / f"{name}.onnx"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.onnx.export(
-            _Bert(bert).eval(),
-            (ids, mask),
-            path,
-            input_names=list(_INPUTS),
-            output_names=outputs,
-            dynamic_axes=axes,
-            dynamo=False,
-        )
-    import_model(programs.store, name, path)
 
 
 def _unet_inputs(unet: nn.Module, rows: int) -> dict[str, torch.Tensor]:
