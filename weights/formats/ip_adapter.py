@@ -60,7 +60,8 @@ class IpAdapterForm:
 
 def is_ip_adapter_folder(path: Path) -> bool:
     """Return whether a folder looks like an IP-Adapter's, by the names of its files."""
-    return (path / ENCODER / "config.json").is_file() and any(path.glob("*.safetensors"))
+    is_named = any(path.glob("ip[-_]adapter*.safetensors"))
+    return is_named or ((path / ENCODER / "config.json").is_file() and any(path.glob("*.safetensors")))
 
 
 def is_ip_adapter(names: Collection[str]) -> bool:

@@ -1,7 +1,7 @@
 """Whether a LoRA fits a pipeline, asked of the pipeline's modules without weights and of a LoRA without values.
 
 Which module a name of kohya's, ComfyUI's or XLabs' layout means is known to the converters of diffusers alone, so the
-LoRA goes through them as a request's does: with its layers' sizes, and matrices of rank 1 that are all zeros.
+LoRA goes through them as a request's does: with its layers' sizes, and matrices of rank 1 that are all ones.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def _check_ranks(adapter: Checkpoint, tensors: Mapping[str, SourceTensor]) -> No
 
 
 def _blank_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of these names, zeros of no memory: the matrices of rank 1, all else in its shape."""
+    """Return tensors of these names, ones of no memory: the matrices of rank 1, all else in its shape."""
     found = {}
     for name, tensor in tensors.items():
-        blank = torch.zeros((), dtype=TORCH_DTYPES[tensor.dtype]).expand(tensor.shape)
+        blank = torch.ones((), dtype=TORCH_DTYPES[tensor.dtype]).expand(tensor.shape)
         if blank.ndim > 1 and name.endswith(_DOWN):
             blank = blank[:1]
         elif blank.ndim > 1 and name.endswith(_UP):

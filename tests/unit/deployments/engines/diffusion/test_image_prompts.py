@@ -215,6 +215,14 @@ def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: 
     assert "an IP-Adapter of Flux" in words_of(of_flux)
     with pytest.raises(AdapterError, match="an IP-Adapter of Flux"):
         read_checkpoint(file)
+    alone = tmp_path / "alone" / "ip_adapter.safetensors"  # XLabs' folder has no encoder
+    alone.parent.mkdir()
+    save_file(of_flux, alone)
+    with pytest.raises(AdapterError, match=f"{alone}: an IP-Adapter of Flux"):
+        read_checkpoint(alone.parent)
+    save_file(tensors, alone)
+    with pytest.raises(FormatError, match=r"image_encoder: no safetensors weights beside config\.json"):
+        read_checkpoint(alone.parent)
     lacking = {name: one for name, one in tensors.items() if name != "ip_adapter.1.to_v_ip.weight"}
     assert "tensor 'ip_adapter.1.to_v_ip.weight' is missing" in words_of(lacking)
     assert "tensor 'ip_adapter.1.to_k_lora.down.weight' is not of a plain IP-Adapter" in words_of(
