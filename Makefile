@@ -133,10 +133,10 @@ format: setup    ## Rewrite the code in the house style
 bench: setup     ## Measure against stock diffusers and transformers; the tables of BENCHMARKS.md
 	$(BIN)/atelier bench serve
 
-figures: setup   ## Measure and draw the pictures of docs/figures, in some 15 minutes of a machine that does nothing else
+figures: setup   ## Measure and draw the pictures of docs/figures, in some 25 minutes of a machine that does nothing else
 	mkdir -p $(FIGURES)
 	$(BIN)/atelier bench serve --json > $(FIGURES)/serve.json
-	$(BIN)/atelier bench load --rounds 3 --json > $(FIGURES)/load.json
+	$(BIN)/atelier bench load --json > $(FIGURES)/load.json
 	$(BIN)/atelier bench switch --attaches 20 --rounds 5 --switches 60 --json > $(FIGURES)/switch.json
 	$(BIN)/python -m infra.plots $(FIGURES) docs/figures
 	$(BIN)/atelier weights externalize infra/demo/models/digits-sdxl --model digits-sdxl --store $(FIGURES)/store

@@ -404,13 +404,43 @@ class Family(ABC):
         """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
         return pixels_B3HW
 
-    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
-        """Return why `predict_noise` cannot call this variant of a ControlNet, or None."""
+    def control_misfit(
+        self,
+        class_name: str,
+        config: Mapping[str, Any],
+        denoiser_config: Mapping[str, Any],
+        pixels_per_latent: int,
+        model: str | None = None,
+    ) -> str | None:
+        """Return why a ControlNet of this class and config cannot go with a denoiser, that of `model`; None if it can.
+
+        What only one of the configs says is no reason: files of older versions say less.
+        """
+        if self.control_class is None:
+            return f"cannot be used: no ControlNets are served with {self.class_name}"
+        if class_name != self.control_class:
+            taker = f"{model!r} ({self.class_name})" if model else self.class_name
+            return f"is a {class_name}, and {taker} takes a {self.control_class}"
+        for key in self.control_keys:
+            own, expected = (_plain(one.get(key)) for one in (config, denoiser_config))
+            if own != expected and key in config and key in denoiser_config:
+                return (
+                    f"has {key} {own}, and {repr(model) if model else 'the model'} {expected}: it is of another family"
+                )
+        return self.control_refusal(config, pixels_per_latent)
+
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        """Return why `predict_noise` cannot call a ControlNet of this config, or None."""
         return None
 
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a config's value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def task_of(*, has_image: bool, has_mask: bool) -> Task:
