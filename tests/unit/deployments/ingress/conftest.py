@@ -65,7 +65,7 @@ class LazyAdapter:
         return getattr(self._made, name)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def quick_applications() -> Iterator[None]:
     """An application, which nearly every test has of its own, is made in less than half the time."""
     plain = BaseModel.model_json_schema.__func__  # type: ignore[attr-defined]
