@@ -51,6 +51,7 @@ from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_request,
+    encoded_references,
     numeric_failure,
     take_branches,
 )
@@ -185,8 +186,11 @@ class DenoisePipeline:
         adapters: Mapping[str, Adapter] | None,
         codec: ImageCodec,
     ) -> DenoiseState:
-        family, size = self.family, self._size(request.height, request.width)
-        check_request(request, family.size_multiple(self._codec.scale_factor))
+        family, multiple = self.family, self.family.size_multiple(self._codec.scale_factor)
+        check_request(request, multiple)
+        request = replace(request, references=encoded_references(request, family, multiple))
+        beside = tuple(self._size(*image.shape[:2]) for image in request.references)
+        size = self._size(request.height, request.width)._replace(references=beside)
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
