@@ -13,7 +13,7 @@ import torch
 from kit.seeding import seeded_rng
 from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import saved
-from unit.deployments.engines.stock.tiny_seeing import qwen_edit
+from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
 from configs.cluster import WorkerConfig
 from configs.model import GenerationDefaults
@@ -32,8 +32,9 @@ PLUS = "QwenImageEditPlusPipeline"
 
 
 async def test_images_are_changed_as_by_diffusers_and_what_was_seen_is_not_seen_again(
-    tmp_path: Path, open_host: Callable[..., ModuleCache]
+    tmp_path: Path, open_host: Callable[..., ModuleCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    edit_small_areas(monkeypatch)
     folders, rng = {"m": tmp_path / "m"}, seeded_rng()
     stock = saved(lambda: assembled(PLUS, **qwen_edit()), folders["m"])
     worker, texts = open_host(ComponentBuilder(WorkerConfig()), folders), open_host(TextEncoderBuilder(), folders)

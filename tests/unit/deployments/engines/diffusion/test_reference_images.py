@@ -17,12 +17,14 @@ from kit.seeding import seeded_rng
 from safetensors.torch import load_file
 from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
-from unit.deployments.engines.stock.tiny_seeing import qwen_edit
+from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
-from deployments.engines.build import build_module
+from deployments.engines.build import build_module, build_skeleton
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
+from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.loading import load_text_encoder
@@ -103,7 +105,7 @@ def drawn(height: int, width: int) -> Image:
 
 
 def request_of(*images: Image, size: tuple[int, int] = SQUARE, **options: Any) -> DiffusionRequest:
-    settings = {"request_id": "r", "num_inference_steps": 3, "seed": 7, "guidance_scale": 1.0, "true_cfg_scale": 2.5}
+    settings = {"request_id": "r", "num_inference_steps": 2, "seed": 7, "guidance_scale": 1.0, "true_cfg_scale": 2.5}
     height, width = size
     return DiffusionRequest(height=height, width=width, references=images, **(settings | options))  # type: ignore[arg-type]
 
@@ -118,6 +120,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(class_name, tmp_path_factory.mktemp("pair"), **transformer)
 
 
+@pytest.fixture
+def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    edit_small_areas(monkeypatch)
+
+
+@pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(("size", "negative"), [(SQUARE, None), (WIDE, "a dull dog")])
 def test_images_are_those_of_stock(pair: Pair, size: tuple[int, int], negative: str | None) -> None:
     images = [drawn(70, 90), drawn(90, 50)][: pair.family.max_references]
@@ -147,6 +155,7 @@ def test_the_prompt_is_read_with_its_images_as_stock_does(pair: Pair) -> None:
         assert num_tokens == expected.shape[1] if prompt == "x" else 1024 < num_tokens < expected.shape[1]
 
 
+@pytest.mark.usefixtures("small_areas")
 def test_the_key_of_an_encoding_tells_what_was_seen(pair: Pair) -> None:
     (item,) = pair.family.plan_texts({}, "x", None, use_negative=False)
     config = pair.encoder.module.config
@@ -163,6 +172,7 @@ def test_the_key_of_an_encoding_tells_what_was_seen(pair: Pair) -> None:
     assert len({key(image), key(other), key(image.reshape(28, 112, 3))}) == 3
 
 
+@pytest.mark.usefixtures("small_areas")
 def test_a_request_has_the_same_bits_in_any_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = seeded_rng()
     alike = [drawn(64, 64) for _ in range(2)]
@@ -174,7 +184,7 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: Pair, monkeypatch: pytes
             request_id=f"r{number}",
             seed=int(rng.integers(1 << 30)),
             true_cfg_scale=float(rng.choice([1.0, 2.5])),
-            num_inference_steps=int(rng.integers(2, 4)),
+            num_inference_steps=int(rng.integers(1, 4)),
         )
         conditioned[f"r{number}"] = ConditionedRequest(request, pair.conditioning(request, "!" * (number + 1), "dull"))
     alone = {name: pair.ours.generate(one.request, one.conditioning) for name, one in conditioned.items()}
@@ -198,6 +208,7 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: Pair, monkeypatch: pytes
     assert all(np.array_equal(found[name], alone[name]) for name in alone)
 
 
+@pytest.mark.usefixtures("small_areas")
 def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: Pair) -> None:
     request = request_of(drawn(70, 90))
     conditioning = pair.conditioning(request, "x", None)
@@ -210,25 +221,37 @@ def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: Pair) 
     assert torch.equal(apart.extra_channels, both.extra_channels)
 
 
-def test_sides_are_those_of_stock_where_nobody_says_them(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_those_of_stock(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Asked(Exception):
         pass
 
-    asked = {}
+    asked: dict[str, Any] = {}
 
-    def check_inputs(prompt: Any, height: int, width: int, **_: Any) -> None:
-        asked["size"] = width, height
+    def encode_prompt(image: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        asked["seen"] = image
+        return torch.zeros(1, 4, 16), None
+
+    def prepare_latents(images: Any, count: int, channels: int, height: int, width: int, *_: Any) -> None:
+        asked.update(encoded=images, sides=(width, height))
         raise Asked
 
-    monkeypatch.setattr(pair.stock, "check_inputs", check_inputs)
-    rng = seeded_rng()
-    for height, width in rng.integers(40, 400, (20, 2)).tolist():
-        image = np.zeros((height, width, 3), np.uint8)
+    monkeypatch.setattr(pair.stock, "encode_prompt", encode_prompt)
+    monkeypatch.setattr(pair.stock, "prepare_latents", prepare_latents)
+    for height, width in seeded_rng().integers(40, 400, (5, 2)).tolist():
+        image = drawn(height, width)
         with pytest.raises(Asked):
             pair.stock(image=PIL.Image.fromarray(image), prompt="x")
-        assert pair.family.sides_beside([image], 64) == asked["size"], (height, width)
+        (seen,), (encoded,) = (one if isinstance(one, list) else [one] for one in (asked["seen"], asked["encoded"]))
+        assert pair.family.sides_beside([image], 64) == asked["sides"]
+        assert np.array_equal(pair.family.seen_reference(image), np.asarray(seen))
+        ours = pair.family.encoded_reference(image, 64)
+        expected = ((encoded[0, :, 0] + 1) / 2 * 255).round().permute(1, 2, 0)
+        assert np.array_equal(ours, expected.numpy())
 
 
+@pytest.mark.usefixtures("small_areas")
 def test_what_cannot_be_changed_is_refused_in_words(pair: Pair) -> None:
     image = drawn(64, 64)
     conditioning = pair.conditioning(request_of(image), "x", None)
@@ -241,6 +264,22 @@ def test_what_cannot_be_changed_is_refused_in_words(pair: Pair) -> None:
         pair.ours.start_request(request_of(np.zeros((10, 170, 3), np.uint8)), conditioning)
     with pytest.raises(EngineError, match="the prompt has 2 tokens that stand for images: it may have none"):
         pair.conditioning(request_of(image), "a <|image_pad|> b <|image_pad|>", None)
+
+
+@pytest.mark.usefixtures("small_areas")
+def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_reference(pair: Pair) -> None:
+    blank = {}
+    for name, module in (("transformer", pair.ours.denoiser), ("vae", pair.ours._codec.vae)):
+        shapes = {weight: tuple(tensor.shape) for weight, tensor in module.state_dict().items()}
+        blank[name] = build_skeleton("diffusers", None, pair.folder / name, shapes).module
+    twin = PipelineTwin(pair.family, pair.folder, blank, torch.device("cpu"))
+    request = request_of(drawn(64, 64), size=(128, 128))
+    conditioning = pair.conditioning(request, "x", None)
+    (part,) = parts_of([pair.ours.start_request(request, conditioning)])
+    found = twin.footprints(128, 128, conditioning["prompt_embeds"].shape[1], BatchBounds())
+    assert memory_kind(part) in found
+    alone = twin.record_denoise(128, 128, part.branch.prompt.shape[1], 1).eager_peak()
+    assert 0 < alone <= found[memory_kind(part)].bytes_of(1)
 
 
 def test_only_editing_models_read_references(tmp_path: Path) -> None:
