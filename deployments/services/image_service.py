@@ -23,7 +23,7 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.step_costs import RememberedCosts, StepCosts
 from deployments.engines.stock.known import is_stock_class
 from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
@@ -46,7 +46,6 @@ from deployments.services.image_requests import (
     progress_of,
     result_of,
 )
-from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.stock_service import StockService, TextSource

@@ -18,6 +18,7 @@ from configs.simulated import SimulatedConfig
 
 SIMULATED = SimulatedConfig(num_devices=2, memory_bytes=256 * 2**20)
 _met: dict[str, str] = {}
+torch.set_num_threads(1)  # on more, models this small are slower: their threads wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

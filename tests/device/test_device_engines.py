@@ -14,7 +14,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from device.hosting import Host, demo_store
+from kit.hosting import Host, demo_store
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
