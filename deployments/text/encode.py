@@ -48,7 +48,8 @@ class TextItem:
     """One text or pair, or the token ids of one, for one encoder. Warnings and errors call it `name`.
 
     `max_length` None is the encoder's limit, and `max_second` bounds the second text of a pair. `keep` asks the cache
-    not to evict the encoding. `images` are seen in it. One `alone` shares no forward, and its encoding is another to the cache.
+    not to evict the encoding. `images` are seen in it. One `alone` shares no forward, and its encoding is another to
+    the cache.
     """
 
     keyed: KeyedEncoder

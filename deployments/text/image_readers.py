@@ -29,9 +29,7 @@ class ImageReaders:
         self._lock = threading.Lock()
         self._readers: OrderedDict[Path, ImageReader] = OrderedDict()
 
-    def read(
-        self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]
-    ) -> tuple[PromptImage, ...]:
+    def read(self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]) -> tuple[PromptImage, ...]:
         """Return images, uint8 (height, width, 3), as the encoder of that config sees them. Blocks.
 
         Raises EngineError where the pipeline has no processor, or one that does not take them.

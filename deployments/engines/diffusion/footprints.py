@@ -38,8 +38,8 @@ class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
     Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet, and beside it, where a family reads some, another one. LoRAs are those of every row, on the side path;
-    ControlNets and images as prompts are left out.
+    each request, the results of its time and text not known yet, and one beside it where a family reads some. LoRAs are
+    those of every row, on the side path; ControlNets and images as prompts are left out.
     """
 
     def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:

@@ -136,9 +136,7 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
         raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
 
 
-def encoded_references(
-    request: DiffusionRequest, family: Family, multiple: int
-) -> tuple[npt.NDArray[np.uint8], ...]:
+def encoded_references(request: DiffusionRequest, family: Family, multiple: int) -> tuple[npt.NDArray[np.uint8], ...]:
     """Return the references of a request in the sizes in which the VAE encodes them.
 
     Raises EngineError for another number of them than the family reads.

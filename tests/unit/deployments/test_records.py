@@ -217,7 +217,11 @@ EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
     [
         ({}, EDIT, r"init_image: model 'm' \(QwenImageEditPipeline\) changes images, and the request has none"),
         ({"init_image": (8, 8, 3), "images": {"image": (8, 8, 3)}}, EDIT, "images: 2 of them, and .* takes 1"),
-        ({"images": {"image": (9, 8, 8, 3)}}, PLUS, "images: 9 of them, and model 'm' .QwenImageEditPlusPipeline. take"),
+        (
+            {"images": {"image": (9, 8, 8, 3)}},
+            PLUS,
+            "images: 9 of them, and model 'm' .QwenImageEditPlusPipeline. take",
+        ),
         ({"images": {"mask": (8, 8, 3)}}, PLUS, "images.mask: .* takes images.image alone"),
         ({"init_image": (8, 8, 3), "mask_image": (8, 8)}, PLUS, "mask_image: .* takes none"),
         ({"init_image": (8, 200, 3)}, PLUS, "images: an image of 200x8 pixels: no side may be more than 16 times"),

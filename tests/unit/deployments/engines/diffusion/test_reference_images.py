@@ -52,7 +52,9 @@ class Pair:
         def build() -> Any:
             parts = qwen_edit()
             net = parts["transformer"]
-            return assembled(class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})})
+            return assembled(
+                class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})}
+            )
 
         self.folder, self.stock, self.family = folder, saved(build, folder), family_of(class_name)
         modules = {}
@@ -70,9 +72,7 @@ class Pair:
         plan = self.family.plan_texts({}, prompt, negative, use_negative=guides)
         seen = [self.family.seen_reference(image) for image in request.references]
         images = self.readers.read(self.folder, self.encoder.module.config, seen)
-        texts = [
-            self.encoder.tokenize([item.text], item.max_length, form=item.form, images=images)[0] for item in plan
-        ]
+        texts = [self.encoder.tokenize([item.text], item.max_length, form=item.form, images=images)[0] for item in plan]
         outputs = dict(zip(plan, self.encoder.encode(texts), strict=True))
         return self.family.assemble_conditioning({}, outputs, use_negative=guides)
 
