@@ -179,7 +179,8 @@ class ImageService:
         start = time.perf_counter()
         denoise = denoise_request(request)
         with self._movable(denoise.request_id, request.model):
-            text = conditioning_request(request, denoise, manifest.class_name or "")
+            make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
+            text = await in_thread(make_text) if denoise.references else make_text()
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
                 if encode_first:

@@ -135,8 +135,6 @@ COMPARED: Final = (
     "QwenImageControlNetInpaintPipeline",
     "QwenImageControlNetPipeline",
     "QwenImageEditInpaintPipeline",
-    "QwenImageEditPipeline",
-    "QwenImageEditPlusPipeline",
     "QwenImageLayeredPipeline",
     "RePaintPipeline",
     "SanaControlNetPipeline",

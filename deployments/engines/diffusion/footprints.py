@@ -38,8 +38,8 @@ class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
     Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet. LoRAs are those of every row, on the side path;
-    ControlNets and images as prompts are left out.
+    each request, the results of its time and text not known yet, and one beside it where a family reads some. LoRAs are
+    those of every row, on the side path; ControlNets and images as prompts are left out.
     """
 
     def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -135,6 +135,8 @@ class PipelineTwin(DenoisePipeline):
     ) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._size(height, width)
+        if family.max_references:  # the usual ones: one image, and the result has its sides
+            size = size._replace(references=(size,))
         text_width, pooled_width = family.text_widths(self.denoiser)
         request = DiffusionRequest(
             "twin",
@@ -153,6 +155,7 @@ class PipelineTwin(DenoisePipeline):
             is_masked = family.masks_text and not family.counts_tokens  # else the most is that all tokens count
             mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
+            extra = torch.empty_like(latents) if size.references else extra
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
         branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
         uses = tuple((pairs, 1.0) for pairs in adapters.values())
