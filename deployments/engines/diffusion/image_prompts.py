@@ -110,6 +110,7 @@ class PromptedLayer(NamedTuple):
 class ImagePrompt:
     """An IP-Adapter at work in a request: the layers of each branch, in the order of `DenoiseState.branches`."""
 
+    name: str
     branches: tuple[tuple[PromptedLayer, ...], ...]
     scale: float
 
@@ -163,8 +164,18 @@ def make_image_prompts(
         _check_fit(use.name, prompter, attentions)
         tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
         branches = tuple(tuple(_layers(prompter, attentions, one, denoiser.dtype)) for one in tokens)
-        prompts.append(ImagePrompt(branches, use.scale))
+        prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
+
+
+def blank_image_prompt(name: str, form: IpAdapterForm, denoiser: Any, device: torch.device) -> ImagePrompt:
+    """Return an IP-Adapter at work in a request of one branch, whose keys and values have sizes and no meaning."""
+    layers = []
+    for attention in _cross_attentions(denoiser):
+        made = torch.empty(1, form.num_tokens, attention.inner_dim, dtype=denoiser.dtype, device=device)
+        half = _heads(made, attention.inner_dim // attention.heads)
+        layers.append(PromptedLayer(attention, half, half))
+    return ImagePrompt(name, (tuple(layers),), 1.0)
 
 
 @contextmanager

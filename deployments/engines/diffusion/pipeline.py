@@ -63,9 +63,13 @@ from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_bl
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter, LoraPair
+from weights.formats.ip_adapter import IpAdapterForm
 from weights.memory.devices import computes_on_host, host_generator
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
+# What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or
+# the form of an IP-Adapter.
+AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | IpAdapterForm | None]]
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -134,22 +138,23 @@ class DenoisePipeline:
         """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
 
-    def adapter_shapes(
-        self, request: DiffusionRequest, adapters: Mapping[str, Adapter]
-    ) -> dict[str, Mapping[str, LoraPair]]:
-        """Return the pairs that the LoRAs of a request add to its layers, by name and module, as tensors of no memory.
+    def adapter_shapes(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> AdapterShapes:
+        """Return what the adapters of a request add to its forwards, but for a LoRA that is merged: `adapter_names`.
 
-        Any thread may call it. Raises EngineError as `start_request` does.
+        Pairs are tensors of no memory; a ControlNet is the one given, None what is none. Any thread may call it. Raises
+        EngineError as `start_request` does.
         """
+        nets = {name: one for name, one in adapters.items() if isinstance(one, nn.Module)}
+        forms = {name: one.form for name, one in adapters.items() if isinstance(one, ImagePrompter)}
+        beside: list[tuple[str, Any]] = [(use.name, nets.get(use.name)) for use in request.control]
+        beside += [(use.name, forms.get(use.name)) for use in request.image_prompts]
         if request.merges_adapter or not request.adapters:
-            return {}
+            return beside
         paths = {layer: path for path, layer in self.denoiser.named_modules()}
         found, _ = self._loras.forms_of(request, adapters)
         names = sorted(use.name for use in request.adapters)
-        return {
-            name: {paths[layer]: pair.to("meta") for layer, pair in pairs}
-            for name, (pairs, _) in zip(names, found, strict=True)
-        }
+        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in pairs} for pairs, _ in found]
+        return [*zip(names, pairs_of, strict=True), *beside]
 
     def encode_inputs(
         self,
