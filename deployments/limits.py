@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 from configs.cluster import LimitsConfig
 from deployments.engines.diffusion.input_images import find_bad_image
-from deployments.engines.stock.sounds import Sound
+from deployments.engines.sounds import Sound
 from deployments.errors import InvalidRequest
 from deployments.records import (
     ChatRequest,

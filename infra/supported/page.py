@@ -60,8 +60,8 @@ Images are answered without transparency, also where a class makes it (Qwen-Imag
 in diffusers itself: they read an option that no Chroma's config has, and a module that the installed transformers'
 `CLIPTextModel` has no more. Here they find both, and do with them what older versions did: the first was compared with
 diffusers beside a config that has the option, the second with the prompt's embedding given to diffusers.
-`LongCatAudioDiTPipeline` has a scheduler of its own: diffusers neither saves nor reads another one, so what is made with
-one in Python is not what the same folder makes, here or there.
+`LongCatAudioDiTPipeline` has a scheduler of its own: diffusers neither saves nor reads another one, so what is made
+with one in Python is not what the same folder makes, here or there.
 
 What was not compared, and why, as far as it is known:
 

@@ -27,11 +27,11 @@ from unit.deployments.engines.stock.tiny_videos_in import VIDEO_CASES
 from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.protocol import StockRequest
+from deployments.engines.sounds import Sound
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.loading import StockModel
-from deployments.engines.stock.sounds import Sound
 from deployments.engines.stock.text_parts import text_parts
 from deployments.engines.stock.texts import CalledEncoders, TextPlanner, weightless_modules
 from deployments.modules.stock_parts import is_stock_text, with_stock_parts

@@ -83,9 +83,7 @@ class CallInputs:
             given["output_type"] = _OUTPUT_TYPE
         return given
 
-    def audio_of(
-        self, request: StockRequest, rate: int | None = None, channels: int | None = None
-    ) -> dict[str, Any]:
+    def audio_of(self, request: StockRequest, rate: int | None = None, channels: int | None = None) -> dict[str, Any]:
         """Return the arguments that are audio, at the rate and with the channels of a model; None: as they came.
 
         Raises EngineError.

@@ -69,8 +69,7 @@ def as_samples(audios: Any) -> np.ndarray:
 
 
 def sample_rate(pipeline: Any) -> int:
-    """Return the samples per second of what a pipeline hears and makes, as its parts' configs tell. Raises ValueError.
-    """
+    """Return the samples per second of what a pipeline hears and makes, as its parts tell. Raises ValueError."""
     if (rate := _told(pipeline, _RATES)) is None:
         raise ValueError("no part of the pipeline says its sample rate")
     return rate

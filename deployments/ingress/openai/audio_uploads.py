@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.cluster import LimitsConfig
-from deployments.engines.stock.sounds import Sound, why_no_form
+from deployments.engines.sounds import Sound, why_no_form
 from deployments.errors import InvalidRequest
 
 _DATA_URL: Final = "data:audio/"
@@ -136,5 +136,5 @@ def _values_of(data: memoryview, dtype: str, bits: int) -> npt.NDArray[np.float3
     if values.dtype.kind == "f":
         return values.astype(np.float32)
     if values.dtype.kind == "u":
-        return (values.astype(np.float32) - 128) / 128
+        return (values.astype(np.float32) - np.float32(128)) / np.float32(128)
     return values.astype(np.float32) / np.float32(2.0 ** (8 * values.dtype.itemsize - 1))

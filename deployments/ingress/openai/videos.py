@@ -285,9 +285,7 @@ async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         raise Overloaded(f"the folder of videos cannot be used now: {error}") from None
 
 
-async def _read(
-    class_: type[_BodyT], request: Request, limits: LimitsConfig
-) -> tuple[_BodyT, dict[str, list[bytes]]]:
+async def _read(class_: type[_BodyT], request: Request, limits: LimitsConfig) -> tuple[_BodyT, dict[str, list[bytes]]]:
     """Return the fields and files of a body, JSON or a form. Raises what FastAPI raises for a field that is wrong."""
     files: dict[str, list[bytes]] = {}
     fields: Any

@@ -115,7 +115,7 @@ def test_audio_by_name_is_bounded_for_handles_as_for_http() -> None:
     heard = ClipRequest(model="m", prompt="p", audio={"src_audio": second, "reference_audio": second})
     assert heard.audio["src_audio"].samples.dtype == np.float32
     check_clip(heard, limits, "audio")
-    with pytest.raises(InvalidRequest, match="audio: 3 seconds in all, at most 2.5 are allowed"):
+    with pytest.raises(InvalidRequest, match=r"audio: 3 seconds in all, at most 2\.5 are allowed"):
         check_clip(ClipRequest(model="m", prompt="p", audio=dict.fromkeys("abc", second)), limits, "audio")
 
 

@@ -19,9 +19,9 @@ from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
 from unit.deployments.engines.stock.tiny_pipelines import saved
 
 from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.sounds import Sound
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import CallInputs
-from deployments.engines.stock.sounds import Sound
 
 AGAIN = "StableAudio3AudioToAudioPipeline"
 
@@ -76,9 +76,7 @@ def test_channels_are_repeated_or_their_mean() -> None:
 
 def request_of(class_name: str, audio: dict[str, Sound], **extra: Any) -> StockRequest:
     options = FURTHER_CASES[class_name].options if class_name in FURTHER_CASES else {}
-    return StockRequest(
-        "r", 5, "a cat", fields={"num_inference_steps": 2}, extra={**options, **extra}, audio=audio
-    )
+    return StockRequest("r", 5, "a cat", fields={"num_inference_steps": 2}, extra={**options, **extra}, audio=audio)
 
 
 def made(pipeline: Any, options: Any, **more: Any) -> np.ndarray:

@@ -160,8 +160,7 @@ def part(class_name: str, name: str, annotation: Any) -> Any:
 
 
 class Case(NamedTuple):
-    """How a pipeline is made, the arguments of a call beside prompt, steps and seed, the images and audio that it gets.
-    """
+    """How a pipeline is made, the arguments of a call beside prompt, steps and seed, its images and its audio."""
 
     parts: Callable[[], Mapping[str, Any]]
     options: Mapping[str, Any]

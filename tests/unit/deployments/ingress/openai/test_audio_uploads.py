@@ -136,7 +136,7 @@ def test_all_files_together_are_bounded() -> None:
     files = {name: AudioFile(name, silence(number=RATE)) for name in ("src_audio", "reference_audio")}
     assert [sound.seconds for sound in decode_audio(files, LIMITS).values()] == [1.0, 1.0]
     files["audio"] = AudioFile("audio", silence(number=1))
-    with pytest.raises(InvalidRequest, match="audio: .* at most 2 of all files"):
+    with pytest.raises(InvalidRequest, match=r"audio: .* at most 2 of all files"):
         decode_audio(files, LIMITS)
 
 
