@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
 
     from deployments.engines.prompt_images import PromptImages
+    from deployments.engines.sounds import Sound
     from weights.adapters import LoraAdapter
 
 
@@ -257,10 +258,10 @@ class StockRequest:
 
     `fields` are those that the request has, by the names of `__call__`'s parameters; what is not there is left to the
     class. `images` (uint8, (height, width, 3), or (height, width) of a mask; several of one name, or the frames of a
-    video, are a tuple) go to the parameters of their names, and so do the values of `extra`. `scheduler` and
-    `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
-    (`stock/texts.py`), None where the pipeline encodes its text itself. So many
-    `num_previews` are spread over the steps, if the class can show any.
+    video, are a tuple) and `audio` go to the parameters of their names, and so do the values of `extra`. `scheduler`
+    and `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
+    (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
+    steps, if the class can show any.
     """
 
     request_id: str
@@ -275,6 +276,7 @@ class StockRequest:
     reports_steps: bool = False
     texts: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     num_previews: int = 0
+    audio: Mapping[str, Sound] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
