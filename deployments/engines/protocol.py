@@ -49,7 +49,8 @@ class PromptForm:
     of the tokenizer's chat template, which gets `variables`. With `system` a message of the system comes first, and
     messages consist of parts, as those that may have images do; `removed` is taken out of prompts. The first
     `num_dropped` tokens give nothing. With `keeps_padding` tokens that pad the text to its limit give vectors too,
-    which no token has attended to.
+    which no token has attended to. `image` stands before the prompt for each image that is read with it: {number} is
+    which one, from 1 on, and {image} what the model's processor puts in its place.
     """
 
     layers: tuple[int, ...]
@@ -59,6 +60,7 @@ class PromptForm:
     keeps_padding: bool = False
     system: str = ""
     removed: str = ""
+    image: str = ""
 
 
 class EngineError(Exception):
@@ -194,7 +196,7 @@ class DiffusionRequest:
     own, and `scheduler_options` stand in place of those of its config (`use_karras_sigmas`, say). `sigmas` or
     `timesteps` are the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever
     else runs. `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and
-    faster.
+    faster. `references`, uint8 (height, width, 3), are images of any size that a family reads beside its latents.
     """
 
     request_id: str
@@ -217,6 +219,7 @@ class DiffusionRequest:
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
     merges_adapter: bool = False
+    references: tuple[npt.NDArray[np.uint8], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

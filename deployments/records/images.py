@@ -30,6 +30,7 @@ from deployments.records.requests import (
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
+REFERENCES = "image"  # among `images`, those that a model changes
 
 VideoFormat = Literal["mp4", "webm"]
 
@@ -154,7 +155,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     `ip_adapter` names IP-Adapters, with the images that are prompts to them.
 
     `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`);
-    several of one name where the class takes a list.
+    several of one name where the class takes a list. `references` are those that an editing model changes.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
@@ -176,6 +177,12 @@ class ImageRequest(ServedRequest, ImageOptions):
     long_text: LongText = "truncate"
     merges_lora: bool = False
     scaled_from: tuple[Count, Count] | None = None
+
+    @property
+    def references(self) -> tuple[npt.NDArray[np.uint8], ...]:
+        """Return the images of the parameter `image`, in sizes of their own."""
+        named = self.images.get(REFERENCES, ())
+        return named if isinstance(named, tuple) else (named,)
 
 
 @dataclass(frozen=True, slots=True)

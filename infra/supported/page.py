@@ -53,9 +53,8 @@ from the library's source.
 | ..., text alone | the decoder of a model that reads images or sound as well, which are refused here |
 | stock path, encodes itself | the same, with the text encoders in the worker instead of the text encoder service |
 
-Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
-Qwen-Image-Edit reads the image as well, which the text encoder service cannot: these classes are on the stock path.
-Images are answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
+Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. Images are
+answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
 `ChromaInpaintPipeline` and every `clip_skip` of a class with a CLIP (that of `I2VGenXLPipeline` is 1 by default) fail
 in diffusers itself: they read an option that no Chroma's config has, and a module that the installed transformers'
 `CLIPTextModel` has no more. Here they find both, and do with them what older versions did: the first was compared with

@@ -138,8 +138,6 @@ COMPARED: Final = (
     "QwenImageControlNetInpaintPipeline",
     "QwenImageControlNetPipeline",
     "QwenImageEditInpaintPipeline",
-    "QwenImageEditPipeline",
-    "QwenImageEditPlusPipeline",
     "QwenImageLayeredPipeline",
     "RePaintPipeline",
     "SanaControlNetPipeline",

@@ -13,9 +13,9 @@ import pytest
 from kit.seeding import seeded_rng
 
 from configs.cluster import LimitsConfig
-from deployments.clip_files import encode_audio
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.audio_uploads import AudioFile, decode_audio, split_extra
+from deployments.services.clips import encode_audio
 
 LIMITS = LimitsConfig(max_audio_s=2.0)
 RATE = 8000

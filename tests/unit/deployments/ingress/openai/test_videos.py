@@ -25,7 +25,6 @@ from unit.deployments.serve_fakes import FakeHandle
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
 from configs.cluster import VideosConfig
-from deployments.clip_files import encode_audio, encode_video
 from deployments.errors import GenerationFailed, QueueFull
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
@@ -33,6 +32,7 @@ from deployments.ingress.openai import videos as video_routes
 from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
 from deployments.ingress.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
+from deployments.services.clips import encode_audio, encode_video
 
 WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}
 FACTS = {"model": "wan", "prompt": "a cat", "size": "auto", "seconds": "auto", "seed": 1, "warnings": []}
