@@ -19,6 +19,7 @@ from deployments.engines.protocol import DiffusionRequest, EngineError
 class Control:
     """A ControlNet and its image as it reads it, (num_images, …). `reads_prompt`: never the negative prompt."""
 
+    name: str
     net: Any
     image: torch.Tensor
     scale: float
@@ -57,21 +58,13 @@ def make_controls(
         with torch.no_grad():
             image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae)
         image = image.to(device, denoiser.dtype)
-        controls.append(Control(net, image, use.scale, use.start, use.end, family.controls_read_prompt))
+        controls.append(Control(use.name, net, image, use.scale, use.start, use.end, family.controls_read_prompt))
     return tuple(controls)
 
 
 def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> str | None:
     """Return why the ControlNet cannot go with the denoiser, or None."""
-    class_name = type(net).__name__
-    if family.control_class is None:
-        return f"cannot be used: no ControlNets are served with {family.class_name}"
-    if class_name != family.control_class:
-        return f"is a {class_name}, and {family.class_name} takes a {family.control_class}"
-    if net.dtype != denoiser.dtype:
+    reason = family.control_misfit(type(net).__name__, net.config, denoiser.config, pixels_per_latent)
+    if reason is None and net.dtype != denoiser.dtype:
         return f"is in {net.dtype}, and the model in {denoiser.dtype}: register both with one dtype"
-    for key in family.control_keys:
-        own, expected = net.config.get(key), denoiser.config.get(key)
-        if own != expected:
-            return f"has {key} {own}, and the model {expected}: it is of another family"
-    return family.control_refusal(net, pixels_per_latent)
+    return reason
