@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
-from deployments.engines.diffusion.families import FAMILIES, Family
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
