@@ -5,15 +5,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JUDGES := .judges
 FUZZ := out/fuzz
+FIGURES := out/figures
 RAYS := $(JUDGES)/ray-2.58.1/.installed $(JUDGES)/ray-2.59.0/.installed  # releases whose private names are compared
 SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
+unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -130,6 +132,15 @@ format: setup    ## Rewrite the code in the house style
 
 bench: setup     ## Measure against stock diffusers and transformers; the tables of BENCHMARKS.md
 	$(BIN)/atelier bench serve
+
+figures: setup   ## Measure and draw the pictures of docs/figures, in some 25 minutes of a machine that does nothing else
+	mkdir -p $(FIGURES)
+	$(BIN)/atelier bench serve --json > $(FIGURES)/serve.json
+	$(BIN)/atelier bench load --json > $(FIGURES)/load.json
+	$(BIN)/atelier bench switch --attaches 20 --rounds 5 --switches 60 --json > $(FIGURES)/switch.json
+	$(BIN)/python -m infra.plots $(FIGURES) docs/figures
+	$(BIN)/atelier weights externalize infra/demo/models/digits-sdxl --model digits-sdxl --store $(FIGURES)/store
+	$(BIN)/atelier inspect graph digits-sdxl --rows 8 --width 64 --store $(FIGURES)/store --plot docs/figures/arena.svg
 
 quality: setup judges  ## Read 200 pictures of each demo model with a classifier, and all held-out sums
 	$(BIN)/python infra/demo/measure_quality.py

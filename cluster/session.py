@@ -13,7 +13,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -25,7 +24,7 @@ from typing import Final, Self
 import psutil
 
 from cluster.actor_names import NAMESPACE
-from cluster.door.door_plan import check_helper_ports
+from cluster.door.door_plan import check_helper_ports, why_taken
 from cluster.errors import SessionError
 from configs.cluster import ClusterConfig, RayConfig
 from configs.http import GrpcConfig, HttpConfig
@@ -51,6 +50,7 @@ _TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
 # Of each log of a process: by itself, Ray keeps 3 GB.
 _LOG_LIMITS: Final = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
 _SESSION_NAME: Final = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6}_\d+")
+_VERSIONS: Final = re.compile(r"Ray: (\S+)\s+Python: (\S+)")  # of Ray and of this process, as Ray words it
 _QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, also one in another container
 
 
@@ -135,15 +135,11 @@ def check_http_ports(http: HttpConfig) -> None:
 def _check_port_free(where: HttpConfig | GrpcConfig) -> None:
     """Raise SessionError when the port is taken, naming the process that listens there if it can be seen."""
     section, option = ("http", " or --port") if isinstance(where, HttpConfig) else ("grpc", "")
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((where.host, where.port))
-        except OSError as error:
-            raise SessionError(
-                f"cannot listen on {where.host}:{where.port}: {error.strerror}{_listener(where.port)}; "
-                f"choose another port with `{section}: {{port: ...}}`{option}"
-            ) from None
+    if why := why_taken(where.host, where.port):
+        raise SessionError(
+            f"cannot listen on {where.host}:{where.port}: {why}{_listener(where.port)}; "
+            f"choose another port with `{section}: {{port: ...}}`{option}"
+        )
 
 
 @contextlib.contextmanager
@@ -207,7 +203,7 @@ def join_ray(address: str = "auto") -> None:
     """Connect this process to a Ray that runs, by default that of this machine, where `atelier up` starts one.
 
     Handles work in this process from then on. One that is connected stays as it is. Raises ConnectionError when there
-    is no Ray.
+    is no Ray, SessionError for one of another version or Python.
     """
     import ray
 
@@ -220,7 +216,20 @@ def join_ray(address: str = "auto") -> None:
     with ray_on_loopback() if is_private else contextlib.nullcontext():
         if is_private:
             _take_ray_token()
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        try:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+        except RuntimeError as error:
+            if other := _other_versions(address, error):
+                raise SessionError(other) from None
+            raise
+
+
+def _other_versions(address: str, error: RuntimeError) -> str:
+    """Return in a sentence what Ray says in several lines of a process with other versions than it has itself."""
+    found = [f"Ray {ray} and Python {python}" for ray, python in _VERSIONS.findall(str(error))]
+    if len(found) != 2:
+        return ""
+    return f"the Ray at {address} is {found[0]}, and here is {found[1]}: install its versions here"
 
 
 def _is_on_loopback(pid: int) -> bool:

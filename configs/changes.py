@@ -21,7 +21,7 @@ class Concern(StrEnum):
     """The parties that a value concerns, from the cheapest on."""
 
     MODELS = "models"  # the registry, which takes in and removes models while it serves
-    LIMITS = "limits"  # queues and batchers, which take others while they serve
+    LIMITS = "limits"  # queues, batchers and the controller, which take others while they serve
     NUMBER = "number"  # Serve, which starts or ends some replicas
     TEXT_ENCODER = "text_encoder"
     WORKER = "worker"
@@ -78,7 +78,9 @@ _CONCERNS: Final[tuple[tuple[tuple[Concern, ...], str, str], ...]] = (
         "max_waiting max_waiting_per_model default_timeout_s priority_levels default_priority max_overtakes tenants "
         "unknown_tenants max_running_pipelines",
     ),
-    ((Concern.CONTROL_PLANE,), "controller", "enabled policy tick_s scaling slo_classes models"),
+    ((Concern.CONTROL_PLANE,), "controller", "enabled"),
+    ((Concern.LIMITS,), "controller", "policy tick_s slo_classes models"),
+    ((Concern.LIMITS, Concern.NUMBER), "controller", "scaling"),  # Serve is told whether the controller scales
     ((Concern.LIMITS,), "text_encoder", "batching"),
     (_ENCODER_AND_INGRESS, "text_encoder", "batching.max_batch_size max_running_inputs max_ongoing_requests"),
     ((Concern.NUMBER,), "text_encoder", "num_replicas"),
@@ -115,7 +117,7 @@ _LISTS: Final = ("models", "adapters", "pipelines")
 class Change:
     """A value that two configs have otherwise. Keys of lists have ids: `models.adder.description`.
 
-    `before` is None for a new entry of a list, `after` for one that goes.
+    `before` is None for a new entry of a list or mapping, `after` for one that goes.
     """
 
     key: str
@@ -136,7 +138,7 @@ def concerns_of(key: str) -> tuple[Concern, ...]:
 def changes(before: ClusterConfig, after: ClusterConfig) -> list[Change]:
     """Return the values that differ, in the order of the config's keys."""
     old, new = dict(_values(before)), dict(_values(after))
-    found = [Change(key, old[key], new[key], concerns_of(key)) for key in old if old[key] != new[key]]
+    found = [change for key in old if old[key] != new[key] for change in _value_changes(key, old[key], new[key])]
     for kind in _LISTS:
         found += _entry_changes(kind, getattr(before, kind), getattr(after, kind))
     return found
@@ -171,6 +173,17 @@ def _values(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _values(value, f"{key}.")
         elif key not in _LISTS:
             yield key, _plain(value)
+
+
+def _value_changes(key: str, before: Any, after: Any) -> Iterator[Change]:
+    """Yield what differs of a value: of two mappings each entry."""
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        yield Change(key, before, after, concerns_of(key))
+        return
+    for name in dict.fromkeys([*before, *after]):
+        was, now = before.get(name), after.get(name)
+        if was != now:
+            yield from _value_changes(f"{key}.{name}", was, now)
 
 
 def _entry_changes(kind: str, before: Iterable[Any], after: Iterable[Any]) -> Iterator[Change]:

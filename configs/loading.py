@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +45,12 @@ _SHORT_VALUES: Final = {  # of other programs
     "f32": "float32",
     "full": "float32",
 }
+# What templates leave for people to fill in, where a value is a place: `<folder>`, `${STORE}`, `{{ .Values.store }}`.
+_PLACEHOLDER: Final = re.compile(
+    r"<[A-Za-z][\w .-]*>|\$\{[^}]*\}|\{\{.*\}\}|\b(?:change|replace|fill)[-_ ]?(?:me|in)\b", re.I
+)
+_MAX_DEPTH: Final = 4  # of a place in a config
+_PLACES: Final = frozenset({"path", "like", "vae", "folder", "keys_file", "address", "endpoint", "host"})
 STAND_IN_PATH: Final = "/"  # no model lies there
 _STAND_INS: Final[dict[str, dict[str, Any]]] = {  # by list of entries, without their ids
     "models": {"path": STAND_IN_PATH},
@@ -75,7 +81,9 @@ def read_cluster_config(path: str | Path) -> tuple[ClusterConfig | None, tuple[P
     """
     path = Path(path)
     node, data = _read_mapping(path)
-    found: dict[_Location, Problem] = {}
+    found: dict[_Location, Problem] = dict(_unfilled(node, data, (), set()))
+    for location in found:
+        _remove_key(data, location)
     while True:
         try:
             config = ClusterConfig.model_validate(data)
@@ -112,6 +120,20 @@ def _read_mapping(path: Path) -> tuple[yaml.Node | None, dict[Any, Any]]:
     if duplicates:
         raise ConfigFileError(path, duplicates)
     return node, data
+
+
+def _unfilled(
+    node: yaml.Node | None, data: Any, location: _Location, seen: set[int]
+) -> Iterator[tuple[_Location, Problem]]:
+    """Yield the places that nobody has filled in, with their problems. What an alias repeats is looked at once."""
+    if isinstance(data, str):
+        if location and location[-1] in _PLACES and _PLACEHOLDER.search(data):
+            text = f"{data!r} is a placeholder: put in its place what it stands for"
+            yield location, Problem(_line_of(node, location), ".".join(map(str, location)), text)
+    elif isinstance(data, dict | list) and id(data) not in seen and len(location) < _MAX_DEPTH:
+        seen.add(id(data))
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _unfilled(node, value, (*location, key), seen)
 
 
 def entry_of(location: Sequence[str | int]) -> tuple[str | int, ...]:

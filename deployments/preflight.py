@@ -12,19 +12,20 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
 from cluster.errors import ModelUnservable
 from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
-from cluster.registry.importing import like_of, owned_program, vae_of
+from cluster.registry.importing import bases_of, like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
 from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
 from configs.errors import Problem
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
+from deployments.engines.adapter_bases import check_base
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.llm.models.known import has_own_layers
 from deployments.engines.servable import why_unservable
@@ -37,7 +38,8 @@ from weights.dtypes import cast_target, tensor_nbytes
 from weights.errors import AdapterError, BudgetExceeded, WeightsError
 from weights.externalize import mark_settings, stored_dtypes
 from weights.feature_sizes import feature_sizes
-from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint
+from weights.formats.adapter_base import AdapterBase
+from weights.formats.checkpoint import Checkpoint, read_checkpoint
 from weights.intake import PROGRAM_SUFFIXES
 from weights.manifest import ModelKind
 from weights.memory.layer_plan import AUTO, decoder_sizes, layer_of, plan_layers
@@ -103,8 +105,7 @@ def _keys(dotted: str) -> tuple[str | int, ...]:
 
 def _source_mistakes(config: ClusterConfig, path: Path, sources: dict[str, ReadSource]) -> Iterator[Mistake]:
     """Yield what is wrong with the sources; put the sound ones into `sources`."""
-    store = WeightStore(config.store.path) if config.store.path.is_dir() else None
-    auto = auto_dtype(config.worker.device, processor_flags())
+    store, auto = _store_of(config), auto_dtype(config.worker.device, processor_flags())
     for keys, entry in _entries(config):
         if not isinstance(entry.path, Path) or Path(STAND_IN_PATH) in (entry.path, _path_of_base(config, entry)):
             continue  # told already
@@ -118,6 +119,10 @@ def _source_mistakes(config: ClusterConfig, path: Path, sources: dict[str, ReadS
                 yield (*keys, "path"), f"{entry.path}: no such folder or file{_hint(entry.path, path.parent)}"
             continue
         sources[entry.id] = found
+
+
+def _store_of(config: ClusterConfig) -> WeightStore | None:
+    return WeightStore(config.store.path) if config.store.path.is_dir() else None
 
 
 def _entries(config: ClusterConfig) -> Iterator[tuple[tuple[str | int, ...], Entry]]:
@@ -176,6 +181,7 @@ def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BaseP
     found = SummaryFiles(store).find(
         entry.id,
         source_mark(entry.path, mark_settings(_component(entry), wanted_dtype(entry, auto), like, vae_of(entry))),
+        bases_of(entry, store),
     )
     return None if found is None else _of_summary(entry, found)
 
@@ -234,51 +240,27 @@ def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSour
     return ReadSource(record, checkpoint, nbytes, tensor_bytes.get("model", {}) if is_decoder else {})
 
 
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """A model that a LoRA is for, as `check_lora_base` wants to know it."""
-
-    model: str
-    kind: Any
-    components: Mapping[str, Any]
-
-
 def _adapter_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
-    models = {model.id: model for model in config.models}
+    store = _store_of(config)
     for index, adapter in enumerate(config.adapters):
         if adapter.id not in sources or (checkpoint := sources[adapter.id].checkpoint) is None:
             continue
+        stored = {base.model: base for base in bases_of(adapter, store)}
         for place, id_ in enumerate(adapter.base):
             if id_ not in sources:
                 continue
+            read = sources[id_].checkpoint
+            base = stored.get(id_) if read is None else _as_base(id_, read)
             try:
-                _check_base(checkpoint, models[id_], sources[id_])
+                if base:
+                    check_base(checkpoint, base)
             except AdapterError as error:
                 yield ("adapters", index, "base", place), str(error)
 
 
-def _check_base(adapter: Checkpoint, base: ModelConfig, source: ReadSource) -> None:
-    """Raise AdapterError where an adapter is for other models than the base."""
-    if adapter.kind == "ip_adapter":
-        family = FAMILIES.get(source.record.class_name)
-        if family is None or not family.takes_image_prompts:
-            what = source.record.class_name or source.record.kind
-            raise AdapterError(f"{adapter.path}: an IP-Adapter, and none are served with {base.id!r}, {what}")
-        return
-    if adapter.kind == "controlnet":
-        family = FAMILIES.get(source.record.class_name)
-        if family is None:
-            raise AdapterError(f"{adapter.path}: a ControlNet, which {base.id!r}, {source.record.kind}, cannot follow")
-        if adapter.class_name != family.control_class:
-            raise AdapterError(
-                f"{adapter.path}: a {adapter.class_name}, and {base.id!r} ({family.class_name}) takes a "
-                f"{family.control_class}"
-            )
-        return
-    assert isinstance(base.path, Path)
-    checkpoint = source.checkpoint or read_checkpoint(base.path, component=base.component)
+def _as_base(id_: str, checkpoint: Checkpoint) -> AdapterBase:
     parts = {part.name: part for part in checkpoint.components}
-    check_lora_base(adapter, _Base(base.id, checkpoint.kind, parts))
+    return AdapterBase(id_, checkpoint.kind, checkpoint.class_name, checkpoint.root, parts)
 
 
 def _pipeline_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:

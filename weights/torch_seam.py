@@ -47,7 +47,6 @@ SHIMS: Final = (
         "programs run as they are, not compiled",
         used=(
             "torch._inductor:aot_compile",
-            "torch._inductor:aoti_load_package",
             "torch._inductor.package.package:package_aoti",
             "torch._C._aoti:AOTIModelPackageLoader.boxed_run",
         ),
@@ -202,10 +201,10 @@ def open_compiled(package: Path) -> Callable[[list[torch.Tensor]], list[torch.Te
 
     HAZARD: it checks neither types nor shapes nor strides. Opening runs code of the package. Raises RuntimeError.
     """
-    from torch import _inductor
-
-    # A call of the model itself would read its own description anew each time.
-    return cast("Callable[..., list[torch.Tensor]]", _inductor.aoti_load_package(str(package)).loader.boxed_run)
+    # `aoti_load_package` would compile something first, to compare processors: for seconds, in this process, and
+    # in a folder that others could have made. And a call of the model itself would read its own description each time.
+    loader: Any = torch._C._aoti.AOTIModelPackageLoader
+    return cast("Callable[..., list[torch.Tensor]]", loader(str(package), "model", False, 1, -1).boxed_run)
 
 
 def host_keys() -> Any:

@@ -221,11 +221,16 @@ def _free_port(first: int) -> int:
 
 
 def _is_free(port: int, host: str) -> bool:
+    return not why_taken(host, port)
+
+
+def why_taken(host: str, port: int) -> str:
+    """Return why nothing can listen there, "" where something can."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""

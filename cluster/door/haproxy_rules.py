@@ -230,14 +230,15 @@ def share_of_connections(max_connections: int) -> int:
 def _bounded(section: str, routed: Collection[str], max_requests: int) -> str:
     """Return the backend of an application with a bound on its requests, before it the one for all but inference.
 
-    `routed` are the names of such backends. Raises ValueError for one whose servers are written in another form.
+    `routed` are the names of such backends, which may have no server now. Raises ValueError for one whose servers are
+    written in another form.
     """
     name = section.partition("\n")[0].removeprefix("backend ")
     bounded, count = re.subn(_SERVER, rf"\g<0> maxconn {max_requests} {_ENDS}", section, flags=re.MULTILINE)
-    if not count:
-        if name in routed and re.search(r"^ +server ", section, flags=re.MULTILINE):
-            raise ValueError(f"HAProxy's configuration of this Ray has servers of another form in backend {name}")
+    if name not in routed and not count:
         return section
+    if not count and re.search(r"^ +server ", section, flags=re.MULTILINE):
+        raise ValueError(f"HAProxy's configuration of this Ray has servers of another form in backend {name}")
     quick = re.sub(_SERVER, rf"\1 track {name}/\2\3 {_ENDS}", section, flags=re.MULTILINE)
     quick = re.sub(r"^ +(?:option httpchk|http-check|default-server) .*\n", "", quick, flags=re.MULTILINE)
     heads = f"backend {name}\n", f"backend {name}-quick\n"

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import ray
 
+from cluster.errors import KeeperFailed
 from cluster.keeper.adoption import ADOPTION_S
 from cluster.keeper.audit import AUDIT_BYTES_PER_S
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
@@ -33,6 +34,7 @@ from cluster.keeper.records import (
 )
 from cluster.keeper.shared_memory import NodeMemory, Store
 from cluster.logs import configure_logs
+from cluster.node_code import running_code, why_other_code
 from cluster.peers.link import PeerLink, RegistryClient
 from cluster.peers.server import StoredBytes
 from cluster.processes import ProcessMark
@@ -57,9 +59,11 @@ class KeeperSettings:
 
     `max_wait_s`: for room that others have leased. `adoption_s`: so long a restarted one waits for replicas, to offer
     what they have mapped. `audit_bytes_per_s` 0: no audit. `populate` makes the object store's pages at start, in the
-    background; otherwise the first puts pay for them.
+    background; otherwise the first puts pay for them. `code` is what its node has to run (`running_code`).
     """
 
+    # HAZARD: first, and of words: a node with other code reads the fields of this class by their places.
+    code: tuple[str, ...] = ()
     staging_bytes: int = STAGING_BYTES
     verify: bool = True
     max_wait_s: float = MAX_WAIT_S
@@ -82,12 +86,25 @@ def keeper_class() -> Any:
 _DEFAULTS: Final = KeeperSettings()
 
 
+def _begin(settings: KeeperSettings) -> str:
+    """Return where other nodes ask for extents: loopback on a private Ray, which has one node.
+
+    Raises KeeperFailed when this node runs other code than the settings say.
+    """
+    host = ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+    if settings.code and (other := why_other_code(host, running_code(), settings.code)):
+        raise KeeperFailed(other)
+    configure_logs(settings.log_format)
+    return host
+
+
 class NodeKeeper:
     """The bytes of one node. Thread-safe: Ray calls it from a pool of threads. Made by `keeper_class`.
 
     Without `budget_bytes` it keeps its share of the node's object store. `registry` is the name and namespace of the
     actor that knows the other nodes.
-    `store` and `directory` replace Ray's store and the registry. Raises WeightsError when `ATELIER_READ` is malformed.
+    `store` and `directory` replace Ray's store and the registry. Raises WeightsError when `ATELIER_READ` is malformed,
+    KeeperFailed on a node with other code than the registry's.
     """
 
     def __init__(
@@ -101,11 +118,8 @@ class NodeKeeper:
         store: Store | None = None,
         directory: RegistryClient | None = None,
     ) -> None:
-        configure_logs(settings.log_format)
-        in_actor = ray.is_initialized()
+        host, in_actor = _begin(settings), ray.is_initialized()
         was_restarted = in_actor and store is None and ray.get_runtime_context().was_current_actor_reconstructed
-        # Where other nodes ask for extents: loopback on a private Ray, which has one node.
-        host = ray.util.get_node_ip_address() if in_actor else "127.0.0.1"
         directory = directory or (RegistryClient(*registry) if registry else None)
         metrics = LoadMetrics(node_id) if in_actor else None
         self.generation = uuid.uuid4().hex
@@ -121,6 +135,7 @@ class NodeKeeper:
             metrics,
             verify=settings.verify,
             resident=lambda base: self._held.view(base.id),
+            node=host,
         )
         store = store or ObjectStore(node_id)
         self._held = HeldExtents(

@@ -143,7 +143,8 @@ class ExtentLoader:
 
     A peer that fails or gives other bytes is only a detour: storage has the last word.
 
-    A node without the store's folder has what other nodes read for it: `expect` looks whether it `has_storage`.
+    A node without the store's folder has what other nodes read for it: `expect` looks whether it `has_storage`. `node`
+    is its address, for who reads errors.
 
     `expect` says what is wanted; every extent of it takes one call of `load_next`, from any thread. No thread waits for
     one extent while another one can be had.
@@ -158,8 +159,10 @@ class ExtentLoader:
         pause: Pause = threading.Condition.wait,
         chance: random.Random | None = None,
         has_storage: Callable[[], bool] = lambda: True,
+        node: str = "",
     ) -> None:
         self._reader = reader
+        self._node = node
         self._has_storage = has_storage
         self._peers = peers
         self._clock = clock
@@ -238,7 +241,8 @@ class ExtentLoader:
             extent, _ = self._wanted.pop(id_)
             self._queue.end_read(id_, None, self._clock())
         reason = (
-            f"this node has not the store's folder, and for {GIVE_UP_S:.0f} s no other node has given it any weights"
+            f"node {self._node} has not the store's folder, and for {GIVE_UP_S:.0f} s no other node has given it any "
+            "weights: is there a node that has the folder, and can this one reach it?"
         )
         return Loaded(extent, error=StoreError(f"{extent.pack}: {reason}"))
 

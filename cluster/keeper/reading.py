@@ -14,7 +14,7 @@ from cluster.keeper.records import Source
 from cluster.keeper.shared_memory import NodeMemory
 from cluster.peers.server import StoredBytes
 from cluster.telemetry import LoadMetrics
-from weights.errors import StoreError
+from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.host_pool import HostBufferPool
 from weights.reading.blocks import resolve_pack
@@ -38,10 +38,12 @@ class Reading:
         *,
         verify: bool,
         resident: Resident = lambda base: None,
+        node: str = "",
     ) -> None:
         self.pool = HostBufferPool(staging_bytes)
         self.stages = StageClock()
         self._packs = packs
+        self._node = node
         self._verify = verify
         self._metrics = metrics
         self._planner = ReadPlanner()
@@ -53,6 +55,7 @@ class Reading:
             ExtentReader(packs, self.pool, self._planner, verify=verify, resident=resident),
             peers,
             has_storage=self.has_storage,
+            node=node,
         )
         self._counting = threading.Lock()
         self._bytes: Counter[Source] = Counter()
@@ -84,6 +87,16 @@ class Reading:
                     memory.held.failed(extent.id, error)
         return clock
 
+    def _explained(self, extent: ExtentRef, error: Exception) -> Exception:
+        """Return the error; of a pack that is not in this node's folder, with the node and what that may mean."""
+        if not isinstance(error, ExtentCorrupt) or extent.delta or (self._packs / extent.pack).exists():
+            return error
+        return ExtentCorrupt(
+            f"{error}: node {self._node} has another folder there than the store, or the store has lost it; where "
+            "nodes do not share the store, remove the folder, and other nodes send the weights",
+            error.extent_id,
+        )
+
     def close(self) -> None:
         """End its threads."""
         self._threads.shutdown()
@@ -96,7 +109,7 @@ class Reading:
         id_, nbytes = loaded.extent.id, loaded.extent.nbytes
         if loaded.error:
             let_go(loaded.error)
-            memory.held.failed(id_, loaded.error)
+            memory.held.failed(id_, self._explained(loaded.extent, loaded.error))
             return
         with self._counting:
             self._bytes[loaded.source] += nbytes

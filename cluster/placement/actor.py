@@ -1,9 +1,10 @@
 """Controller: it decides which model is on which worker, every moment anew, and splits the slots of workers and text
 encoders between several ingresses. A named, detached actor.
 
-Workers and queues report to it and wait for what it decides (`link.py`); it follows the registry's models, and what the
-nodes hold. It has no memory that matters: killed and restarted, it gets all reports again within a tick, and decides
-as soon as every worker has reported that the queues know. With `controller.enabled: false` it only splits slots.
+Workers and queues report to it and wait for what it decides (`link.py`); it follows the registry's models, its config,
+and what the nodes hold. It has no memory that matters: killed and restarted, it gets all reports again within a tick,
+and decides as soon as every worker has reported that the queues know. With `controller.enabled: false` it only splits
+slots.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from cluster.registry.node_keepers import node_addresses
 from cluster.registry.snapshot import RegistrySnapshot
 from cluster.registry.whole_groups import HeldComponents
 from cluster.telemetry import ControllerMetrics
-from configs.admission import AdmissionConfig, ScalingConfig
+from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig
 
 __all__ = ["PLAN_LIVES_S", "Controller", "connect_controller"]
 
 PLAN_LIVES_S: Final = 3.0  # what was decided longer ago holds nobody up
 GAP_S: Final = 0.01  # between two decisions, whatever is reported
-HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold
+HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold, and what the config says
 REGISTRY_S: Final = 5.0
 MAX_CALLS: Final = 10_000
 _POLICIES: Final = {"latency-first": LATENCY_FIRST, "throughput-first": THROUGHPUT_FIRST}
@@ -71,8 +72,7 @@ class Controller:
         self._config = config.controller
         self._registry = RegistrySnapshot(lambda: connect_registry(config))
         self._observations = Observations(self._slo_of, time.monotonic())
-        policy = _POLICIES[self._config.policy]
-        self._deciding = Deciding(policy, self._observations, lambda: uuid.uuid4().hex[:16])
+        self._deciding = Deciding(LATENCY_FIRST, self._observations, lambda: uuid.uuid4().hex[:16])
         self._overrides: Overrides | None = None  # None until the registry has answered
         self._changing = asyncio.Lock()
         self._catalog_revision: tuple[str, int] | None = None
@@ -86,10 +86,9 @@ class Controller:
         self._metrics = ControllerMetrics()
         self._scaling: Scaling | None = None  # None until Serve has said how many workers it was asked for
         self._slots = SlotDesk()
-        works = (self._decide_on(), self._follow_registry()) if self._config.enabled else (self._forget_silent(),)
-        self._tasks = [asyncio.ensure_future(work) for work in works]
-        if self._config.scaling is not None:
-            self._tasks.append(asyncio.ensure_future(self._scale(config.name, self._config.scaling)))
+        self._use(config.controller)
+        works = (self._decide_on(), self._scale(config.name)) if self._config.enabled else (self._forget_silent(),)
+        self._tasks = [asyncio.ensure_future(work) for work in (*works, self._follow_registry())]
 
     async def report(self, name: str, report: WorkerReport | AdmissionSnapshot) -> None:
         """Take in the report of a worker or a queue. The next decision follows at once where something has changed."""
@@ -116,7 +115,7 @@ class Controller:
         content = mailbox.content
         if isinstance(content, Placement):
             content = replace(content, until_s=max(0.0, self._decided_s + PLAN_LIVES_S - time.monotonic()))
-        return Update(mailbox.revision, content)
+        return Update(mailbox.revision, content, self._config.tick_s)
 
     async def report_slots(self, name: str, report: SlotReport) -> SlotAnswer:
         """See `SlotDesk`."""
@@ -240,10 +239,14 @@ class Controller:
             self._observations.forget_silent(time.monotonic())
 
     async def _follow_registry(self) -> None:
-        """Follow the registry: models, overrides, the nodes' memory. Its last answers hold while it is away."""
+        """Follow the registry: its config, models, overrides, the nodes' memory. What it said last holds while it is
+        away.
+        """
         while True:
             try:
                 await self._registry.ready()
+                async with asyncio.timeout(REGISTRY_S):
+                    self._use(await self._registry.call_registry(WeightRegistry.controller_config))
                 if self._overrides is None:
                     async with asyncio.timeout(REGISTRY_S), self._changing:
                         self._overrides = await self._registry.call_registry(WeightRegistry.overrides)
@@ -259,16 +262,24 @@ class Controller:
         self._held.apply_update(await self._registry.call_registry(WeightRegistry.follow_groups, *query))
         self._observations.held = self._held.nodes
 
-    async def _scale(self, app: str, config: ScalingConfig) -> None:
+    def _use(self, config: ControllerConfig) -> None:
+        """Go by other values from the next decision on. Whether there are decisions is of the start."""
+        self._config, self._deciding.policy = config, _POLICIES[config.policy]
+        if self._scaling is not None and config.scaling is not None:
+            self._scaling.policy = ScalingPolicy(**config.scaling.model_dump())
+        elif config.scaling is None:
+            self._scaling = None
+
+    async def _scale(self, app: str) -> None:
         """Have Serve run as many workers as were decided on. What it was asked for last, an earlier life knew."""
         replicas, asked = ServeReplicas(app, WORKERS), -1
-        policy = ScalingPolicy(**config.model_dump())
         while True:
             try:
-                if self._scaling is None:
+                if self._scaling is None and self._config.scaling is not None:
                     asked = await replicas.target()
-                    self._scaling = Scaling(policy, asked)
-                elif (target := self._scaling.target) != asked:
+                    if (found := self._config.scaling) is not None:
+                        self._scaling = Scaling(ScalingPolicy(**found.model_dump()), asked)
+                elif self._scaling is not None and (target := self._scaling.target) != asked:
                     await replicas.set_target(target)
                     logger.info("%d workers instead of %d: %s", target, asked, self._scaling.reason)
                     asked = target

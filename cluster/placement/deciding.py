@@ -77,7 +77,7 @@ class Deciding:
 
     def __init__(self, policy: SwitchingPolicy, observations: Observations, new_id: Callable[[], str]) -> None:
         self.log: deque[LoggedDecision] = deque(maxlen=MAX_DECISIONS)
-        self._policy = policy
+        self.policy = policy
         self._observations = observations
         self._new_id = new_id
         self._table = _OrderTable()
@@ -108,7 +108,7 @@ class Deciding:
             for name, worker in observed.state.workers.items()
         }
         observed = replace(observed, state=replace(observed.state, workers=workers))
-        plan = plan_switches(observed.state, self._policy)
+        plan = plan_switches(observed.state, self.policy)
         if scaling is not None:
             preloads = scaling.preload_orders(observed.state, [one.worker for one in plan.decisions])
             plan = replace(plan, decisions=(*plan.decisions, *preloads))

@@ -111,7 +111,7 @@ class Link:
 class ControllerLink(Link):
     """The link of a worker, or of a queue as far as placement goes.
 
-    `apply` gets every decision, most of them again and again.
+    `apply` gets every decision, most of them again and again. `tick_s` holds until the controller says another one.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ControllerLink(Link):
     async def receive_once(self) -> None:
         """Wait for a decision, and apply it."""
         update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
-        self._revision = update.revision
+        self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)
 

@@ -97,10 +97,14 @@ class Orders:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The latest for one reporter: a worker's orders, a queue's placement, None before anything was decided."""
+    """The latest for one reporter: a worker's orders, a queue's placement, None before anything was decided.
+
+    Its reports are to be no more than `tick_s` apart.
+    """
 
     revision: str
-    content: Orders | Placement | None = None
+    content: Orders | Placement | None
+    tick_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ray.serve._private import controller, haproxy
 from ray.serve._private.haproxy import HAProxyApi, HAProxyManager
 
 from cluster.door import haproxy_launcher
-from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT
+from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, METRICS_PORT, STATS_PORT, why_taken
 from cluster.door.haproxy_rules import METRICS, STATISTICS, rewrite_config, share_of_connections
 from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
@@ -69,7 +69,17 @@ class _DoorProcess(HAProxyApi):
 
     async def _start(self) -> None:
         _starting.set(Path(self.config_file_path))
-        await super().start()
+        try:
+            await super().start()
+        except Exception as error:
+            host, port = _address()
+            if why := why_taken(host, port):
+                node = ray.util.get_node_ip_address()
+                raise RuntimeError(
+                    f"HAProxy of node {node} cannot listen on {host}:{port} ({why}): end what does there, or choose "
+                    "another `http.port`"
+                ) from error
+            raise
         self._check_admin_socket()
 
     async def _graceful_reload(self) -> None:
@@ -112,16 +122,22 @@ def _prepare_start() -> str:
     Serve asks for the program right before it starts it.
     """
     file = _starting.get()
-    host, _, port = os.environ[HTTP_ADDRESS].rpartition(":")
+    host, port = _address()
     text, max_connections = _fit_connections(file.read_text())
     per_address = int(os.environ.get(MAX_PER_ADDRESS, 0)) or share_of_connections(max_connections)
     pages = [page for page, variable in _PAGES.items() if variable in os.environ]
-    file.write_text(rewrite_config(text, host, int(port), int(os.environ[MAX_REQUESTS]), per_address, pages))
+    file.write_text(rewrite_config(text, host, port, int(os.environ[MAX_REQUESTS]), per_address, pages))
     launcher = file.with_name("haproxy")
     command = shlex.join([sys.executable, "-IS", haproxy_launcher.__file__, str(os.getpid()), _find_haproxy()])
     launcher.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     launcher.chmod(0o700)
     return str(launcher)
+
+
+def _address() -> tuple[str, int]:
+    """Return host and port that HAProxy listens on, of every node."""
+    host, _, port = os.environ[HTTP_ADDRESS].rpartition(":")
+    return host, int(port)
 
 
 def _fit_connections(text: str) -> tuple[str, int]:

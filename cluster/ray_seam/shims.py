@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 from typing import Final
 
 from cluster.errors import RayIncompatible
 from weights.private_names import Shim, problems
 
-__all__ = ["ALL", "Shim", "problems", "require", "unknown_variables"]
+__all__ = ["ALL", "Shim", "problems", "require", "unknown_variables", "why_untried"]
 
 _CONTROLLER: Final = "ray.serve._private.controller"
 _HAPROXY: Final = "ray.serve._private.haproxy"
@@ -154,6 +155,24 @@ def require(shim: Shim) -> None:
         import ray
 
         raise RayIncompatible(f"Ray {ray.__version__} does not fit ({shim.purpose}): {'; '.join(found)}")
+
+
+def why_untried() -> str:
+    """Return why the installed Ray is none that this Atelier was tried with, "" where it is one. Ray is not imported.
+
+    What was tried is in Atelier's own requirements; a checkout that is not installed has none.
+    """
+    from packaging.requirements import Requirement  # every process imports this file, and few ask
+
+    try:
+        wanted = [Requirement(line) for line in metadata.requires("atelier") or ()]
+        number = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        return ""
+    for one in wanted:
+        if one.name == "ray" and not one.specifier.contains(number, prereleases=True):
+            return f"Ray {number} is none that Atelier was tried with ({one.specifier}): pip install '{one}'"
+    return ""
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:

@@ -41,7 +41,7 @@ from cluster.registry.node_keepers import NodeKeepers, alive_nodes
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
-from configs.admission import AdmissionConfig
+from configs.admission import AdmissionConfig, ControllerConfig
 from configs.batching import BatchingConfig
 from configs.cluster import ClusterConfig
 from configs.model import ModelConfig
@@ -145,7 +145,14 @@ class _Imports:
     def import_model(self, entry: Entry) -> ModelSummary:
         """Import the model; block until that is done. Raises what `ImportProcess.import_model` does."""
         process = self._local if isinstance(entry.path, Path) else self._remote
-        return process.import_model(entry, _roots_of(entry, self.config))
+        try:
+            return process.import_model(entry, _roots_of(entry, self.config))
+        except FormatError as error:
+            if isinstance(entry.path, Path) and not entry.path.exists() and (node := _node_of_several()):
+                raise FormatError(
+                    f"{error} on node {node}, where the registry reads models: put it there, at the same path"
+                ) from None
+            raise
 
     def import_progress(self) -> list[ImportProgress]:
         """Return how far the imports are that run."""
@@ -199,6 +206,10 @@ class WeightRegistry:
     async def config(self) -> ClusterConfig:
         """Return the config that holds now."""
         return self._config
+
+    async def controller_config(self) -> ControllerConfig:
+        """Return how models are to be placed, which the controller asks for again and again."""
+        return self._config.controller
 
     async def configure(self, config: ClusterConfig) -> None:
         """Use another config, also after a restart: begin to take in its models, remove those that it has no more.
@@ -373,6 +384,11 @@ class WeightRegistry:
                 "the last replica of cluster %s with this config has ended: its control plane ends", config.name
             )
             end_control_plane(config)
+
+
+def _node_of_several() -> str:
+    """Return the address of this process's node where Ray has others, else ""."""
+    return ray.util.get_node_ip_address() if ray.is_initialized() and len(alive_nodes()) > 1 else ""
 
 
 def _is_restarted() -> bool:

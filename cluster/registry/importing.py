@@ -36,9 +36,10 @@ from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
 from weights.base_pipeline import BasePipeline, open_base
-from weights.errors import AdapterError, FormatError, WeightsError
+from weights.errors import FormatError, WeightsError
 from weights.externalize import cast_types, mark_settings, unpacked_types
-from weights.formats.checkpoint import Checkpoint, check_lora_base, read_checkpoint, recognise
+from weights.formats.adapter_base import AdapterBase
+from weights.formats.checkpoint import Checkpoint, read_checkpoint, recognise
 from weights.formats.folder import check_inside
 from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
 from weights.source_mark import source_mark
@@ -50,7 +51,7 @@ __all__ = ["ImportLimits", "ImportProcess", "ImportProgress", "ImportSettings", 
 
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
-Check = Callable[[Checkpoint], str | None]
+Check = Callable[[Checkpoint, Sequence[AdapterBase]], str | None]
 
 MODULE: Final = "cluster.registry.importing"
 _STARTS: Final = 2  # a process that has gone idle may end just when it is asked
@@ -61,7 +62,7 @@ class ImportSettings(StrictModel):
     """The store to import into, the object storage options (see `localize`), and the process's memory limit.
 
     `auto_dtype` is what the dtype `auto` means (`weights/processor.py`). `check` is `module:function`: it returns why a
-    Checkpoint cannot be served, or None. Without one all can.
+    Checkpoint cannot be served, or does not fit the bases that it is for; or None. Without one all can.
     """
 
     store: Path
@@ -129,27 +130,27 @@ def import_checkpoint(
 ) -> ModelSummary:
     """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
-    Raises what `weights.intake.import_model` raises, AdapterError for a LoRA that does not fit a base in the store, and
-    ModelUnservable, before any weights are read, where `why_unservable` gives a reason.
+    Raises what `weights.intake.import_model` raises, and ModelUnservable, before any weights are read, where
+    `why_unservable` gives a reason. An adapter is compared with those of its bases that are in the store.
     """
     component = entry.component if isinstance(entry, ModelConfig) else None
     like, vae = like_of(entry, store, roots), vae_of(entry)
-    files, widened = SummaryFiles(store), tuple[str, ...]()
+    files, bases, widened = SummaryFiles(store), bases_of(entry, store), tuple[str, ...]()
     dtype = wanted_dtype(entry, auto_dtype)
     with localized(entry.path, store.path / SOURCES_FOLDER, options=options, progress=progress) as local:
         if local.path.suffix not in PROGRAM_SUFFIXES:
             origin = origin_of(local, roots)
             check_inside(local.path, origin.roots)
             recognise(local.path)
-            if isinstance(entry, AdapterConfig):
-                _check_bases(store, entry, local.path)
+            if reason := _why_not_merged(entry, local.path):
+                raise ModelUnservable(reason)
             mark = source_mark(
                 local.path, mark_settings(component, dtype, like, vae, roots), roots=origin.roots, etags=origin.etags
             )
-            if found := files.find(entry.id, mark):
+            if found := files.find(entry.id, mark, bases):
                 return found
             checkpoint = read_checkpoint(local.path, component=component, like=like, vae=vae)
-            if why_unservable is not None and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint)):
+            if why_unservable and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint, bases)):
                 raise ModelUnservable(reason)
             widened = cast_types(checkpoint, dtype) if entry.dtype == "auto" else ()
             widened += unpacked_types(checkpoint)
@@ -167,7 +168,7 @@ def import_checkpoint(
             progress=progress,
         )
     summary = summarize(manifest, store.skeleton(manifest), widened)
-    files.save(entry.id, manifest, summary)
+    files.save(entry.id, manifest, summary, bases)
     return summary
 
 
@@ -209,21 +210,21 @@ def vae_of(entry: Entry) -> Path | None:
     return entry.vae if isinstance(entry, ModelConfig) else None
 
 
-def _check_bases(store: WeightStore, entry: AdapterConfig, path: Path) -> None:
-    """Raise AdapterError where a LoRA does not fit one of its bases, or a setting the adapter's kind.
+def bases_of(entry: Entry, store: WeightStore | None) -> tuple[AdapterBase, ...]:
+    """Return the models that an adapter is for, as the store has them; those that are not there are left out."""
+    found = []
+    for id_ in entry.base if store and isinstance(entry, AdapterConfig) else ():
+        with contextlib.suppress(WeightsError):
+            if store and (base := store.find_manifest(id_)):
+                folder = store.skeleton(base)
+                found.append(AdapterBase(id_, base.kind, base.class_name, folder, base.components, base.fingerprint))
+    return tuple(found)
 
-    What is not in the store yet is not looked at.
-    """
-    checkpoint = read_checkpoint(path)
-    if entry.merged_scale is not None and (reason := misplaced(entry, checkpoint)):
-        raise AdapterError(reason)
-    for id_ in entry.base:
-        try:
-            base = store.find_manifest(id_)
-        except WeightsError:
-            continue
-        if base:
-            check_lora_base(checkpoint, base)
+
+def _why_not_merged(entry: Entry, path: Path) -> str | None:
+    """Return why an adapter cannot have its `merged_scale`, which the mark of its source does not count in."""
+    is_merged = isinstance(entry, AdapterConfig) and entry.merged_scale is not None
+    return misplaced(entry, read_checkpoint(path)) if is_merged else None
 
 
 @dataclass(frozen=True, slots=True)

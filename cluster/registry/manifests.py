@@ -10,15 +10,16 @@ import asyncio
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.pipeline_parts import pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
@@ -83,7 +84,8 @@ def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
 
 class _SummaryFile(StrictModel):
     """A summary and what it holds for: the checkpoint's mark (`weights/source_mark.py`), the manifest file's mark, the
-    bytes needed of each pack, and the skeleton folder. Only of a model that can be served: version 1 was of any."""
+    bytes needed of each pack, the skeleton folder, and the versions of an adapter's bases that it was found to fit.
+    Only of a model that can be served: version 1 was of any."""
 
     version: Literal[2]
     source_mark: str
@@ -91,6 +93,7 @@ class _SummaryFile(StrictModel):
     packs: dict[str, int]
     skeleton: str
     summary: ModelSummary
+    bases: dict[str, str] = Field(default_factory=dict)
 
 
 class SummaryFiles:
@@ -100,14 +103,18 @@ class SummaryFiles:
         self._store = store
         self._folder = store.path / FOLDER
 
-    def find(self, model: str, source_mark: str) -> ModelSummary | None:
-        """Return the summary if the store still has all of a checkpoint with that mark. Reads one small file."""
+    def find(self, model: str, source_mark: str, bases: Sequence[AdapterBase] = ()) -> ModelSummary | None:
+        """Return the summary if the store still has all of a checkpoint with that mark, which fits these bases.
+
+        Reads one small file.
+        """
         try:
             digest, _, content = self._file(model).read_bytes().partition(b"\n")
             if hashlib.sha256(content).hexdigest().encode() != digest:
                 return None
             found = _SummaryFile.model_validate_json(content)
             is_current = (found.source_mark, found.manifest) == (source_mark, _manifest_mark(self._store, model))
+            is_current &= found.bases == _versions(bases)
             is_whole = (self._store.models / found.skeleton).is_dir() and all(
                 (self._store.packs / pack).stat().st_size >= nbytes for pack, nbytes in found.packs.items()
             )
@@ -115,7 +122,7 @@ class SummaryFiles:
             return None
         return found.summary if is_current and is_whole else None
 
-    def save(self, model: str, manifest: Manifest, summary: ModelSummary) -> None:
+    def save(self, model: str, manifest: Manifest, summary: ModelSummary, bases: Sequence[AdapterBase] = ()) -> None:
         """Write the summary of the manifest that the store has now. A full disk is not an error."""
         mark = _manifest_mark(self._store, model)
         if mark is None:
@@ -130,6 +137,7 @@ class SummaryFiles:
             packs=packs,
             skeleton=manifest.skeleton,
             summary=summary,
+            bases=_versions(bases),
         )
         content = file.model_dump_json().encode()
         remember(self._file(model), hashlib.sha256(content).hexdigest().encode() + b"\n" + content)
@@ -141,6 +149,10 @@ class SummaryFiles:
 
     def _file(self, model: str) -> Path:
         return self._folder / f"{model}.json"
+
+
+def _versions(bases: Sequence[AdapterBase]) -> dict[str, str]:
+    return {base.model: base.fingerprint for base in bases}
 
 
 @dataclass(frozen=True, slots=True)

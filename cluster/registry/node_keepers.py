@@ -25,6 +25,7 @@ from cluster.actor_names import NAMESPACE, keeper_name, registry_of
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
+from cluster.node_code import running_code
 from cluster.peers.messages import ResidencyReport
 from cluster.peers.protocol import PeerAddress
 from cluster.registry.extent_locations import ResidencyMap
@@ -302,8 +303,10 @@ class NodeKeepers:
             get_if_exists=True,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
+        is_elsewhere = node_id != ray.get_runtime_context().get_node_id()
+        settings = replace(self._settings, code=running_code()) if is_elsewhere else self._settings
         registry = registry_of(self._key), NAMESPACE
-        return actor.remote(self._packs, self._budget_bytes, node_id, self._settings, registry=registry)
+        return actor.remote(self._packs, self._budget_bytes, node_id, settings, registry=registry)
 
 
 def alive_nodes() -> list[str]:

@@ -301,12 +301,12 @@ class ServedModels:
         return task
 
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
-        """Import the entry and serve it, after earlier work on its id and the model that it is like.
+        """Import the entry and serve it, after earlier work on its id, and the models that it is like or an adapter of.
 
         Only the last entry of an id counts.
         """
-        like = self._tasks.get(str(entry.like)) if isinstance(entry, ModelConfig) else None
-        if earlier := [task for task in (previous, like) if task]:
+        others = (str(entry.like),) if isinstance(entry, ModelConfig) else entry.base
+        if earlier := [task for task in (previous, *map(self._tasks.get, others)) if task]:
             await asyncio.wait(earlier)
         if self._wanted.get(entry.id) is not entry:
             return

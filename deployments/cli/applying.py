@@ -53,7 +53,7 @@ def carry_out(
         _ask(registry, WeightRegistry.configure, with_live_values(running, wanted))
         problems += _await_models(registry, running, wanted, say)
         problems += _follow(running, wanted)
-        say("models, adapters and limits are those of the config")
+        say("models, adapters, limits and how models are placed are those of the config")
     if concerns & REPLACED:
         _replace(wanted)
         _ask(registry, WeightRegistry.configure, wanted)

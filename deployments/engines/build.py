@@ -122,10 +122,7 @@ def build_skeleton(
     arithmetic: Arithmetic = "fast",
 ) -> Skeleton:
     """Build what `build_module` does, without its tensors (of these names and shapes). Raises as it does."""
-    config = read_config(folder / "config.json")
-    with IMPORT_LOCK:
-        cls = _resolve_class(library, class_name, config, folder)
-        module = _blank_module(cls, folder, config)
+    module = build_blank(library, class_name, folder)
     take_scales(module, shapes)
     take_blocks(module, kinds, arithmetic)
     names = _rename_like_stock(module, shapes, folder)
@@ -134,6 +131,14 @@ def build_skeleton(
     binding = find_places(module, names)
     module.requires_grad_(False)
     return Skeleton(module.eval(), binding.renamed(names))
+
+
+def build_blank(library: str, class_name: str | None, folder: Path) -> nn.Module:
+    """Build the model of `folder`/config.json with parameters that have shapes and no memory. Raises EngineError."""
+    config = read_config(folder / "config.json")
+    with IMPORT_LOCK:
+        module: nn.Module = _blank_module(_resolve_class(library, class_name, config, folder), folder, config)
+    return module
 
 
 def import_class(library: str, class_name: str | None) -> None:

@@ -6,10 +6,11 @@ engines stand above it), and so does `atelier check`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from deployments.engines.adapter_bases import check_base
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import FAMILIES, family_of
 from deployments.engines.diffusion.known_solvers import check_solver
@@ -23,8 +24,9 @@ from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
 from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head, encoder_class, read_scoring_rule
 from deployments.engines.tokenizer_files import check_tokenizer
-from weights.errors import FormatError
+from weights.errors import AdapterError, FormatError
 from weights.formats import dense_head
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import Checkpoint, SourceComponent
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
@@ -39,15 +41,17 @@ _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
 
 
-def why_unservable(checkpoint: Checkpoint) -> str | None:
+def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = ()) -> str | None:
     """Return why no engine could run the checkpoint, in the words that its first request would get; None if one can.
 
-    It is about the checkpoint alone: whether it fits the memory, and an adapter its base, is for others to say.
+    `bases` are the models that an adapter is for, which it has to fit. Whether it fits the memory is for others to say.
     """
     try:
         if check := _CHECKS.get(checkpoint.kind):
             check(checkpoint)
-    except (EngineError, FormatError) as error:
+        for base in bases:
+            check_base(checkpoint, base)
+    except (EngineError, FormatError, AdapterError) as error:
         return str(error)
     return None
 
@@ -74,6 +78,8 @@ def _check_pipeline(checkpoint: Checkpoint) -> None:
     for use in family.text_encoders(None, "truncate"):
         if use.component in components:  # stock does without some
             _check_encoder(folder, components[use.component])
+    if family.max_references:
+        _check_processor(folder / "processor")
 
 
 def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
@@ -146,8 +152,13 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
         )
     sees = check_config(checkpoint.config, path / "config.json") in SEEING
     check_tokenizer(path)
-    if sees and not any((path / name).is_file() for name in _PROCESSOR_FILES):
-        raise EngineError(f"{path}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
+    if sees:
+        _check_processor(path)
+
+
+def _check_processor(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        raise EngineError(f"{folder}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
 
 
 def _check_head(checkpoint: Checkpoint) -> None:
@@ -178,6 +189,10 @@ def _check_ip_adapter(checkpoint: Checkpoint) -> None:
     config = read_config(folder / "config.json")
     if (class_name := named_class(config, folder)) != ENCODER_CLASS:
         raise EngineError(f"{folder}: a {class_name}, and an IP-Adapter reads images by a {ENCODER_CLASS}")
+    head = component.tensors[f"{ENCODER}.visual_projection.weight"].shape
+    for key, given in zip(("projection_dim", "hidden_size"), head, strict=True):
+        if config.get(key, given) != given:
+            raise EngineError(f"{folder}: config.json has {key} {config[key]}, and its weights have {given}")
     dtypes = {tensor.dtype for tensor in component.tensors.values()} - {"I64"}  # numbers of positions, in old files
     if not dtypes <= _FLOATS:
         raise EngineError(f"{checkpoint.path}: an IP-Adapter with tensors of {', '.join(sorted(dtypes - _FLOATS))}")

@@ -7,15 +7,24 @@ rise half as fast as the rows, which is friendly enough for a larger batch to be
 What was measured while others had the cores is too much, and a batch size that seems dear is not chosen, so that
 nothing would ever correct it. So a size that seems dearer than a friendly guess by the others, or than a larger batch,
 counts as unknown once it was not measured for some time, and is tried again.
+
+What was measured is remembered in a small file, by what it was measured on: a new worker chooses batch sizes well from
+its first step. That saves time only: whatever is wrong with the file, it is empty.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import statistics
+import threading
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
+
+from weights.private_folder import cache_folder, recall, remember
 
 MAX_KINDS: Final = 512
 MAX_ROWS_KEPT: Final = 64  # sizes of one kind
@@ -23,6 +32,9 @@ NUM_KEPT: Final = 5  # seconds of one size; their median counts, so that one slo
 GROWTH: Final = 2  # a batch is at most so many times the largest that was measured
 TRUSTED_CALLS: Final = 512  # of the same kind, for which a size is believed whatever others say
 MAX_EXCESS: Final = 1.1  # times what is guessed by smaller sizes, or was measured of a larger one
+MAX_SUBJECTS: Final = 32  # in the file, newest last
+MAX_SUBJECT_BYTES: Final = 2**14
+VERSION: Final = 1
 
 
 @dataclass(slots=True)
@@ -145,3 +157,43 @@ class StepCosts:
 def _grown(size: int, seconds: float, rows: int) -> float:
     """Return a friendly guess of what more rows take than a size that was measured."""
     return seconds * (1 + (rows / size - 1) / 2)
+
+
+class RememberedCosts:
+    """The file of one user, whose processes all write it; of two that write at once, one may be lost. Thread-safe."""
+
+    def __init__(self, folder: Callable[[], Path] = cache_folder) -> None:
+        self._file = folder() / "step_costs.json"
+        self._lock = threading.Lock()
+
+    def recall_costs(self, subject: str) -> StepCosts:
+        """Return the costs that are remembered of a subject: a pipeline's structure on a kind of device."""
+        costs = StepCosts()
+        costs.begin_with(self._read().get(subject))
+        return costs
+
+    def keep_figures(self, subject: str, figures: dict[str, dict[str, float]]) -> None:
+        """Remember figures in place of the earlier ones: the newest kinds, as many as there is room for."""
+        kept: dict[str, dict[str, float]] = {}
+        room_bytes = MAX_SUBJECT_BYTES
+        for kind, sizes in reversed(figures.items()):
+            room_bytes -= len(json.dumps({kind: sizes}))
+            if room_bytes < 0:
+                break
+            kept = {kind: sizes} | kept
+        with self._lock:
+            subjects = self._read()
+            subjects.pop(subject, None)
+            subjects[subject] = kept
+            newest = dict(list(subjects.items())[-MAX_SUBJECTS:])
+            remember(self._file, json.dumps({"version": VERSION, "subjects": newest}).encode())
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            content = json.loads(recall(self._file))
+        except ValueError:  # JSON's and Unicode's
+            return {}
+        if not isinstance(content, dict) or content.get("version") != VERSION:
+            return {}
+        subjects = content.get("subjects")
+        return subjects if isinstance(subjects, dict) else {}

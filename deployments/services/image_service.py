@@ -24,7 +24,7 @@ from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
-from deployments.engines.step_costs import StepCosts
+from deployments.engines.step_costs import RememberedCosts, StepCosts
 from deployments.engines.stock.known import is_stock_class
 from deployments.errors import as_service_errors
 from deployments.modules.cache import Lease, ModuleCache
@@ -47,7 +47,6 @@ from deployments.services.image_requests import (
     progress_of,
     result_of,
 )
-from deployments.services.remembered_costs import RememberedCosts
 from deployments.services.sequential_phases import SequentialPhases
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.stock_service import StockService, TextSource
@@ -181,7 +180,8 @@ class ImageService:
         start = time.perf_counter()
         denoise = denoise_request(request)
         with self._movable(denoise.request_id, request.model):
-            text = conditioning_request(request, denoise, manifest.class_name or "")
+            make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
+            text = await in_thread(make_text) if denoise.references else make_text()
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
                 if encode_first:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from cluster.request_ids import part_id
-from deployments.clip_files import MEDIA_TYPES, WAV, encode_audio, encode_video
 from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
@@ -36,7 +35,7 @@ from deployments.records import (
     SwitchReport,
     TimingsMs,
 )
-from deployments.services.clip_requests import clip_request, frame_rate
+from deployments.services.clips import MEDIA_TYPES, WAV, clip_request, encode_audio, encode_video, frame_rate
 from deployments.services.image_requests import OnProgress, progress_of
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import in_thread, shared_task

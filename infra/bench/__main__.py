@@ -225,6 +225,21 @@ def bench_starts(
         print_start_figures(measure_starts(config, rounds), as_json)
 
 
+@app.command("idle")
+def bench_idle(
+    config: ConfigPath = DEFAULT_CONFIG,
+    seconds: Annotated[float, typer.Option(min=1, max=3600, help="To count CPU time over.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Measure what each process of a cluster takes of CPU and memory while nobody asks it for anything."""
+    from configs.loading import load_cluster_config
+    from infra.bench.idle import measure_idle, print_idle_figures
+
+    with _err.status("measuring: takes a minute and a half"):
+        figures = measure_idle(load_cluster_config(config), str(config), seconds)
+    print_idle_figures(figures, as_json)
+
+
 @app.command("schedule")
 def bench_schedule(
     seeds: Annotated[int, typer.Option(min=1, max=50, help="Traces that the figures are means of.")] = 3,

@@ -14,7 +14,7 @@ from kit.waiting import until
 
 pytest.importorskip("diffusers")
 
-from device.hosting import Host, demo_store
+from kit.hosting import Host, demo_store
 
 from configs.cluster import WorkerConfig
 from deployments.errors import ServiceError

@@ -15,7 +15,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from device.hosting import Host, demo_store
+from kit.hosting import Host, demo_store
 
 from configs.cluster import WorkerConfig
 from deployments.engines.diffusion.footprints import make_twin

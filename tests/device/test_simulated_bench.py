@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from device.hosting import DEMO
+from kit.hosting import DEMO
 
 from deployments.bench.switch_simulated import FLUX, LINKS_GBPS, SWITCHES, TUNED, WAYS, _Pipelines, simulated_tables
 

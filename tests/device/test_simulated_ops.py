@@ -18,7 +18,7 @@ import asyncio, json, sys
 from pathlib import Path
 import torch
 from configs.simulated import SimulatedConfig
-from device.hosting import Host, demo_store
+from kit.hosting import Host, demo_store
 from device.test_device_engines import conditioning, denoiser, encoder, generated, image_request
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.protocol import ConditionedRequest

@@ -15,8 +15,8 @@ import torch
 pytest.importorskip("diffusers")
 
 from device.conftest import SIMULATED
-from device.hosting import DEMO, Host, demo_store
 from diffusers import UNet2DConditionModel
+from kit.hosting import DEMO, Host, demo_store
 from unit.deployments.engine_loops import stream_images
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 
@@ -33,6 +33,7 @@ from weights.externalize import externalize
 from weights.quantization.fp8_pipeline import export_fp8
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("learned_once")
 REQUEST = ImageRequest(
     model="digits-sdxl",
     prompt="a handwritten seven",

@@ -13,9 +13,9 @@ from typing import Any
 import peft
 import pytest
 import torch
-from device.hosting import DEMO, Host
 from device.test_device_engines import generated
 from device.test_device_hosts import settles
+from kit.hosting import DEMO, Host
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from deployments.engines.llm import native_decoder, split_layers

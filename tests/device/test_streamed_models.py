@@ -16,7 +16,8 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from device.hosting import DEMO, Host, demo_store
+from kit.hosting import DEMO, Host, demo_store
+from kit.tiny_models import save_controlnet
 
 from deployments.engines.diffusion.families import family_of
 from deployments.errors import ServiceError
@@ -31,6 +32,7 @@ from weights.intake import import_model
 from weights.quantization.fp8_pipeline import export_fp8
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("learned_once")
 FLUX, SDXL = "digits-flux", "digits-sdxl"
 DENOISERS = {FLUX: "transformer", SDXL: "unet", "fp8": "transformer"}
 PIXELS = np.random.default_rng(2).integers(0, 256, (32, 32, 3), np.uint8)
@@ -51,23 +53,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
         family = family_of("FluxPipeline")
         export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
         externalize(found, "fp8", folder / "fp8", dtype="float32")
-        import_model(found, "outline", make_controlnet(folder / "outline"), dtype="float32")
+        import_model(found, "outline", save_controlnet(DEMO / SDXL / "unet", folder / "outline"), dtype="float32")
         return found
-
-
-def make_controlnet(folder: Any) -> Any:
-    """Save a ControlNet for the SDXL pipeline whose residuals matter: stock's begin at zero."""
-    from diffusers import ControlNetModel, UNet2DConditionModel
-
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel.from_pretrained(DEMO / SDXL / "unet", torch_dtype=torch.float32)
-    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8, 8))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.1)
-    net.save_pretrained(folder)
-    return folder
 
 
 def device_bytes(store: WeightStore, model: str, *names: str) -> int:

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from device.hosting import Host
+from kit.hosting import Host
 from kit.seeding import seeded_rng
 from safetensors.torch import save_file
 from unit.deployments.engines.upscaler_files import enlarged, rrdb

@@ -19,7 +19,7 @@ import yaml
 from integration.harness import DEMO_MODELS, ROOT, replica_processes
 from kit.waiting import wait_until
 
-from cluster.actor_names import NAMESPACE, keeper_nodes, registry_name
+from cluster.actor_names import NAMESPACE, controller_name, keeper_nodes, registry_name
 from cluster.ending import named_actors
 from cluster.ray_seam.serve_control import deployed_app
 from configs.cluster import ClusterConfig
@@ -40,6 +40,7 @@ def main(folder: Path) -> None:
         wait_until(lambda: client.num_right, "the first answers")
         observed["at first"] = processes(config)
         observed |= change_models(file, fields, config, client)
+        observed |= change_controller(file, fields, config, client)
         observed |= change_replicas(file, fields, config)
         observed["not taken"] = apply(file, fields | {"store": fields["store"] | {"verify": False}})
         observed["elsewhere"] = apply(file, fields | {"store": fields["store"] | {"path": str(folder / "else")}})
@@ -66,6 +67,22 @@ def change_models(file: Path, fields: dict[str, Any], config: ClusterConfig, cli
     observed["after a restart"] = [[model.id for model in kept.models], kept.admission.max_waiting]
     observed["without it"] = apply(file, fields)
     observed["models after"] = wait_until(lambda: (found := client.models()) and "second" not in found and found)
+    return observed
+
+
+def change_controller(file: Path, fields: dict[str, Any], config: ClusterConfig, client: Client) -> dict[str, Any]:
+    """The controller places models otherwise and begins to scale, scales by another number, and stops."""
+    observed: dict[str, Any] = {"before the controller": processes(config), "controller": []}
+    for number in (1, 2):
+        controller = {"policy": "throughput-first", "scaling": {"min_workers": number, "max_workers": number}}
+        observed["controller"].append(apply(file, fields | {"controller": controller}))
+        wait_until(lambda number=number: (client.decisions()["scaling"] or {}).get("target") == number, "the number")
+        wait_until(lambda number=number: len(replica_processes("worker")) == number, f"{number} workers")
+    observed["policy"] = client.decisions()["policy"]
+    observed["after the controller"] = processes(config)
+    observed["controller"].append(apply(file, fields))
+    wait_until(lambda: client.decisions()["scaling"] is None, "the controller to scale no more")
+    wait_until(lambda: len(replica_processes("worker")) == 1, "one worker")
     return observed
 
 
@@ -120,6 +137,11 @@ class Client:
     def models(self) -> dict[str, str]:
         listed = self._http.get("/v1/models?all=true").json()["data"]
         return {model["id"]: model["description"] for model in listed}
+
+    def decisions(self) -> dict[str, Any]:
+        """What the controller says of itself."""
+        found: dict[str, Any] = self._http.get("/admin/decisions").json()
+        return found
 
     def max_waiting(self) -> int:
         return int(self._http.get("/admin/admission").json()["admission"]["max_waiting"])
@@ -184,10 +206,11 @@ def config_of(registry: Any) -> ClusterConfig | None:
 
 
 def processes(config: ClusterConfig) -> dict[str, list[int]]:
-    """Return the processes of the registry, the keepers and each deployment, once those that drain have ended."""
+    """Return the processes of the control plane and of each deployment, once those that drain have ended."""
     names = [*named_actors()]
     found = {"registry": [name for name in names if name == registry_name(config)]}
     key = registry_name(config).removeprefix("registry:")
+    found["controller"] = [name for name in names if name == controller_name(config)]
     found["keeper"] = [f"keeper:{key}:{node}" for node in keeper_nodes(key, names)]
     pids = {role: sorted(pid_of(name) for name in those) for role, those in found.items()}
     return pids | {name: sorted(process.pid for process in replica_processes(name)) for name in DEPLOYMENTS}

@@ -21,8 +21,7 @@ from typing import Any
 
 import httpx
 import psutil
-from e2e.several_ingresses_scenario import processes
-from integration.harness import ROOT, replica_processes
+from integration.harness import ROOT, ray_processes, replica_processes
 from kit.waiting import wait_until
 from ray import serve
 
@@ -172,9 +171,11 @@ def running_on(url: str, name: str) -> int:
 
 
 def kill_controller() -> None:
-    (victim,) = processes("ray::Controller")
+    (victim,) = ray_processes("ray::Controller")
     victim.kill()
-    wait_until(lambda: victim not in processes("ray::Controller") and processes("ray::Controller"), "another one", 60)
+    wait_until(
+        lambda: victim not in ray_processes("ray::Controller") and ray_processes("ray::Controller"), "another one", 60
+    )
 
 
 def kill_while_it_switches(url: str) -> str:

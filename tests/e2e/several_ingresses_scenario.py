@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
-from integration.harness import DEMO_MODELS, replica_processes
+from integration.harness import DEMO_MODELS, ray_processes, replica_processes
 from kit.waiting import wait_until
 
 from configs.cluster import ClusterConfig
@@ -129,20 +128,11 @@ def under_load(url: str, disturb: Callable[[], None]) -> dict[str, int]:
 
 def kill_one(title: str, number: int) -> None:
     """Kill -9 a process, and wait until there are as many as before."""
-    victim = processes(title)[0]
+    victim = ray_processes(title)[0]
     victim.kill()
-    wait_until(lambda: victim not in processes(title) and len(processes(title)) == number, "another in its place", 60)
-
-
-def processes(title: str) -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if next(iter(process.cmdline()), "").startswith(title):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found
+    wait_until(
+        lambda: victim not in ray_processes(title) and len(ray_processes(title)) == number, "another in its place", 60
+    )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from ray.serve.schema import DeploymentSchema
 
 pytestmark = [pytest.mark.ray, pytest.mark.long]
 
-ALL = {"registry", "keeper", "ingress", "text_encoder", "worker"}
+ALL = {"registry", "controller", "keeper", "ingress", "text_encoder", "worker"}
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +49,19 @@ def test_the_same_again_changes_nothing_and_a_registry_that_dies_comes_back_with
     code, said = observed["again"]
     assert (code, "nothing to change" in said) == (0, True)
     assert observed["after a restart"] == [["adder", "second"], 77]
+
+
+def test_what_the_controller_goes_by_changes_what_it_does_while_every_process_stays(observed: dict[str, Any]) -> None:
+    first, second, _ = observed["controller"]
+    assert [code for code, _ in observed["controller"]] == [0, 0, 0]
+    lines = {line.split()[0]: line for line in first[1].splitlines() if line.startswith("controller.")}
+    assert lines.keys() == {"controller.policy", "controller.scaling"}
+    assert all("set while it serves" in line for line in lines.values())
+    assert "controller.scaling.min_workers" in second[1]
+    assert observed["policy"] == "throughput-first"
+    before, after = observed["before the controller"], observed["after the controller"]
+    assert {**after, "worker": []} == {**before, "worker": []}
+    assert (len(after["worker"]), set(before["worker"]) < set(after["worker"])) == (2, True), "by the other number"
 
 
 def test_only_the_replicas_that_a_value_concerns_are_replaced(observed: dict[str, Any]) -> None:

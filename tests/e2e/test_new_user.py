@@ -30,6 +30,7 @@ from integration.harness import DEMO_MODELS, ROOT
 from kit.seeding import seeded_rng
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 from unit.deployments.engines.stock.tiny_clips import wan
 from unit.deployments.engines.stock.tiny_pipelines import qwen_image, saved
 from unit.deployments.engines.text.test_classifiers import make, pairs_of, stock_logits
@@ -278,7 +279,24 @@ def whisper(user: User, folder: Path) -> Path:
     return folder / "mine.gguf"
 
 
+def of_kohya(user: User, folder: Path) -> Path:
+    """Write a LoRA in the layout of kohya's trainer, for texts of another width than digits-sdxl's."""
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
+    tensors = {f"{layer}.lora_down.weight": torch.zeros(2, 768), f"{layer}.lora_up.weight": torch.zeros(80, 2)}
+    save_file(tensors, folder / "style.safetensors")
+    return folder / "style.safetensors"
+
+
+def image_prompter(user: User, folder: Path) -> Path:
+    unet = diffusers.UNet2DConditionModel.from_pretrained(DEMO_MODELS / "digits-sdxl", subfolder="unet")
+    style = write_ip_adapter(folder / "style", unet)
+    tensors = load_file(style / "ip-adapter.safetensors")
+    save_file({name: one for name, one in tensors.items() if ".1." not in name}, style / "ip-adapter.safetensors")
+    return style
+
+
 LIKE: Final = ("--like", "digits-sdxl")
+OF_SDXL: Final = ("--base", "digits-sdxl")
 BAD: Final[dict[str, tuple[Callable[[User, Path], Path | str], tuple[str, ...], str]]] = {
     "a component": (without("digits-sdxl", "vae"), (), r"vae"),
     "a pipeline's tokenizer": (without("digits-sdxl", "tokenizer_2"), (), r"text_encoder_2 has no tokenizer"),
@@ -294,7 +312,10 @@ BAD: Final[dict[str, tuple[Callable[[User, Path], Path | str], tuple[str, ...], 
     "no such base": (single_file, ("--like", "nothing"), r"nothing"),
     "a tensor": (lacking, LIKE, r"its unet lacks 1 of"),
     "cut short": (truncated, LIKE, r"bytes"),
-    "a LoRA of another base": (lambda user, folder: DEMO_MODELS / "bold", ("--base", "digits-sdxl"), r"digits-sdxl"),
+    "a LoRA of another base": (lambda user, folder: DEMO_MODELS / "bold", OF_SDXL, r"digits-sdxl"),
+    "a kohya LoRA of another base": (of_kohya, OF_SDXL, r"\(768, 80\) do not fit a Linear of \(64, 80\)"),
+    "a ControlNet of another base": (lambda user, folder: DEMO_MODELS / "outline", OF_SDXL, r"takes a ControlNetModel"),
+    "an IP-Adapter of another base": (image_prompter, OF_SDXL, r"has \d+ layers, and 'digits-sdxl' \d+"),
     "a LoRA as a model": (lambda user, folder: DEMO_MODELS / "bold", (), r"LoRA"),
     "another architecture": (whisper, (), r"GGUF architecture 'whisper'"),
     "a revision": (lambda user, folder: "hf://organization/name@nowhere", (), r"HF_HUB_OFFLINE"),

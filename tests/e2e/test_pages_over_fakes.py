@@ -18,12 +18,14 @@ import pytest
 import uvicorn
 from kit.browser import OpenPage
 from kit.waiting import wait_until
+from ray.exceptions import RayTaskError
 from unit.deployments.ingress.http_fakes import CONFIG, Replicas
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.access import AccessConfig
+from deployments.errors import UnknownModel
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import ImageDescription, encode_image
@@ -443,6 +445,35 @@ def test_what_was_typed_outlives_a_server_that_is_gone(
         page.get_by_label("Prompt", exact=True).fill("a long text")
     page.get_by_role("button", name="Generate", exact=True).click()
     page.get_by_text("The server does not answer").wait_for()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a long text"
+
+
+def test_a_model_that_is_removed_while_it_is_chosen_is_told_and_the_text_stays(
+    url: str, replicas: Held, open_page: OpenPage
+) -> None:
+    page = open_page(url)
+    page.locator(".near").first.wait_for()
+    chosen = page.get_by_label("Model", exact=True).input_value()
+    page.get_by_label("Prompt", exact=True).fill("a long text")
+    replicas.error = RayTaskError("f", "Traceback", UnknownModel(f"no model {chosen!r} (known: another)", "model"))
+    page.get_by_role("button", name="Generate", exact=True).click()
+    told = page.get_by_role("alert")
+    told.wait_for()
+    assert chosen in told.inner_text()
+    assert page.get_by_label("Prompt", exact=True).input_value() == "a long text"
+
+
+def test_a_browser_whose_disk_is_full_shows_the_image_and_says_so(url: str, open_page: OpenPage) -> None:
+    page = open_page(url)
+    page.evaluate(
+        """() => {
+            const full = () => { throw new DOMException("full", "QuotaExceededError") };
+            IDBObjectStore.prototype.put = Storage.prototype.setItem = full;
+        }"""
+    )
+    generate(page, "a long text")
+    page.get_by_text("This browser gives the gallery no room").wait_for()
+    page.locator(".thumbs img").first.wait_for()
     assert page.get_by_label("Prompt", exact=True).input_value() == "a long text"
 
 

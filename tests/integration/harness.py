@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import openai
 import psutil
 from PIL import Image
 from ray import serve
+from safetensors.torch import load_file, save_file
 
 from configs.cluster import ClusterConfig
 
@@ -57,8 +59,24 @@ def pixels(answer: httpx.Response) -> np.ndarray:
 
 
 def replica_processes(deployment: str) -> list[psutil.Process]:
-    title = re.compile(f"ray::ServeReplica:[^:]+:{deployment}")
-    return [process for process in psutil.Process().children(recursive=True) if title.match(_title(process))]
+    return ray_processes(f"ray::ServeReplica:[^:]+:{deployment}")
+
+
+def ray_processes(title: str) -> list[psutil.Process]:
+    """Return the processes below this one whose titles begin so, a regular expression."""
+    pattern = re.compile(title)
+    return [process for process in psutil.Process().children(recursive=True) if pattern.match(_title(process))]
+
+
+def shifted_adder(folder: Path, shift: int) -> Path:
+    """The adder, whose words are `shift` places off: each version answers differently."""
+    shutil.copytree(DEMO_MODELS / "adder", folder, dirs_exist_ok=True)
+    tensors = load_file(DEMO_MODELS / "adder" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0).contiguous()
+    staged = folder.with_suffix(".staged")
+    save_file(tensors, staged, {"format": "pt"})
+    staged.replace(folder / "model.safetensors")
+    return folder
 
 
 def _title(process: psutil.Process) -> str:

@@ -1,4 +1,5 @@
-"""A cluster on a Ray that others started: what a killed `up` has left there, and a keeper that cannot start.
+"""A cluster on a Ray that others started: what a killed `up` has left there, a keeper that cannot start, and a node
+with other code.
 
 Runs in a process of its own, and prints what it saw as one line of JSON. Argument: a folder for the stores.
 """
@@ -6,14 +7,19 @@ Runs in a process of its own, and prints what it saw as one line of JSON. Argume
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import ray
+from integration.harness import ROOT
 from kit.waiting import wait_until
 from ray.cluster_utils import Cluster
 
+from cluster.node_checks import Wanted, node_problems
 from cluster.registry.actor import connect_registry, registry_class
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig
@@ -24,6 +30,7 @@ STORE_BYTES = 192 * 2**20
 
 
 def main(folder: Path) -> None:
+    os.chdir(folder)  # Ray lets workers import from the driver's own folder
     shared = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "object_store_memory": STORE_BYTES})
     observed: dict[str, Any] = {}
     try:
@@ -37,6 +44,7 @@ def main(folder: Path) -> None:
             with _left_clean(new):
                 observed["at start"] = actors()
                 observed |= serve(new, folder / "new")
+                observed |= join_with_other_code(new, shared, folder / "code")
             observed["at end"] = actors()
     finally:
         shared.shutdown()
@@ -83,11 +91,7 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
     alone = roles(wait_until(lambda: ray.get(registry.list_models.remote()) and actors()))
     ray.get(registry.keeper.remote(node_id))
 
-    def why() -> str:
-        nodes = ray.get(registry.residency.remote([], 0, 10))["nodes"]
-        return next((node["unreachable"] for node in nodes if "cannot start" in node.get("unreachable", "")), "")
-
-    reason = wait_until(why)
+    reason = wait_until(lambda: why_no_keeper(registry))
     packs.unlink()
     packs.mkdir()
 
@@ -95,6 +99,31 @@ def serve(new: ClusterConfig, store: Path) -> dict[str, Any]:
         return next((node.get("budget_bytes", 0) for node in ray.get(registry.residency.remote([], 0, 10))["nodes"]), 0)
 
     return {"without replicas": alone, "reason": reason, "budget_bytes": wait_until(budget_bytes)}
+
+
+def join_with_other_code(new: ClusterConfig, shared: Cluster, code: Path) -> dict[str, Any]:
+    """A node joins whose Atelier has one file otherwise, and where somebody listens on a port of the config."""
+    for room in ("cluster", "configs", "deployments", "weights"):
+        shutil.copytree(ROOT / room, code / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (code / "configs" / "__init__.py").open("a").write("# another\n")
+    paths = {"PYTHONPATH": f"{code}:{ROOT / 'tests'}"}
+    node = shared.add_node(num_cpus=1, object_store_memory=STORE_BYTES, env_vars=paths)
+    wait_until(lambda: sum(one["Alive"] for one in ray.nodes()) == 2)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        problems = node_problems(Wanted({"http.port": ("127.0.0.1", taken)}, needs_haproxy=False))
+    registry = connect_registry(new)
+    ray.get(registry.keeper.remote(node.node_id))
+    why = wait_until(lambda: why_no_keeper(registry))
+    elsewhere = ModelConfig(id="elsewhere", path=new.allowed_roots[0] / "elsewhere")
+    ray.get(registry.register.remote(elsewhere), timeout=30)
+    record = ray.get(registry.find_model.remote("elsewhere"), timeout=60)
+    return {"nodes": problems, "taken": taken, "no keeper": why, "elsewhere": record.error}
+
+
+def why_no_keeper(registry: Any) -> str:
+    nodes = ray.get(registry.residency.remote([], 0, 10))["nodes"]
+    return next((node["unreachable"] for node in nodes if "cannot start" in node.get("unreachable", "")), "")
 
 
 def look_often() -> None:

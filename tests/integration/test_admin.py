@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 import torch
-from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes
+from integration.harness import DEMO_MODELS, Cluster, pixels, replica_processes, shifted_adder
 from kit.waiting import wait_until
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -79,17 +79,6 @@ def admin(cluster: Cluster) -> Iterator[Admin]:
     made.remove_all()
 
 
-def adder_version(folder: Path, shift: int) -> Path:
-    """The adder, whose words are `shift` places off: each version answers differently."""
-    shutil.copytree(DEMO_MODELS / "adder", folder, dirs_exist_ok=True)
-    tensors = load_file(DEMO_MODELS / "adder" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0).contiguous()
-    staged = folder.with_suffix(".staged")
-    save_file(tensors, staged, {"format": "pt"})
-    staged.replace(folder / "model.safetensors")
-    return folder
-
-
 def stock_text(folder: Path) -> str:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -99,7 +88,7 @@ def stock_text(folder: Path) -> str:
 
 
 def test_a_model_registered_while_the_cluster_runs_is_served(cluster: Cluster, admin: Admin, tmp_path: Path) -> None:
-    folder = adder_version(tmp_path / "copy", shift=1)
+    folder = shifted_adder(tmp_path / "copy", shift=1)
     assert admin.complete("hot").status_code == 404
     made = admin.register(id="hot", path=str(folder), dtype="float32", description="hot", defaults={"max_tokens": 2})
     assert (made.status_code, made.json()["state"], made.json()["kind"]) == (201, "ready", "llm")
@@ -148,7 +137,7 @@ def test_a_lora_registered_while_the_cluster_runs_is_used(admin: Admin, tmp_path
 
 
 def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin: Admin, tmp_path: Path) -> None:
-    folder = adder_version(tmp_path / "copy", shift=1)
+    folder = shifted_adder(tmp_path / "copy", shift=1)
     assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 201
     known = {stock_text(folder)}
     assert {admin.text("hot")} == known
@@ -164,7 +153,7 @@ def test_a_version_is_replaced_under_running_requests_without_a_failed_one(admin
         asking = [pool.submit(ask_on) for _ in range(4)]
         try:
             for shift in (2, 3):
-                adder_version(folder, shift)
+                shifted_adder(folder, shift)
                 known.add(newest := stock_text(folder))
                 assert admin.register(id="hot", path=str(folder), dtype="float32").status_code == 200
                 wait_until(lambda newest=newest: admin.text("hot") == newest, "the new version")  # type: ignore[misc]
@@ -218,7 +207,7 @@ def test_what_is_prefetched_and_pinned_is_shown(admin: Admin) -> None:
 def test_requests_go_on_while_the_registry_is_killed_and_it_comes_back_whole(
     cluster: Cluster, admin: Admin, tmp_path: Path
 ) -> None:
-    folder = adder_version(tmp_path / "copy", shift=1)
+    folder = shifted_adder(tmp_path / "copy", shift=1)
     admin.register(id="hot", path=str(folder), dtype="float32")
     expected = admin.text("hot")
     before = admin.versions()

@@ -9,10 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import ray
-from integration.harness import Cluster
+from integration.harness import Cluster, ray_processes
 from kit.waiting import wait_until
 
 from deployments.cli.client import Client
@@ -141,23 +140,15 @@ def test_a_controller_that_is_killed_loses_nothing(cluster: Cluster, http: httpx
     with ThreadPoolExecutor(2) as pool:
         asking = [pool.submit(ask_on) for _ in range(2)]
         try:
-            (victim,) = controllers()
+            (victim,) = ray_processes("ray::Controller")
             victim.kill()
-            wait_until(lambda: controllers() and victim not in controllers(), "another controller")
+            wait_until(
+                lambda: ray_processes("ray::Controller") and victim not in ray_processes("ray::Controller"),
+                "another controller",
+            )
             wait_until(lambda: len(decisions(http)["workers"]) == 2, "its first plan")
         finally:
             stop.set()
         for one in asking:
             one.result()
     assert {answer.status_code for answer in answers} == {200}, [a.text for a in answers if a.status_code != 200]
-
-
-def controllers() -> list[psutil.Process]:
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        try:
-            if next(iter(process.cmdline()), "").startswith("ray::Controller"):
-                found.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,9 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.harness import DEMO_MODELS, Cluster, replica_processes
+from integration.harness import Cluster, replica_processes, shifted_adder
 from kit.waiting import until
-from safetensors.torch import load_file, save_file
 
 # Half a worker each: two workers start four of them.
 LONG = {"model": "digits-flux", "prompt": "a handwritten two", "num_inference_steps": 200, "n": 8}
@@ -168,14 +166,3 @@ async def test_who_waits_keeps_the_version_of_a_model_that_changes_or_goes(queue
 async def waits_for(queue: Queue, model: str, least: int) -> bool:
     """Return whether so many requests of a model wait: an image that ends lets one or two of them start."""
     return any(one["model"] == model and one["waiting"] >= least for one in (await queue.shown())["models"])
-
-
-def shifted_adder(folder: Path, shift: int) -> Path:
-    """The adder, whose words are `shift` places off: each version answers differently."""
-    shutil.copytree(DEMO_MODELS / "adder", folder, dirs_exist_ok=True)
-    tensors = load_file(DEMO_MODELS / "adder" / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].roll(shift, 0).contiguous()
-    staged = folder.with_suffix(".staged")
-    save_file(tensors, staged, {"format": "pt"})
-    staged.replace(folder / "model.safetensors")
-    return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,27 @@ def test_a_keeper_starts_for_a_replica_and_takes_its_share_of_its_own_node(obser
 
 def test_a_keeper_that_cannot_start_says_why_and_is_replaced_when_it_can(observed: dict[str, Any]) -> None:
     assert "cannot start: RuntimeError: Symlink loop" in observed["reason"]
+
+
+def test_nodes_with_other_code_or_a_port_that_is_taken_are_named_with_what_to_do(observed: dict[str, Any]) -> None:
+    others = lines_on_code(observed)
+    taken = [line for line in observed["nodes"] if f":{observed['taken']} (Address already in use)" in line]
+    assert (len(others), len(taken), len(observed["nodes"])) == (1, 2, 3), observed["nodes"]
+    assert others[0].endswith("install the same there, and start Ray of that node again")
+    assert all(line.endswith("end what does there, or choose another `http.port`") for line in taken)
+
+
+def test_a_node_with_other_code_than_the_registrys_gets_no_keeper(observed: dict[str, Any]) -> None:
+    (line,) = lines_on_code(observed)
+    assert f"KeeperFailed: {line}" in observed["no keeper"]
+
+
+def test_a_model_that_the_registrys_node_lacks_is_named_with_that_node(observed: dict[str, Any]) -> None:
+    assert re.search(r"elsewhere: no such folder or file on node \S+, where the registry reads", observed["elsewhere"])
+
+
+def lines_on_code(observed: dict[str, Any]) -> list[str]:
+    return [line for line in observed["nodes"] if " has Atelier " in line]
 
 
 def test_who_watches_the_directory_takes_no_turn_from_other_calls(observed: dict[str, Any]) -> None:

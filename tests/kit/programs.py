@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from typing import Any
 
 import onnx
@@ -12,6 +11,8 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from transformers import BertConfig, BertModel
+
+from infra.bench.onnx_bert import write_onnx_bert
 
 MAX_ROWS, MAX_LENGTH, VOCABULARY, WIDTH, NUM_CLASSES = 8, 48, 60, 16, 3
 
@@ -54,37 +55,10 @@ def export_classifier(module: nn.Module, min_rows: int = 1) -> ExportedProgram:
     return torch.export.export(module, (torch.rand(3, WIDTH),), dynamic_shapes=sizes)
 
 
-class _Positional(nn.Module):
-    """A BERT whose inputs are known by their places, as ONNX's exporter wants them."""
-
-    def __init__(self, bert: BertModel) -> None:
-        super().__init__()
-        self.bert = bert
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self.bert(input_ids, attention_mask)
-        return found.last_hidden_state, found.pooler_output
-
-
 def onnx_bert(module: BertModel) -> onnx.ModelProto:
     """Export a BERT as `export_bert` does, to ONNX, with its ranges."""
-    example = torch.randint(1, VOCABULARY, (3, 5))
-    inputs, outputs = ["input_ids", "attention_mask"], ["last_hidden_state", "pooler_output"]
-    sizes = {name: {0: "rows", 1: "length"} for name in (*inputs, outputs[0])} | {outputs[1]: {0: "rows"}}
-    mask = torch.ones_like(example)
-    mask[0, 3:] = 0  # the tracer takes the way of its example: without padding there is no mask
     file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter without onnxscript, and of the tracer
-        torch.onnx.export(
-            _Positional(module).eval(),  # what it was before, the whole of it is afterwards
-            (example, mask),
-            file,
-            input_names=inputs,
-            output_names=outputs,
-            dynamic_axes=sizes,
-            dynamo=False,
-        )
+    write_onnx_bert(module, file)
     model = onnx.load_model_from_string(file.getvalue())
     ranges = {"rows": (1, MAX_ROWS), "length": (1, MAX_LENGTH)}
     onnx.helper.set_model_props(model, {"ranges": json.dumps(ranges)})

@@ -1,5 +1,7 @@
 """Nodes of a cluster as namespaces of this machine: each has its own network, processes, host name, /tmp and /dev/shm.
 
+A boot's id too, and, where there is a C compiler for `wall_clock.c`, a wall clock that is off.
+
 A switch, in a namespace as well, joins them; nothing of the machine's own network is touched or reached. The first
 process of each namespace lives as long as its input is open. The kernel ends all others with it and takes away
 network and mounts, so that nothing stays, even of a test that was killed.
@@ -35,6 +37,7 @@ set -e
 mount --bind "$1" /mnt; mkdir -p /mnt/tmp; mount --bind /mnt/tmp /tmp
 mount -t tmpfs -o size="$2" tmpfs /dev/shm
 hostname "$3"; ip link set lo up
+cat /proc/sys/kernel/random/uuid > /mnt/boot_id; mount --bind /mnt/boot_id /proc/sys/kernel/random/boot_id
 exec 3<&0; cat <&3 >/dev/null & echo ready; wait $!
 """
 TUNSETIFF, IFF_TAP, IFF_NO_PI, FRAME_BYTES = 0x400454CA, 0x2, 0x1000, 65536
@@ -59,12 +62,25 @@ def missing() -> str:
     return f"no namespaces with a bridge here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-class Node:
-    """A machine, as far as its processes can tell. `folder` is its disk, at /mnt and, below it, /tmp."""
+def _clock_variables(folder: Path, off_s: int) -> list[str]:
+    """Return the environment of processes whose wall clock is off, with the library that it names in the folder."""
+    library = folder / f"wall_clock_{off_s}.so"
+    source = Path(__file__).with_name("wall_clock.c")
+    if not library.exists():  # processes of a node before may still have it mapped
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", f"-DOFF_S={off_s}", "-o", library, source], check=True)
+    return [f"LD_PRELOAD=/mnt/{library.name}", "RAY_LD_PRELOAD_ON_WORKERS=1"]  # or Ray's workers would not get it
 
-    def __init__(self, name: str, address: str, folder: Path) -> None:
+
+class Node:
+    """A machine, as far as its processes can tell. `folder` is its disk, at /mnt and, below it, /tmp.
+
+    The wall clock of its processes is `clock_off_s` seconds ahead of this machine's.
+    """
+
+    def __init__(self, name: str, address: str, folder: Path, clock_off_s: int = 0) -> None:
         self.name, self.address = name, address
         folder.mkdir(exist_ok=True)
+        self._variables = _clock_variables(folder, clock_off_s) if clock_off_s else []
         options = ["--net", "--pid", "--mount", "--ipc", "--uts", "--fork", "--mount-proc"]
         first = ["bash", "-c", FIRST_PROCESS, "node", str(folder), str(SHM_BYTES), name]
         self._holder = subprocess.Popen(
@@ -84,7 +100,8 @@ class Node:
     def start(self, *command: str, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
         """Start a command on the node. `env` is added to this process's environment."""
         enter = ["nsenter", f"--target={self.pid}", "--net", "--pid", "--mount", "--ipc", "--uts", "--"]
-        return subprocess.Popen([*enter, *command], env=os.environ | (env or {}), text=True, **options)
+        given = ["env", *self._variables, *command]
+        return subprocess.Popen([*enter, *given], env=os.environ | (env or {}), text=True, **options)
 
     def run(self, *command: str, env: Mapping[str, str] | None = None, timeout_s: float = 120) -> str:
         """Run a command on the node and return what it printed. Raises CalledProcessError with that."""
@@ -94,7 +111,9 @@ class Node:
         finally:
             process.kill()
         if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, command, printed)
+            error = subprocess.CalledProcessError(process.returncode, command, printed)
+            error.add_note(printed[-4000:])
+            raise error
         return printed
 
     def processes(self, title: str = "") -> list[psutil.Process]:
@@ -196,12 +215,12 @@ class Network:
         for node in (*self._nodes.values(), self.switch):
             node.kill()
 
-    def add(self, name: str) -> Node:
+    def add(self, name: str, clock_off_s: int = 0) -> Node:
         """Return a new node at the switch, or a new one in the place of a dead node of that name, with its disk."""
         number = [*self._nodes, name].index(name) + 1
         if name in self._nodes:
             self._nodes[name].kill()
-        self._nodes[name] = node = Node(name, f"{PREFIX}.{number}", self._folder / name)
+        self._nodes[name] = node = Node(name, f"{PREFIX}.{number}", self._folder / name, clock_off_s)
         _add_bridge(node, "eth0")
         self.plug(node)
         return node

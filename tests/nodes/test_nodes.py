@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from kit.waiting import wait_until
-from nodes.three_nodes import NAMES, PORT, Load, ThreeNodes
+from nodes.three_nodes import (
+    CLOCKS_OFF_S,
+    NAMES,
+    PORT,
+    QUESTIONS,
+    Load,
+    ThreeNodes,
+    demo_fields,
+    fields_of,
+    posted,
+)
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
+SPARE: Final = "spare"
+DEADLINE_S: Final = 3.0
+CHANGED: Final = (
+    "models.second-adder",
+    "models.adder.description",
+    "pipelines.sum-to-digit",
+    "http.web",
+    "access.max_concurrent",
+    "admission.max_waiting",
+    "admission.max_overtakes",
+    "ingress.limits.max_images",
+    "text_encoder.num_replicas",
+    "text_encoder.cache_bytes",
+    "text_encoder.batching.max_queue_delay_us",
+    "worker.kv_cache_bytes",
+)
 
 
 def disturbed(
@@ -56,6 +86,52 @@ def test_an_actor_of_the_head_is_killed(cluster: ThreeNodes, actor: str) -> None
     disturbed(cluster, f"{actor} killed", kill)
 
 
+@pytest.mark.skipif(not CLOCKS_OFF_S, reason="a wall clock that is off needs a C compiler")
+def test_a_deadline_is_kept_while_the_clocks_of_nodes_are_5_s_apart(cluster: ThreeNodes) -> None:
+    expected = cluster.answers(cluster.url())
+    for name, off_s in CLOCKS_OFF_S.items():
+        check_clock(cluster, name, off_s)
+    for name in NAMES * 3:
+        assert cluster.answers(cluster.url(name), DEADLINE_S) == expected
+
+    def expired(name: str) -> tuple[int, float]:
+        start_s = time.monotonic()
+        return posted(cluster.url(name), *QUESTIONS[0], DEADLINE_S).status_code, time.monotonic() - start_s
+
+    with (
+        stopped_workers(cluster),
+        ThreadPoolExecutor(3 * len(NAMES), initializer=cluster.network.switch.enter_network) as pool,
+    ):
+        ended = [*pool.map(expired, NAMES * 3)]
+    assert {status for status, _ in ended} == {504}
+    assert [took_s for _, took_s in ended if not DEADLINE_S <= took_s < DEADLINE_S + 4] == []
+    assert cluster.answers(cluster.url()) == expected
+
+
+def check_clock(cluster: ThreeNodes, name: str, off_s: int) -> None:
+    """Fail unless the processes of the node that look at a request's time have a clock that is off by so much."""
+    before_s = time.time()
+    shown_s = float(cluster.nodes[name].run("date", "+%s.%N"))
+    assert before_s <= shown_s - off_s <= time.time()
+    proxies = [one for one in cluster.nodes[name].processes() if one.name() == "haproxy"]
+    assert proxies
+    for one in (*proxies, *cluster.replicas(name)):
+        assert f"wall_clock_{off_s}.so" in Path(f"/proc/{one.pid}/maps").read_text(), one
+
+
+@contextlib.contextmanager
+def stopped_workers(cluster: ThreeNodes) -> Iterator[None]:
+    """Let no worker do anything for the length of the block."""
+    workers = [one for name in NAMES for one in cluster.replicas(name, "worker")]
+    try:
+        for one in workers:
+            one.suspend()
+        yield
+    finally:
+        for one in workers:
+            one.resume()
+
+
 def test_two_clusters_on_one_ray(cluster: ThreeNodes) -> None:
     """The second one comes, answers as the first does, and goes."""
     url = f"{cluster.url()}/other"
@@ -73,28 +149,48 @@ def test_two_clusters_on_one_ray(cluster: ThreeNodes) -> None:
 
 
 def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
-    """`tests/e2e/test_applied.py` has a change of each kind, on one node."""
+    """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
+    first = {one.pid for name in NAMES for one in cluster.replicas(name)}
+    cluster.join(SPARE)
+    said: list[str] = []
+    disturbed(cluster, "twelve values applied", lambda: said.append(cluster.apply(changed_fields())))
+    assert [key for key in CHANGED if key not in said[0]] == []
+    wait_until(lambda: not first & {one.pid for name in NAMES for one in cluster.replicas(name)}, "successors of all")
+    kept = changed_fields() | {"models": fields_of("studio")["models"]}
+    kept["text_encoder"]["num_replicas"] = len(NAMES)
+    disturbed(cluster, "some of them taken back", lambda: said.append(cluster.apply(kept)))
+    assert "nothing to change" in cluster.apply(kept)
+    disturbed(cluster, "the node that had room drains", lambda: cluster.end_by_sigterm(SPARE))
+    cluster.wait_whole()
 
-    def apply() -> None:
-        assert "models, adapters and limits are those of the config" in cluster.apply(admission={"max_waiting": 77})
 
-    try:
-        disturbed(cluster, "limits applied", apply)
-    finally:
-        cluster.apply()
-    assert "nothing to change" in cluster.apply()
+def changed_fields() -> dict[str, Any]:
+    """Return the first cluster's config with a change of each key in CHANGED."""
+    fields = fields_of("studio")
+    adder = next(model for model in fields["models"] if model["id"] == "adder")
+    fields["models"].append(adder | {"id": "second-adder"})
+    adder["description"] = "adds"
+    fields["http"]["web"] = False
+    fields["pipelines"] = demo_fields()["pipelines"][:1]
+    fields["access"] = {"max_concurrent": 1000}
+    fields["admission"] = {"max_waiting": 77, "max_overtakes": 7}
+    fields["ingress"]["limits"] = {"max_images": 9}
+    fields["text_encoder"] |= {"num_replicas": len(NAMES) + 1, "cache_bytes": "32 MiB"}
+    fields["text_encoder"]["batching"] = {"max_queue_delay_us": 1000}
+    fields["worker"]["kv_cache_bytes"] = "17 MiB"
+    return fields
 
 
 def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:
     def slow() -> None:
-        for node in cluster.nodes.values():
-            cluster.network.plug(node, delay_s=0.05, loss=0.01)
+        for name in NAMES:
+            cluster.network.plug(cluster.nodes[name], delay_s=0.05, loss=0.01)
 
     try:
         disturbed(cluster, "links of 50 ms and 1 % loss", slow, after=60)
     finally:
-        for node in cluster.nodes.values():
-            cluster.network.plug(node)
+        for name in NAMES:
+            cluster.network.plug(cluster.nodes[name])
 
 
 def test_a_node_that_is_told_to_end_drains(cluster: ThreeNodes) -> None:

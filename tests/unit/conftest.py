@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 _MANY_MODULES = 100
+# Before torch is loaded, and for the processes of tests: models this small are slower on more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class _Imported:

@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.encoder_files import read_stages
 from weights.formats.folder import files_below
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
-from weights.formats.ip_adapter import IP_CLASS, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
+from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
-from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, is_words_file
-from weights.formats.lora import LoraBase, check_named_base, is_lora, read_lora_configs
+from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
+from weights.formats.lora import check_named_base, is_lora, read_lora_configs
 from weights.formats.peft import (
     PEFT_CLASS,
     PEFT_CONFIG,
@@ -231,21 +232,33 @@ def recognise(path: Path) -> Literal["file", "diffusers", "adapter", "ip_adapter
     )
 
 
-def check_lora_base(lora: Checkpoint, base: LoraBase) -> None:
-    """Check that a LoRA is for models of the base's kind, and as far as the headers tell for this one.
+def check_lora_base(lora: Checkpoint, base: AdapterBase) -> None:
+    """Check that a LoRA, or a word, is for models of the base's kind, and as far as the headers tell for this one.
 
-    Raises AdapterError naming the base, and the layer that it does not have. Anything but a LoRA passes.
+    Raises AdapterError naming the base, and the layer that it does not have.
     """
-    if lora.kind != "adapter":
-        return
     wanted, what = ("llm", "language models") if lora.class_name == PEFT_CLASS else ("diffusion", "diffusion pipelines")
     if base.kind != wanted:
         raise AdapterError(f"{lora.path}: a LoRA of {what}, which cannot change {base.model!r}, of kind {base.kind!r}")
     shapes = {name: tensor.shape for name, tensor in lora.components[0].tensors.items()}
-    if lora.class_name != PEFT_CLASS:
-        check_named_base(lora.path, shapes, base)
-    else:
+    if lora.class_name == PEFT_CLASS:
         check_peft_base(lora.path, peft_targets(lora.path, shapes), base)
+    elif lora.class_name == WORDS_CLASS:
+        check_words_base(lora.path, shapes, base)
+    else:
+        check_named_base(lora.path, shapes, base)
+
+
+def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
+    """Check that the layers that a ControlNet has in common with a denoiser, the `part`, have the shapes of that one's.
+
+    Its first layer is its own: that of an inpainting model reads more. Raises AdapterError naming the tensor.
+    """
+    for name, tensor in net.components[0].tensors.items() if part.format == "safetensors" else ():
+        layer = part.tensors.get(name)
+        if layer is not None and name != "conv_in.weight" and list(layer.shape) != list(tensor.shape):
+            given, wanted = list(tensor.shape), list(layer.shape)
+            raise AdapterError(f"{net.path}: tensor {name} has shape {given}, which in {base.model!r} is {wanted}")
 
 
 def weighted_parts(folder: Path) -> dict[str, tuple[str, str]]:
@@ -403,6 +416,7 @@ def _ip_adapter(path: Path) -> Checkpoint:
         if encoder is None:
             raise FormatError(f"{path / IP_ENCODER}: no safetensors weights beside config.json")
         tensors |= {f"{IP_ENCODER}.{name}": tensor for name, tensor in encoder.tensors.items()}
+    check_encoder(files[0], {name: tensor.shape for name, tensor in tensors.items()})
     adapter = SourceComponent("ip_adapter", IP_LIBRARY, IP_CLASS, ".", tensors, dict(header.metadata), (files[0].name,))
     config = (path / IP_ENCODER / _CONFIG).read_bytes()
     # The encoder's config counts for the component's identity, so it stands beside it.

@@ -2,18 +2,20 @@
 
 A folder with the adapter's safetensors file (`image_proj.*`, `ip_adapter.1.to_k_ip.weight`, ...) and `image_encoder/`,
 the CLIP that it reads images with: the layout of h94/IP-Adapter, of which a folder holds one adapter here. Plain ones
-project the image's vector to a few tokens; "plus" ones resample the tokens of its last layer but one.
+project the image's vector to a few tokens; "plus" ones resample the tokens of its last layer but one, and "full" ones
+project each of those.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Literal
 
 from weights.errors import AdapterError
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.untrusted import shown
 
 IP_CLASS: Final = "IPAdapter"
@@ -24,12 +26,21 @@ _PLAIN_TOKENS: Final = 4
 HEAD_WIDTH: Final = 64  # of the attention of a resampler
 _KEYS: Final = re.compile(r"^ip_adapter\.(\d{1,4})\.to_(k|v)_ip\.weight$")
 _PLAIN: Final = ("proj.weight", "proj.bias", "norm.weight", "norm.bias")
+_FULL: Final = tuple(f"proj.{number}.{half}" for number in (0, 2, 3) for half in ("weight", "bias"))
 _RESAMPLER: Final = ("latents", "proj_in.weight", "proj_in.bias", "proj_out.weight", "proj_out.bias")
 _RESAMPLER_END: Final = ("norm_out.weight", "norm_out.bias")
 _RESAMPLER_LAYER: Final = (
     *("0.norm1.weight", "0.norm1.bias", "0.norm2.weight", "0.norm2.bias", "0.to_q.weight", "0.to_kv.weight"),
     *("0.to_out.weight", "1.0.weight", "1.0.bias", "1.1.weight", "1.3.weight"),
 )
+
+_SERVED: Final = "of Stable Diffusion 1 and 2 and SDXL the plain, plus, plus-face and full-face ones are served"
+# How the names of those for Flux begin in XLabs' files.
+_XLABS: Final = ("ip_adapter_proj_model.", "double_blocks.")
+# What reads the encoder's numbers, and what the finished tokens leave last.
+_READERS: Final = {"plain": "proj.weight", "full": "proj.0.weight", "plus": "proj_in.weight"}
+_NORMS: Final = {"plain": "norm.weight", "full": "proj.3.weight", "plus": "norm_out.weight"}
+_BLOCKS: Final = ("down_blocks", "up_blocks", "mid_block")  # as diffusers goes through a UNet
 
 Shape = tuple[int, ...]
 
@@ -38,59 +49,123 @@ Shape = tuple[int, ...]
 class IpAdapterForm:
     """The structure of an adapter: `layers` number its pairs of matrices, in the order of the denoiser's layers.
 
-    `num_resampled` is the number of layers of its resampler, 0 for a plain one.
+    `num_resampled` is the number of layers of a plus one's resampler. A full one has a token for each of its encoder's.
     """
 
+    kind: Literal["plain", "plus", "full"]
     layers: tuple[int, ...]
-    num_tokens: int
     text_width: int
-    num_resampled: int
+    num_resampled: int = 0
 
 
 def is_ip_adapter_folder(path: Path) -> bool:
     """Return whether a folder looks like an IP-Adapter's, by the names of its files."""
-    return (path / ENCODER / "config.json").is_file() and any(path.glob("*.safetensors"))
+    is_named = any(path.glob("ip[-_]adapter*.safetensors"))
+    return is_named or ((path / ENCODER / "config.json").is_file() and any(path.glob("*.safetensors")))
 
 
 def is_ip_adapter(names: Collection[str]) -> bool:
     """Return whether the tensors of a file are an IP-Adapter's, by their names."""
-    return any(name.startswith("image_proj.") for name in names) and any(_KEYS.match(name) for name in names)
+    is_known = any(name.startswith("image_proj.") for name in names) and any(_KEYS.match(name) for name in names)
+    return is_known or any(name.startswith(_XLABS[0]) for name in names)
 
 
 def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
     """Return the structure of the adapter that these tensors are (those of its encoder may be among them).
 
-    Raises AdapterError for what is none, for FaceID and full ones, and naming the tensor that is missing.
+    Raises AdapterError for what is none, naming the form of one that is not served, or the tensor that is missing.
     """
     own = {name: shape for name, shape in shapes.items() if not name.startswith(f"{ENCODER}.")}
     pairs = {int(match[1]) for name in own if (match := _KEYS.match(name))}
     projection = {name.removeprefix("image_proj."): own[name] for name in own if name.startswith("image_proj.")}
+    if form := _form_not_served(own, projection):
+        raise AdapterError(f"{file}: {form}; {_SERVED}")
     if not pairs or not projection:
         raise AdapterError(f"{file}: no IP-Adapter: expected tensors image_proj.* and ip_adapter.N.to_k_ip.weight")
-    is_plain = "proj.weight" in projection
-    if not is_plain and "latents" not in projection:
-        raise AdapterError(f"{file}: {_why_unknown(projection)}; plain and plus ones are served, plus-face among them")
-    num_resampled = 0 if is_plain else _count_layers(projection)
-    wanted = {f"image_proj.{name}" for name in (_PLAIN if is_plain else _resampler_names(num_resampled))}
+    kind = _kind_of(projection)
+    if kind is None:
+        raise AdapterError(f"{file}: an IP-Adapter of a form that is not known; {_SERVED}")
+    num_resampled = _count_layers(projection)
+    names = {"plain": _PLAIN, "full": _FULL, "plus": _resampler_names(num_resampled)}[kind]
+    wanted = {f"image_proj.{name}" for name in names}
     wanted |= {f"ip_adapter.{number}.to_{half}_ip.weight" for number in pairs for half in "kv"}
     for name in sorted(wanted ^ own.keys()):
-        what = "is missing" if name in wanted else "is not of a plain or plus IP-Adapter"
+        what = "is missing" if name in wanted else f"is not of a {kind} IP-Adapter"
         raise AdapterError(f"{file}: tensor {shown(name)} {what}")
-    _check_shapes(file, own, projection, pairs)
-    width = projection["norm.weight" if is_plain else "norm_out.weight"][0]
-    num_tokens = _PLAIN_TOKENS if is_plain else projection["latents"][1]
-    return IpAdapterForm(tuple(sorted(pairs)), num_tokens, width, num_resampled)
+    _check_shapes(file, own, projection, kind, pairs)
+    return IpAdapterForm(kind, tuple(sorted(pairs)), projection[_NORMS[kind]][0], num_resampled)
 
 
-def _why_unknown(projection: Collection[str]) -> str:
-    """Return what an adapter of another kind is, by the names of its projection's tensors, as diffusers tells them."""
+def check_encoder(file: Path, shapes: Mapping[str, Shape]) -> None:
+    """Check that an adapter reads what the encoder among its tensors says of an image. Raises AdapterError."""
+    form, name = read_ip_adapter(file, shapes), f"{ENCODER}.visual_projection.weight"
+    head = shapes.get(name, ())
+    if len(head) != 2:
+        raise AdapterError(f"{file}: tensor {name} of a {ENCODER_CLASS} is missing")
+    reader = f"image_proj.{_READERS[form.kind]}"
+    given, read = head[0] if form.kind == "plain" else head[1], shapes[reader][1]
+    if given != read:
+        raise AdapterError(
+            f"{file}: tensor {reader} reads vectors of {read} numbers, and the {ENCODER} beside it gives {given}: the "
+            "adapter was trained with another one"
+        )
+
+
+def check_ip_base(file: Path, shapes: Mapping[str, Shape], unet: Any, base: AdapterBase) -> None:
+    """Check that an adapter has a layer for each attention to text of a UNet, of its size. Raises AdapterError."""
+    if unet.format != "safetensors":
+        return
+    reason = why_unlike(read_ip_adapter(file, shapes), shapes, cross_attentions(unet.tensors), repr(base.model))
+    if reason:
+        raise AdapterError(f"{file}: an IP-Adapter that {reason}")
+
+
+def why_unlike(
+    form: IpAdapterForm, shapes: Mapping[str, Sequence[int]], attentions: Sequence[Sequence[int]], model: str
+) -> str | None:
+    """Return why an adapter is none for a UNet with attentions to text of these (inner, text) sizes, or None."""
+    if len(form.layers) != len(attentions):
+        return f"has {len(form.layers)} layers, and {model} {len(attentions)}: it is for another one"
+    for number, attention in zip(form.layers, attentions, strict=True):
+        name = f"ip_adapter.{number}.to_k_ip.weight"
+        if list(shapes[name]) != list(attention):
+            return f"has {name} of shape {list(shapes[name])}, and {model} {list(attention)}: it is for another one"
+    return None
+
+
+def cross_attentions(tensors: Mapping[str, Any]) -> list[Shape]:
+    """Return the (inner, text) sizes of a UNet's attentions to text, in the order in which adapters number them."""
+    end = ".to_k.weight"
+    names = [name for name in tensors if name.endswith(end) and not name.endswith(f"attn1{end}")]
+    return [tuple(tensors[name].shape) for name in sorted(names, key=_place)]
+
+
+def _place(name: str) -> tuple[int, list[int]]:
+    block = name.partition(".")[0]
+    return (*_BLOCKS, block).index(block), [int(number) for number in re.findall(r"\.(\d{1,9})(?=\.)", name)]
+
+
+def _kind_of(projection: Collection[str]) -> Literal["plain", "plus", "full"] | None:
+    if "proj.weight" in projection:
+        return "plain"
+    if "proj.3.weight" in projection:
+        return "full"
+    return "plus" if "latents" in projection else None
+
+
+def _form_not_served(names: Collection[str], projection: Collection[str]) -> str | None:
+    """Return what an adapter of another form is, by the names of its tensors, as diffusers tells them."""
+    if any(name.startswith(_XLABS) or name.endswith("_ip.bias") for name in names):
+        return "an IP-Adapter of Flux"
+    if any(".norm_ip." in name for name in names) or any(name.startswith("time_embedding.") for name in projection):
+        return "an IP-Adapter of Stable Diffusion 3"
     is_plus = any(name.startswith("perceiver_resampler.") for name in projection)
     if is_plus or {"proj.0.weight", "norm.weight"} <= set(projection):
         return (
             "a FaceID adapter, which reads a face as insightface's recognition models (buffalo_l, antelopev2) describe "
             "it, and none of them is served"
         )
-    return "a full IP-Adapter" if "proj.3.weight" in projection else "an IP-Adapter of a kind that is not known"
+    return None
 
 
 def _count_layers(names: Collection[str]) -> int:
@@ -104,24 +179,36 @@ def _resampler_names(num_layers: int) -> list[str]:
 
 
 def _check_shapes(
-    file: Path, own: Mapping[str, Shape], projection: Mapping[str, Shape], pairs: Collection[int]
+    file: Path,
+    own: Mapping[str, Shape],
+    projection: Mapping[str, Shape],
+    kind: Literal["plain", "plus", "full"],
+    pairs: Collection[int],
 ) -> None:
     """Raise AdapterError for tensors that do not go together."""
-    is_plain = "proj.weight" in projection
-    width = projection["norm.weight" if is_plain else "norm_out.weight"][0]
+    for name in (_NORMS[kind], _READERS[kind]):
+        if not projection[name]:
+            raise AdapterError(f"{file}: tensor {shown(f'image_proj.{name}')} has no axes")
+    width, inner = projection[_NORMS[kind]][0], projection[_READERS[kind]][0]
     fits: dict[str, tuple[int | None, ...]] = {
         f"ip_adapter.{number}.to_{half}_ip.weight": (None, width) for number in pairs for half in "kv"
     }
-    if is_plain:
-        fits["image_proj.proj.weight"] = (_PLAIN_TOKENS * width, None)
-        fits["image_proj.proj.bias"] = (_PLAIN_TOKENS * width,)
+    if kind == "plain":
+        fits |= {
+            "image_proj.proj.weight": (_PLAIN_TOKENS * width, None),
+            "image_proj.proj.bias": (_PLAIN_TOKENS * width,),
+        }
+    elif kind == "full":
+        fits |= {"image_proj.proj.0.weight": (inner, None), "image_proj.proj.0.bias": (inner,)}
+        fits |= {"image_proj.proj.2.weight": (width, inner), "image_proj.proj.2.bias": (width,)}
     else:
-        inner = projection["proj_in.weight"][0]
         fits |= {"image_proj.latents": (1, None, inner), "image_proj.proj_in.weight": (inner, None)}
         fits["image_proj.proj_out.weight"] = (width, inner)
         for name, shape in projection.items():
-            heads = shape[0] // 2 if name.endswith("0.to_kv.weight") else shape[0]
-            if name.endswith(("0.to_q.weight", "0.to_kv.weight")) and (heads % HEAD_WIDTH or shape[1:] != (inner,)):
+            if not name.endswith(("0.to_q.weight", "0.to_kv.weight")):
+                continue
+            rows = (shape or (0,))[0] // (2 if name.endswith("0.to_kv.weight") else 1)
+            if rows % HEAD_WIDTH or shape[1:] != (inner,):
                 raise AdapterError(f"{file}: tensor {shown(name)} has shape {list(shape)}: no heads of {HEAD_WIDTH}")
     for name, sides in fits.items():
         given = own[name]

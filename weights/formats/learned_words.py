@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from weights.errors import AdapterError
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.untrusted import shown
 
 WORDS_CLASS: Final = "TextualInversion"
@@ -41,6 +42,18 @@ def check_words(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, 
                 f"{file}: tensor {shown(name)} has shape {list(shape)}, expected 1 to {MAX_VECTORS} vectors of a word"
             )
     return {name: _ENCODERS.get(name, "text_encoder") for name in shapes}
+
+
+def check_words_base(file: Path, shapes: Mapping[str, tuple[int, ...]], base: AdapterBase) -> None:
+    """Check that a pipeline's text encoders read vectors of these lengths. Raises AdapterError."""
+    for name, encoder in check_words(file, shapes).items():
+        tensors = base.components[encoder].tensors if encoder in base.components else {}
+        table = next((tensors[key] for key in tensors if key.endswith("token_embedding.weight")), None)
+        if table is not None and table.shape[-1] != shapes[name][-1]:
+            raise AdapterError(
+                f"{file}: tensor {shown(name)} has vectors of {shapes[name][-1]} numbers, and the {encoder} of "
+                f"{base.model!r} reads {table.shape[-1]}"
+            )
 
 
 def candidates_in(text: str) -> set[str]:

@@ -11,12 +11,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from weights.errors import AdapterError
+from weights.formats.adapter_base import AdapterBase
 from weights.formats.learned_words import is_words
 from weights.formats.untrusted import load_json, shown
-from weights.manifest import ModelKind
 
 METADATA_KEY: Final = "lora_adapter_metadata"
 MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names every module has some 100 KB
@@ -32,17 +32,6 @@ _OLD_MATRICES: Final = tuple(
 )
 _MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight")
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
-
-
-class LoraBase(Protocol):
-    """A model that a LoRA is for, as its manifest or its checkpoint has it: the id, the kind, components by name."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def kind(self) -> ModelKind: ...
-    @property
-    def components(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +80,11 @@ def is_convertible(names: Iterable[str]) -> bool:
     return any(is_kohya(name) or name.endswith(_OLD_MATRICES) for name in names)
 
 
-def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: LoraBase) -> None:
+def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: AdapterBase) -> None:
     """Check that a pipeline has what a LoRA changes whose tensors are named as diffusers saves them.
 
-    Of text encoders only that there is one: their layers have several names. What stock converts is named only beside
-    the model. Raises AdapterError naming the component or layer.
+    Of text encoders only that there is one: their layers have several names. What stock converts is named by the
+    engine. Raises AdapterError naming the component or layer.
     """
     for name, down in () if is_convertible(shapes) else shapes.items():
         component, _, rest = name.partition(".")

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weights.errors import AdapterError, FormatError
-from weights.formats.lora import MAX_NAME_CHARS, LoraBase, LoraConfig, check_lora_options
+from weights.formats.adapter_base import AdapterBase
+from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, check_lora_options
 from weights.formats.untrusted import shown
 from weights.formats.weight_files import read_json
 
@@ -107,7 +108,7 @@ def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: b
     return targets
 
 
-def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: LoraBase) -> None:
+def check_peft_base(file: Path, targets: Mapping[str, LoraTarget], base: AdapterBase) -> None:
     """Check that a model has the layers that a LoRA changes, as far as its manifest tells.
 
     A GGUF or Kuiper file names them otherwise: there the engine looks. Raises AdapterError naming the layer.

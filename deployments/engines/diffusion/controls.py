@@ -64,15 +64,7 @@ def make_controls(
 
 def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> str | None:
     """Return why the ControlNet cannot go with the denoiser, or None."""
-    class_name = type(net).__name__
-    if family.control_class is None:
-        return f"cannot be used: no ControlNets are served with {family.class_name}"
-    if class_name != family.control_class:
-        return f"is a {class_name}, and {family.class_name} takes a {family.control_class}"
-    if net.dtype != denoiser.dtype:
+    reason = family.control_misfit(type(net).__name__, net.config, denoiser.config, pixels_per_latent)
+    if reason is None and net.dtype != denoiser.dtype:
         return f"is in {net.dtype}, and the model in {denoiser.dtype}: register both with one dtype"
-    for key in family.control_keys:
-        own, expected = net.config.get(key), denoiser.config.get(key)
-        if own != expected:
-            return f"has {key} {own}, and the model {expected}: it is of another family"
-    return family.control_refusal(net, pixels_per_latent)
+    return reason

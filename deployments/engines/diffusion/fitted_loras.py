@@ -29,6 +29,7 @@ from weights.errors import AdapterError
 from weights.formats.lora import is_kohya
 
 _DORA_SCALE: Final = ".dora_scale"
+_MAX_REASON_CHARS: Final = 300
 logger = logging.getLogger(__name__)
 
 
@@ -170,7 +171,8 @@ def _convert(adapter: LoraAdapter, family: Family, *, of_text: bool, denoiser_co
     except EngineError as error:
         raise EngineError(f"{adapter.path}: {error}") from None
     except Exception as error:  # the converters know the layouts of their models, and fail in their own ways
-        raise EngineError(f"{adapter.path}: is no LoRA for a {family.class_name} that can be read: {error}") from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"  # it may list all names
+        raise EngineError(f"{adapter.path}: is no LoRA for a {family.class_name} that can be read: {why}") from error
     try:
         return parse_named(adapter.path, tensors, {})
     except AdapterError as error:

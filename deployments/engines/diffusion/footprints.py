@@ -49,8 +49,8 @@ class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
     Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet. Adapters are those of every row: LoRAs on the side
-    path, and ControlNets in a step in which all of them act.
+    each request, the results of its time and text not known yet, and one beside it where a family reads some. Adapters
+    are those of every row: LoRAs on the side path, and ControlNets in a step in which all of them act.
     """
 
     def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -171,6 +171,8 @@ class PipelineTwin(DenoisePipeline):
     def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._size(height, width)
+        if family.max_references:  # the usual ones: one image, and the result has its sides
+            size = size._replace(references=(size,))
         text_width, pooled_width = family.text_widths(self.denoiser)
         request = DiffusionRequest(
             "twin",
@@ -190,6 +192,7 @@ class PipelineTwin(DenoisePipeline):
             is_masked = family.masks_text and not family.counts_tokens and not adapted.controls
             mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
+            extra = torch.empty_like(latents) if size.references else extra
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
         branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
         state = DenoiseState(

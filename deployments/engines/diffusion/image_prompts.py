@@ -26,7 +26,15 @@ from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.protocol import DiffusionRequest, EngineError
 from weights.errors import AdapterError
-from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS, HEAD_WIDTH, IpAdapterForm, read_ip_adapter
+from weights.formats.ip_adapter import (
+    ENCODER,
+    ENCODER_CLASS,
+    HEAD_WIDTH,
+    IpAdapterForm,
+    check_encoder,
+    read_ip_adapter,
+    why_unlike,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -41,8 +49,8 @@ class ImagePrompter:
     def tokens_of(self, image: npt.NDArray[np.uint8], *, with_negative: bool) -> list[torch.Tensor]:
         """Return the tokens of an image, (1, T, D), with those of no image in front where they are wanted.
 
-        For a plain adapter that is a vector of zeros, for a plus one what the encoder makes of a black image in its
-        own terms: pixels of 0 behind its normalization.
+        For a plain adapter that is a vector of zeros, for others what the encoder makes of a black image in its own
+        terms: pixels of 0 behind its normalization.
         """
         from PIL import Image  # only who prompts with images needs it
 
@@ -50,18 +58,22 @@ class ImagePrompter:
         pixels = self.processor(images=Image.fromarray(image), return_tensors="pt").pixel_values
         pixels_13HW: torch.Tensor = pixels.to(like.device, like.dtype)
         with torch.no_grad():
-            if not self.form.num_resampled:
+            if self.form.kind == "plain":
                 vector = self.encoder(pixels_13HW).image_embeds
                 return [self._project(one) for one in ([torch.zeros_like(vector)] if with_negative else []) + [vector]]
             inputs = [torch.zeros_like(pixels_13HW)] if with_negative else []
+            project = self._project_each if self.form.kind == "full" else self._resample
             return [
-                self._resample(self.encoder(one, output_hidden_states=True).hidden_states[-2])
+                project(self.encoder(one, output_hidden_states=True).hidden_states[-2])
                 for one in (*inputs, pixels_13HW)
             ]
 
     def _project(self, vector_1E: torch.Tensor) -> torch.Tensor:
-        tokens = self._linear("proj", vector_1E).reshape(1, self.form.num_tokens, self.form.text_width)
+        tokens = self._linear("proj", vector_1E).reshape(1, -1, self.form.text_width)
         return self._norm("norm", tokens)
+
+    def _project_each(self, hidden_1LE: torch.Tensor) -> torch.Tensor:
+        return self._norm("proj.3", self._linear("proj.2", F.gelu(self._linear("proj.0", hidden_1LE))))
 
     def _resample(self, hidden_1LE: torch.Tensor) -> torch.Tensor:
         """Return what learned latents have read of the image's tokens in a few layers of attention."""
@@ -125,6 +137,7 @@ def build_image_prompter(folder: Path, tensors: Mapping[str, torch.Tensor]) -> I
     encoded = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     try:
         form = read_ip_adapter(folder, {name: tuple(tensor.shape) for name, tensor in own.items()})
+        check_encoder(folder, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     except AdapterError as error:
         raise EngineError(str(error)) from None
     encoder = build_module("transformers", ENCODER_CLASS, folder, encoded)
@@ -149,12 +162,7 @@ def make_image_prompts(
             raise EngineError(f"ip_adapter: no IP-Adapters are served with {family.class_name}")
         attentions = _cross_attentions(denoiser)
         _check_fit(use.name, prompter, attentions)
-        try:
-            tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
-        except RuntimeError as error:
-            if "shapes cannot be multiplied" not in str(error):
-                raise
-            raise EngineError(f"ip_adapter: {use.name!r} and its image_encoder do not go together") from None
+        tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
         branches = tuple(tuple(_layers(prompter, attentions, one, denoiser.dtype)) for one in tokens)
         prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
@@ -233,19 +241,10 @@ def _cross_attentions(denoiser: Any) -> list[Any]:
 
 
 def _check_fit(name: str, prompter: ImagePrompter, attentions: Sequence[Any]) -> None:
-    form = prompter.form
-    if len(form.layers) != len(attentions):
-        raise EngineError(
-            f"ip_adapter: {name!r} has {len(form.layers)} layers, the model {len(attentions)}: it is for another one"
-        )
-    for number, attention in zip(form.layers, attentions, strict=True):
-        own = tuple(prompter.tensors[f"ip_adapter.{number}.to_k_ip.weight"].shape)
-        expected = attention.inner_dim, attention.cross_attention_dim
-        if own != expected:
-            raise EngineError(
-                f"ip_adapter: layer {number} of {name!r} has shape {list(own)}, the model's {list(expected)}: it is "
-                "for another one"
-            )
+    shapes = {key: tuple(tensor.shape) for key, tensor in prompter.tensors.items()}
+    sizes = [(attention.inner_dim, attention.cross_attention_dim) for attention in attentions]
+    if reason := why_unlike(prompter.form, shapes, sizes, "the model"):
+        raise EngineError(f"ip_adapter: {name!r} {reason}")
 
 
 def _layers(

@@ -22,7 +22,7 @@ from torch import nn
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
+from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
@@ -51,6 +51,7 @@ from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_request,
+    encoded_references,
     numeric_failure,
     take_branches,
 )
@@ -190,15 +191,14 @@ class DenoisePipeline:
         adapters: Mapping[str, Adapter] | None,
         codec: ImageCodec,
     ) -> DenoiseState:
-        family, size = self.family, self._size(request.height, request.width)
-        check_request(request, family.size_multiple(self._codec.scale_factor))
+        family, multiple = self.family, self.family.size_multiple(self._codec.scale_factor)
+        check_request(request, multiple)
+        request = replace(request, references=encoded_references(request, family, multiple))
+        beside = tuple(self._size(*image.shape[:2]) for image in request.references)
+        size = self._size(request.height, request.width)._replace(references=beside)
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
-        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
-        widths = family.text_widths(self.denoiser)
-        # No ControlNet of diffusers heeds a mask.
-        padded_length = family.padded_text_length if family.masks_text and not request.control else None
-        branches = take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
+        branches = self._branches(request, conditioning)
         solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
@@ -229,6 +229,14 @@ class DenoisePipeline:
             image_prompts=image_prompts,
             runs_alone=runs_alone,
         )
+
+    def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
+        family = self.family
+        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        widths = family.text_widths(self.denoiser)
+        # No ControlNet of diffusers heeds a mask.
+        padded_length = family.padded_text_length if family.masks_text and not request.control else None
+        return take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
 
     def step_work(self, state: DenoiseState) -> Work:
         """Return the work of one step."""

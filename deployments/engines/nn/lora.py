@@ -169,8 +169,8 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
     given = (*pair.down.shape[1:], pair.up.shape[0], *pair.up.shape[2:])
     if pair.down.ndim != wanted or given != found:
         raise EngineError(
-            f"adapter target {path!r}: lora_A {tuple(pair.down.shape)} and lora_B {tuple(pair.up.shape)} "
-            f"do not fit a {type(target).__name__} of (in, out) sizes {found}"
+            f"adapter target {path!r}: matrices of (in, out) sizes {given} do not fit a {type(target).__name__} of "
+            f"{found}"
         )
 
 

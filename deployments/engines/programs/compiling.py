@@ -2,7 +2,8 @@
 
 What is compiled takes weights as it takes the tensors of a request. So a package has none, fine-tunes of a program
 share it, and a switch between them is another list of tensors. A process of its own compiles, at the lowest priority:
-it takes minutes and hundreds of MB, and a compiler may crash. Before a package is used, it has given there what the
+it takes minutes and hundreds of MB, and a compiler may crash. It ends with its replica, and so do the C++ compilers
+that it starts. Before a package is used, it has given there what the
 graph gives, at both ends of the range.
 
 HAZARD: a package is machine code. Only those are opened that this user's process has made, in a folder of this user
@@ -11,13 +12,13 @@ alone: what a file or another node brings is never one.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
 import hashlib
 import json
 import logging
 import os
 import platform
+import select
 import shlex
 import shutil
 import signal
@@ -48,7 +49,6 @@ MODULE: Final = __name__
 _COMPILERS: Final = ("g++", "c++", "clang++")
 _VERSION: Final = 1  # of what is checked before a graph is compiled, and how it is
 _OPTIONS: Final[Mapping[str, Any]] = {}  # of inductor, beside its own
-_PR_SET_PDEATHSIG: Final = 1  # <sys/prctl.h>
 _TRIED_SIZE: Final = 128  # the largest that a package is tried at
 _CLOSE: Final = {"rtol": 1e-3, "atol": 1e-4}
 
@@ -147,28 +147,33 @@ def _run_compiler(component: Component, folder: Path, target: Path) -> None:
     """Compile in a process of its own. Raises NotCompiled with its last line."""
     _check_compiler()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        made = Path(scratch) / target.name
+        made, described, errors = (Path(scratch) / name for name in (target.name, "component.json", "errors"))
+        described.write_text(component.model_dump_json())
         changes = {
             "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
             "TORCHINDUCTOR_CACHE_DIR": scratch,  # its own is one that others could have made
             "TMPDIR": scratch,
         }
-        numbers = str(torch.get_num_threads()), str(os.getpid())
-        try:
-            done = subprocess.run(
-                [sys.executable, "-P", "-m", MODULE, str(folder), str(made), *numbers],
-                input=component.model_dump_json(),
+        arguments = str(described), str(folder), str(made), str(torch.get_num_threads())
+        with (
+            errors.open("wb") as stderr,
+            subprocess.Popen(
+                [sys.executable, "-P", "-m", MODULE, *arguments],
+                stdin=subprocess.PIPE,  # nothing is written there: when it is closed, the whole group ends
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
                 env=os.environ | changes,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=COMPILE_TIMEOUT_S,
-            )
-        except subprocess.TimeoutExpired:
-            raise NotCompiled(f"it took more than {COMPILE_TIMEOUT_S} s") from None
-        if done.returncode or not made.is_file():
-            lines = done.stderr.strip().splitlines() or [f"the compiling process ended with {done.returncode}"]
-            raise NotCompiled(lines[-1])
+                process_group=0,
+            ) as process,
+        ):
+            try:
+                code = process.wait(COMPILE_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise NotCompiled(f"it took more than {COMPILE_TIMEOUT_S} s") from None
+        if code or not made.is_file():
+            lines = errors.read_text(errors="replace").strip().splitlines()
+            raise NotCompiled(lines[-1] if lines and code >= 0 else f"the compiling process ended with {code}")
         digest = hashlib.sha256(made.read_bytes()).hexdigest()
         made.replace(target)
         _digest_file(target).write_text(digest)
@@ -293,15 +298,26 @@ def _random(tensor: torch.Tensor, below: int) -> torch.Tensor:
     return tensor.random_(0, below) if tensor.dtype != torch.bool else tensor.fill_(True)
 
 
-def _main(folder: str, made: str, num_threads: str, parent: str) -> None:
-    """Compile the component that stdin has; why it cannot be is the last line of stderr. Ends with its parent."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it ended before
+def _end_with_stdin() -> None:
+    """Have the kernel end this process and its group, the compilers, when the other end of stdin is closed.
+
+    That is when the replica ends, however it does. The compilers have the same stdin, so it holds as well for those
+    that this process leaves behind.
+    """
+    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(0, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:  # it was closed before
         os._exit(1)
+
+
+def _main(described: str, folder: str, made: str, num_threads: str) -> None:
+    """Compile the component that is described in a file; why it cannot be is the last line of stderr."""
+    _end_with_stdin()
     os.nice(19)
     torch.set_num_threads(int(num_threads))
     try:
-        _compile_here(Component.model_validate_json(sys.stdin.read()), Path(folder), Path(made))
+        _compile_here(Component.model_validate_json(Path(described).read_text()), Path(folder), Path(made))
     except Exception as error:  # of the compiler's many kinds
         text = " ".join(str(error).split())
         sys.exit(f"{type(error).__name__}: {text[:280]}")

@@ -48,6 +48,7 @@ def test_what_no_control_plane_takes_is_in_the_names() -> None:
         {"models": [{"id": "other", "path": "/other"}], "model_roots": ["/"]},
         {"adapters": [{"id": "a", "path": "/a", "base": ["m"]}]},
         {"admission": {"max_waiting": 3}, "ingress": {"limits": {"max_images": 1}}},
+        {"controller": {"policy": "throughput-first", "tick_s": 0.5, "scaling": {"max_workers": 3}}},
         {"http": {"web": False}, "access": {"insecure": True}},
         {"text_encoder": {"batching": {"max_batch_size": 3}, "device": "cuda"}},
     ],

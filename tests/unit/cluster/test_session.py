@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
+from ray._private.utils import check_version_info, compute_version_info
 
 from cluster import session
 from cluster.errors import SessionError
@@ -54,6 +56,23 @@ def write(folder: Path, record: SessionRecord, **changes: Any) -> Path:
     file = folder / f"{record.name}.json"
     file.write_text(json.dumps(asdict(record) | changes))
     return file
+
+
+@pytest.mark.parametrize(("ray_version", "python"), [("2.58.0", None), (None, "3.9.1")])
+def test_a_ray_of_another_version_or_python_is_named_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, ray_version: str | None, python: str | None
+) -> None:
+    own = compute_version_info()
+    there = {"ray_version": ray_version or own[0], "python_version": python or own[1]}
+    # Ray's own words, whatever they are in this version of it.
+    monkeypatch.setattr(ray, "init", lambda **_: check_version_info(there, "node 10.0.0.9"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(SessionError) as raised:
+        session.join_ray("10.0.0.1:6379")
+    assert str(raised.value) == (
+        f"the Ray at 10.0.0.1:6379 is Ray {there['ray_version']} and Python {there['python_version']}, and here is "
+        f"Ray {own[0]} and Python {own[1]}: install its versions here"
+    )
 
 
 def test_a_session_file_lives_as_long_as_its_block(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def test_a_longer_rule_goes_before_a_shorter_one_and_without_one_there_is_an_err
     ("change", "key", "concerns"),
     [
         ({"admission": {"max_waiting": 5}}, "admission.max_waiting", {Concern.LIMITS}),
+        ({"controller": {"policy": "throughput-first"}}, "controller.policy", {Concern.LIMITS}),
+        ({"controller": {"models": {"m": "batch"}}}, "controller.models.m", {Concern.LIMITS}),
+        ({"controller": {"scaling": {"max_workers": 2}}}, "controller.scaling", {Concern.LIMITS, Concern.NUMBER}),
+        ({"controller": {"enabled": False}}, "controller.enabled", {Concern.CONTROL_PLANE}),
         ({"worker": {"num_replicas": 3}}, "worker.num_replicas", {Concern.NUMBER}),
         ({"worker": {"kv_cache_bytes": "64 MiB"}}, "worker.kv_cache_bytes", {Concern.WORKER}),
         ({"worker": {"max_num_seqs": 3}}, "worker.max_num_seqs", {Concern.WORKER, Concern.INGRESS}),
@@ -79,6 +83,22 @@ def test_entries_are_compared_by_id_wherever_they_stand_and_field_by_field() -> 
     assert found["models.new"][1]["path"] == "/new"
     assert found["models.n.description"] == ("", "another")
     assert changes(config(), config(models=MODELS[::-1])) == []
+
+
+def test_what_the_controller_goes_by_is_set_while_it_serves_and_each_entry_of_a_mapping_is_a_change() -> None:
+    gold, silver = {"target_s": 2.0, "weight": 1.0}, {"target_s": 9.0, "weight": 1.0}
+    before = {"tick_s": 0.25, "slo_classes": {"gold": gold, "plain": {}}, "scaling": {"max_workers": 2, "drain_s": 5}}
+    after = {"tick_s": 0.5, "slo_classes": {"gold": silver, "fast": {}}, "scaling": {"max_workers": 3, "drain_s": 5}}
+    found = changes(config(controller=before), config(controller=after))
+    assert {change.key: (change.before, change.after) for change in found} == {
+        "controller.tick_s": (0.25, 0.5),
+        "controller.scaling.max_workers": (2, 3),
+        "controller.slo_classes.gold.target_s": (2.0, 9.0),
+        "controller.slo_classes.plain": ({"target_s": 60.0, "weight": 1.0}, None),
+        "controller.slo_classes.fast": (None, {"target_s": 60.0, "weight": 1.0}),
+    }
+    concerns = {concern for change in found for concern in change.concerns}
+    assert concerns <= {Concern.LIMITS, Concern.NUMBER}, "no replica is replaced, no control plane starts anew"
 
 
 def test_equal_configs_differ_in_nothing_and_defaults_that_are_written_out_are_no_change() -> None:
@@ -112,11 +132,12 @@ def test_what_is_taken_live_is_all_that_needs_no_other_replica() -> None:
     after = config(
         models=[*MODELS, {"id": "new", "path": "/new"}],
         admission={"max_waiting": 5},
+        controller={"tick_s": 0.5, "scaling": {"max_workers": 2}},
         text_encoder={"cache_bytes": "9 MiB", "batching": {"max_queue_delay_us": 7}},
         worker={"num_replicas": 2},
     )
     live = with_live_values(before, after)
-    kept = {"text_encoder.cache_bytes", "worker.num_replicas"}
+    kept = {"text_encoder.cache_bytes", "worker.num_replicas", "controller.scaling"}
     assert {change.key for change in changes(live, after)} == kept
     assert {change.key for change in changes(before, after)} - kept == {change.key for change in changes(before, live)}
     assert live.text_encoder.cache_bytes == 3 * 2**20

@@ -220,6 +220,34 @@ def test_entries_that_cannot_be_read_do_not_hide_the_mistakes_of_others(tmp_path
     assert {line for line, key in told if "pipelines" in key} == {9}
 
 
+@pytest.mark.parametrize(
+    "left", ["<your model>", "${MODELS}/qwen", "{{ .Values.model }}", "/models/CHANGE_ME", "hf://replace-me/Qwen3"]
+)
+def test_a_placeholder_that_nobody_has_filled_in_is_told_with_its_line_and_what_to_do(
+    tmp_path: Path, left: str
+) -> None:
+    text = f"""models:
+  - id: m
+    path: '{left}'
+store:
+  path: '{left}'
+access: {{keys_file: '{left}'}}
+ingress: {{image_links: {{folder: '{left}'}}}}
+"""
+    said = f"{left!r} is a placeholder: put in its place what it stands for"
+    assert [(one.line, one.key, one.text) for one in problems(tmp_path, text)] == [
+        (3, "models.0.path", said),
+        (5, "store.path", said),
+        (6, "access.keys_file", said),
+        (7, "ingress.image_links.folder", said),
+    ]
+
+
+def test_what_looks_like_a_placeholder_in_a_text_is_one_of_its_own(tmp_path: Path) -> None:
+    text = "models: [{id: m, path: /m, description: 'ends at <end> or ${x}, change me', defaults: {stop: ['<end>']}}]\n"
+    assert load_cluster_config(write(tmp_path, text)).models[0].description.startswith("ends at <end>")
+
+
 def test_a_missing_file_and_a_folder_are_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match=r"nothing\.yaml: no such file"):
         load_cluster_config(tmp_path / "nothing.yaml")

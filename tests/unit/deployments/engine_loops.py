@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from deployments.records import ImageRequest, TextChunk, TextRequestRecord
+from deployments.local import LocalModels
+from deployments.records import ImageRequest, ImageResult, TextChunk, TextRequestRecord
 from deployments.services.image_service import EncodeText, ImagePiece, ImageService
 from deployments.services.output_channel import OutputChannel
 from deployments.services.step_loop import EngineLoop
 from deployments.services.text_service import TextService
+
+
+class AskedModels:
+    """The models of a process, asked as the image service is."""
+
+    def __init__(self, models: LocalModels) -> None:
+        self._models = models
+
+    async def generate(self, request: ImageRequest) -> ImageResult:
+        return await asyncio.to_thread(self._models.generate, request)
 
 
 async def last_output(loop: EngineLoop[Any, Any], request: Any, on_output: Callable[[Any], None] | None = None) -> Any:

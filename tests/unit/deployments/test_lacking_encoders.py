@@ -19,7 +19,7 @@ from deployments.records import ImageRequest
 
 pytestmark = pytest.mark.slow  # imports diffusers
 
-CLIP_TOKENS, SIDE = 10, 32
+SIDE = 32
 LONG = "one two three four five six"  # more letters than the CLIPs have tokens
 IMAGE = np.random.default_rng(0).integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
 LocalPipeline = Callable[[Any], LocalModels]
@@ -38,83 +38,30 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPipeline:
     return make
 
 
-def _tokenizer() -> Any:
-    from tokenizers.pre_tokenizers import ByteLevel
-    from transformers import CLIPTokenizer
-
-    letters = sorted(ByteLevel.alphabet())
-    tokens = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=CLIP_TOKENS)
-
-
 def _clip(tokenizer: Any) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+    from kit.tiny_models import clip_config
+    from transformers import CLIPTextModelWithProjection
 
-    config = CLIPTextConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=8,
-        intermediate_size=16,
-        projection_dim=6,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=CLIP_TOKENS,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return CLIPTextModelWithProjection(config).eval()
-
-
-def _vae(**config: Any) -> Any:
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
-        block_out_channels=(8, 8),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4,
-        layers_per_block=1,
-        latent_channels=4,
-        scaling_factor=0.5,
-        **config,
-    )
-    with torch.no_grad():  # enough contrast to see a difference
-        vae.decoder.conv_out.weight.mul_(4)
-    return vae.eval()
+    return CLIPTextModelWithProjection(clip_config(tokenizer)).eval()
 
 
 def _refiner(**config: Any) -> Any:
     """SDXL's refiner in small: the second encoder alone, and five time ids."""
     import diffusers
+    from kit.tiny_models import clip_tokenizer, random_vae, sdxl_unet
 
     torch.manual_seed(0)
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=4,
-        transformer_layers_per_block=(1, 1),
-        projection_class_embeddings_input_dim=5 * 4 + 6,
-        cross_attention_dim=8,
-        norm_num_groups=4,
-    ).eval()
+    unet, tokenizer = sdxl_unet(text_width=8, num_time_ids=5), clip_tokenizer()
     solver = diffusers.EulerDiscreteScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
-    tokenizer = _tokenizer()
     options = {"requires_aesthetics_score": True, "force_zeros_for_empty_prompt": False, **config}
-    parts = (_vae(), None, _clip(tokenizer), None, tokenizer, unet, solver)
+    parts = (random_vae(shift_factor=None), None, _clip(tokenizer), None, tokenizer, unet, solver)
     return diffusers.StableDiffusionXLImg2ImgPipeline(*parts, add_watermarker=False, **options)
 
 
 def _stable_diffusion_3() -> Any:
     """Stable Diffusion 3 in small, without its T5."""
     import diffusers
+    from kit.tiny_models import clip_tokenizer, random_vae
 
     torch.manual_seed(0)
     transformer = diffusers.SD3Transformer2DModel(
@@ -130,9 +77,9 @@ def _stable_diffusion_3() -> Any:
         pooled_projection_dim=12,
         pos_embed_max_size=16,
     ).eval()
-    tokenizer, solver = _tokenizer(), diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    tokenizer, solver = clip_tokenizer(), diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     clips = _clip(tokenizer), tokenizer, _clip(tokenizer), tokenizer
-    return diffusers.StableDiffusion3Pipeline(transformer, solver, _vae(shift_factor=0.1), *clips, None, None)
+    return diffusers.StableDiffusion3Pipeline(transformer, solver, random_vae(), *clips, None, None)
 
 
 def _assert_equal(models: LocalModels, request: dict[str, Any], stock: Any, **options: Any) -> np.ndarray:

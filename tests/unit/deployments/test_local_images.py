@@ -27,18 +27,9 @@ FIVE = {"model": SDXL, "prompt": "a handwritten five", "seed": 1, "num_inference
 @pytest.fixture(scope="module")
 def outline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A ControlNet that begins as stock's training does, but for residuals that are not zero."""
-    from diffusers import ControlNetModel, UNet2DConditionModel
+    from kit.tiny_models import save_controlnet
 
-    torch.manual_seed(0)
-    unet = UNet2DConditionModel.from_pretrained(MODELS / SDXL / "unet", torch_dtype=torch.float32)
-    net = ControlNetModel.from_unet(unet, conditioning_embedding_out_channels=(4, 8, 8))
-    with torch.no_grad():
-        for parameter in net.parameters():
-            if not parameter.any():
-                parameter.normal_(std=0.1)
-    folder = tmp_path_factory.mktemp("outline")
-    net.save_pretrained(folder)
-    return folder
+    return save_controlnet(MODELS / SDXL / "unet", tmp_path_factory.mktemp("outline"))
 
 
 @pytest.fixture(scope="module")

@@ -146,6 +146,27 @@ def test_an_adapter_of_another_base_is_a_mistake(
     assert mistakes(models=models, adapters=[{"id": "a", "path": str(DEMO / "bold"), "base": ["flux"]}]) == {}
 
 
+@pytest.mark.slow
+def test_adapters_are_compared_with_models_that_the_store_has(
+    mistakes: Callable[..., Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A LoRA in the layout of kohya's trainer, whose layers are known beside the model alone."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    sdxl = {"id": "sdxl", "path": str(DEMO / "digits-sdxl"), "dtype": "float32"}
+    layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
+    tensors = {f"{layer}.lora_down.weight": torch.zeros(2, 32), f"{layer}.lora_up.weight": torch.zeros(80, 2)}
+    save_file(tensors, tmp_path / "style.safetensors")
+    adapters = [{"id": "style", "path": "style.safetensors", "base": ["sdxl"]}]
+    for _ in range(2):  # by its source, and by what the store has of it
+        said = mistakes(models=[sdxl], adapters=adapters)["adapters.0.base.0"]
+        assert "(32, 80) do not fit a Linear of (64, 80); expected a LoRA for 'sdxl', a StableDiffusionXL" in said
+        import_checkpoint(WeightStore(tmp_path / "store"), ModelConfig.model_validate(sdxl))
+    (tmp_path / "style.safetensors").unlink()
+    tensors[f"{layer}.lora_down.weight"] = torch.zeros(2, 64)
+    save_file(tensors, tmp_path / "style.safetensors")
+    assert mistakes(models=[sdxl], adapters=adapters) == {}
+
+
 def test_a_lora_of_layers_that_its_base_does_not_have_is_a_mistake(
     mistakes: Callable[..., Found], tmp_path: Path
 ) -> None:

@@ -15,8 +15,6 @@ from unit.weights.small_disk import NUM_PAGES, PAGE_BYTES
 
 from weights.store import WeightStore
 
-torch.set_num_threads(1)
-
 Tensors = Mapping[str, torch.Tensor]
 WriteModel = Callable[..., Path]
 WritePipeline = Callable[..., Path]

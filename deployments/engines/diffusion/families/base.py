@@ -16,12 +16,15 @@ from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, En
 from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
 
 if TYPE_CHECKING:  # the ingress has no torch
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from deployments.engines.diffusion.image_prompts import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16
+_PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, where the pipeline's configs do not say
 NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
 
@@ -53,12 +56,13 @@ class EditDefaults:
 
 
 class ImageSize(NamedTuple):
-    """Height and width of an image in pixels, and of its latents."""
+    """Height and width of an image in pixels, and of its latents; and those of the images that stand beside it."""
 
     height: int
     width: int
     latent_height: int
     latent_width: int
+    references: tuple[ImageSize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,7 @@ class Family(ABC):
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
+    max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
     takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
@@ -325,6 +330,10 @@ class Family(ABC):
     def size_multiple(self, pixels_per_latent: int) -> int:
         """Return the pixels that width and height must be multiples of."""
 
+    def multiple_of(self, variant: Mapping[str, bool | int]) -> int:
+        """Return the `size_multiple` of a checkpoint by what its configs say."""
+        return self.size_multiple(int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT)))
+
     def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels of a latent image."""
         return int(denoiser_config["in_channels"])
@@ -373,6 +382,23 @@ class Family(ABC):
         """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
         return size.height, size.width
 
+    # Images beside the latents, uint8 (height, width, 3)
+
+    def sides_beside(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
+        """Return the width and height of an image beside references where nobody says them.
+
+        Raises EngineError for references that it cannot read.
+        """
+        raise NotImplementedError(f"{self.class_name} has no references")
+
+    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return a reference in the size in which the reader of the prompt sees it. Raises EngineError."""
+        raise NotImplementedError(f"{self.class_name} has no references")
+
+    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        """Return a reference in the size in which the VAE encodes it. Raises EngineError."""
+        raise NotImplementedError(f"{self.class_name} has no references")
+
     # The denoiser
 
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
@@ -404,13 +430,43 @@ class Family(ABC):
         """Return images from 0 to 1 as a ControlNet reads them; `encode` makes the VAE's latents of images from -1."""
         return pixels_B3HW
 
-    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
-        """Return why `predict_noise` cannot call this variant of a ControlNet, or None."""
+    def control_misfit(
+        self,
+        class_name: str,
+        config: Mapping[str, Any],
+        denoiser_config: Mapping[str, Any],
+        pixels_per_latent: int,
+        model: str | None = None,
+    ) -> str | None:
+        """Return why a ControlNet of this class and config cannot go with a denoiser, that of `model`; None if it can.
+
+        What only one of the configs says is no reason: files of older versions say less.
+        """
+        if self.control_class is None:
+            return f"cannot be used: no ControlNets are served with {self.class_name}"
+        if class_name != self.control_class:
+            taker = f"{model!r} ({self.class_name})" if model else self.class_name
+            return f"is a {class_name}, and {taker} takes a {self.control_class}"
+        for key in self.control_keys:
+            own, expected = (_plain(one.get(key)) for one in (config, denoiser_config))
+            if own != expected and key in config and key in denoiser_config:
+                return (
+                    f"has {key} {own}, and {repr(model) if model else 'the model'} {expected}: it is of another family"
+                )
+        return self.control_refusal(config, pixels_per_latent)
+
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        """Return why `predict_noise` cannot call a ControlNet of this config, or None."""
         return None
 
     @abstractmethod
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
         """Run the denoiser: its prediction, of the shape of `rows.latents`."""
+
+
+def _plain(value: Any) -> Any:
+    """Return a config's value as JSON has it."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def task_of(*, has_image: bool, has_mask: bool) -> Task:

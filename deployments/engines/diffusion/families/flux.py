@@ -108,8 +108,9 @@ class Flux(PackedFlow):
         images = pixels_B3HW * 2 - 1
         return images if _reads_pixels(net) else self.pack_latents(self.scale_latents(encode(images), vae))
 
-    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
-        return "is a union of ControlNets, which is not supported" if net.union else None
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        is_union = config.get("num_mode") is not None
+        return "is a union of ControlNets (num_mode), which is not supported" if is_union else None
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, denoiser.config.pooled_projection_dim

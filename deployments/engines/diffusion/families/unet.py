@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import ControlRows, Family, ImageSize, Rows, sum_residuals
 
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
+
+
+_CONTROL_CHANNELS: Final = (16, 32, 96, 256)  # of a ControlNet's own layers, where its config does not say
 
 
 class UNetFamily(Family):
@@ -43,10 +46,11 @@ class UNetFamily(Family):
             return None
         return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
 
-    def control_refusal(self, net: Any, pixels_per_latent: int) -> str | None:
-        if net.config.global_pool_conditions:
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        if config.get("global_pool_conditions"):
             return "pools its image (global_pool_conditions), which is not supported"
-        factor = 2 ** (len(net.config.conditioning_embedding_out_channels) - 1)
+        channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)
+        factor = 2 ** (len(channels) - 1) if isinstance(channels, Sequence) else 1
         if factor == pixels_per_latent:
             return None
         return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import psutil
 import pytest
+import ray
 from aiohttp import web
 from kit.waiting import until
 from ray.serve._private import haproxy as serve_haproxy
@@ -154,6 +155,46 @@ async def test_nobody_there_is_said_in_the_words_of_the_protocol(client: aiohttp
         async with client.post(url + "/v2/models/m/infer", data=b"x") as answer:
             assert answer.status == 503
             assert isinstance((await answer.json())["error"], str)
+
+
+async def test_an_application_without_any_server_is_one_that_nobody_answers_for_and_comes_back(
+    client: aiohttp.ClientSession,
+) -> None:
+    """As Serve writes it between the last replica and the next where no proxy of its own stands by."""
+    async with Replica(says_yes) as replica, door(replica) as (url, process):
+        (backend,) = process.backend_configs.values()
+        servers, backend.servers = backend.servers, []
+        await process.reload()
+        for method, path in (("POST", "/v1/embeddings"), ("POST", "/v2/models/m/infer"), ("GET", "/v1/models")):
+            async with client.request(method, url + path, data=b"x" if method == "POST" else None) as answer:
+                assert (answer.status, answer.headers["Retry-After"]) == (503, "1")
+                assert "no replica of the ingress is available now" in await answer.text()
+        backend.servers = servers
+        await process.reload()
+        await until(lambda: _answers(client, f"{url}/v1/embeddings"))
+    assert replica.seen
+
+
+async def _answers(client: aiohttp.ClientSession, url: str) -> bool:
+    async with client.post(url, data=b"x") as answer:
+        return answer.status == 200
+
+
+@pytest.mark.parametrize("names", [["app"], ["app", "other"]])
+def test_haproxy_takes_backends_without_servers_beside_those_that_have_some(names: list[str], tmp_path: Path) -> None:
+    server = ServerConfig(name="r", host="127.0.0.1", port=1)
+    backends = {
+        name: BackendConfig(name, f"/{name}", servers=[server] if number else []) for number, name in enumerate(names)
+    }
+    text = rewrite_config(_rendered(backends), "127.0.0.1", free_port(), 8, 8)
+    assert [name for name in names if f"\nbackend {name}-quick\n" not in text] == []
+    assert text.count("maxconn 8 ") == len(names) - 1
+    file = tmp_path / "haproxy.cfg"
+    file.write_text(text)
+    checked = subprocess.run(
+        [haproxy._find_haproxy(), "-c", "-f", str(file)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert checked.returncode == 0, checked.stderr
 
 
 class Held(Replica):
@@ -355,6 +396,22 @@ async def test_haproxys_own_pages_are_where_they_were_asked_for_and_not_outside(
             chosen = {int(url.rpartition(":")[2])} | {ports[name] for name in asked}
             assert listening == {("127.0.0.1", port) for port in chosen}
             assert Path(process.cfg.socket_path).stat().st_mode & 0o077 == 0
+
+
+async def test_a_port_that_somebody_else_has_on_a_node_is_named_with_the_node_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "10.0.0.3")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        monkeypatch.setattr(doors, "free_port", lambda: taken)
+        with pytest.raises(RuntimeError) as raised:
+            async with door():
+                pass
+    assert str(raised.value) == (
+        f"HAProxy of node 10.0.0.3 cannot listen on 127.0.0.1:{taken} (Address already in use): end what does there, "
+        "or choose another `http.port`"
+    )
 
 
 def test_the_public_address_is_the_one_that_was_asked_for() -> None:

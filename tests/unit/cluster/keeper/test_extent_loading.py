@@ -348,13 +348,20 @@ def test_a_node_without_the_stores_folder_asks_others_to_read(extent, reader, cl
 
 def test_what_nobody_reads_for_it_ends_with_the_reason(extent, reader, clock, peers: FakePeers) -> None:
     loader = ExtentLoader(
-        reader, peers, clock=clock, pause=clock.pause, chance=random.Random(1), has_storage=lambda: False
+        reader,
+        peers,
+        clock=clock,
+        pause=clock.pause,
+        chance=random.Random(1),
+        has_storage=lambda: False,
+        node="10.0.0.3",
     )
     peers.located = [Located()]
     loader.expect([extent], Stages())
     loaded = loader.load_next(copy)
     assert str(loaded.error) == (
-        "pack: this node has not the store's folder, and for 120 s no other node has given it any weights"
+        "pack: node 10.0.0.3 has not the store's folder, and for 120 s no other node has given it any weights: is "
+        "there a node that has the folder, and can this one reach it?"
     )
     assert (reader.num_reads, clock.now_s) == (0, pytest.approx(GIVE_UP_S, abs=2.0))
     assert loader.load_next(copy) is None

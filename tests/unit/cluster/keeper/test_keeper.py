@@ -23,10 +23,12 @@ from kit.seeding import seeded_random
 from kit.waiting import wait_until
 from unit.cluster.keeper.local_keeper import ActorHandle, FakeStore, Ref, ray_get
 
+from cluster.errors import KeeperFailed
 from cluster.keeper import holder_watch
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
+from cluster.node_code import running_code
 from cluster.peers.link import RegistryClient
 from cluster.peers.messages import Located, Question, ResidencyReport
 from cluster.processes import ProcessMark
@@ -115,6 +117,37 @@ def keeper(tmp_path: Path, reads: Reads, store: FakeStore) -> Iterator[Make]:
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(32) as pool:
         yield pool
+
+
+def test_a_node_with_other_code_than_the_registrys_has_no_keeper_and_is_told_what_to_install(keeper: Make) -> None:
+    same = running_code()
+    assert keeper(code=same).stats().num_holders == 0
+    other = ("Atelier 9.9.9 (0123abcd)", same[1])
+    with pytest.raises(KeeperFailed) as raised:
+        keeper(code=other)
+    assert str(raised.value) == (
+        f"node 127.0.0.1 has {same[0]}, and this cluster {other[0]}: install the same there, and start Ray of that "
+        "node again"
+    )
+
+
+def test_a_folder_that_is_not_the_clusters_store_is_named_with_its_node(
+    keeper: Make, extents: dict[str, ExtentRef], tmp_path: Path
+) -> None:
+    node = keeper()
+    (tmp_path / "a").unlink()  # as in another store at the same path
+    damage(tmp_path, "b")
+    with pytest.raises(ExtentCorrupt) as lost:
+        node.acquire([extents["a"]], "w")
+    assert str(lost.value).endswith(
+        ": node 127.0.0.1 has another folder there than the store, or the store has lost it; where nodes do not share "
+        "the store, remove the folder, and other nodes send the weights"
+    )
+    assert str(tmp_path / "a") in str(lost.value)
+    assert lost.value.extent_id == "a"
+    with pytest.raises(ExtentCorrupt) as damaged:
+        node.acquire([extents["b"]], "w")
+    assert "another folder" not in str(damaged.value)
 
 
 def resident(keeper: NodeKeeper) -> str:

@@ -25,6 +25,7 @@ from cluster.placement.link import ControllerLink, Link, link_queue
 from cluster.placement.overrides import OverrideChange, Overrides
 from cluster.placement.reports import OrderOutcome, Orders, WorkerReport
 from cluster.placement.slot_link import SlotLink
+from cluster.placement.switching import THROUGHPUT_FIRST
 from cluster.registry.whole_groups import GroupNews
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig
@@ -41,6 +42,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.saved = Overrides()
+        self.controller = CONFIG.controller
         self.is_away = False
         self.revision = ("e", 1)
 
@@ -59,7 +61,8 @@ class Registry:
             raise ActorUnavailableError("gone", None)
         if method.__name__ == "set_overrides":
             (self.saved,) = arguments
-        return {"overrides": self.saved, "follow_groups": HELD, "set_overrides": None}[method.__name__]
+        answers = {"overrides": self.saved, "follow_groups": HELD, "set_overrides": None}
+        return (answers | {"controller_config": self.controller})[method.__name__]
 
 
 class Actors:
@@ -72,6 +75,7 @@ class Actors:
 
     async def start(self, config: ClusterConfig = CONFIG) -> Controller:
         self.controller = Controller.__new__(Controller)
+        self.registry.controller = config.controller
         await self.controller.__init__(config)  # type: ignore[misc]  # as Ray does
         return self.controller
 
@@ -96,6 +100,7 @@ class Models:
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
+        self.link: ControllerLink
         self.state: WorkerReport = worker(budget=12, needs={"a": need(x=10), "b": need(y=10)}, fixed_switch_s=1.0)
         self.heard: list[str] = []
 
@@ -151,10 +156,10 @@ async def queue(actors: Actors, late: list[float]) -> AsyncIterator[Dispatcher]:
 @pytest.fixture
 async def models(actors: Actors) -> AsyncIterator[Models]:
     found = Models()
-    link = ControllerLink("w", lambda: actors, found.report, found.apply, found.changed, 0.05)
-    link.start()
+    found.link = ControllerLink("w", lambda: actors, found.report, found.apply, found.changed, 0.05)
+    found.link.start()
     yield found
-    link.close()
+    found.link.close()
 
 
 def ask(model: str) -> Demand:
@@ -226,6 +231,61 @@ async def test_orders_by_hand_outlive_the_controller_and_need_the_registry_only_
     controller = await actors.start()
     await has_plan(actors)
     assert (await controller.describe(1))["overrides"]["pins"] == {"w": ["b"]}
+
+
+class Serve:
+    """Serve as the controller asks it: how many workers there are to be, in the order in which it was told."""
+
+    def __init__(self) -> None:
+        self.told = [2]
+
+    async def target(self) -> int:
+        return self.told[-1]
+
+    async def set_target(self, num_replicas: int) -> None:
+        self.told.append(num_replicas)
+
+
+async def test_a_changed_config_is_what_the_controller_and_its_reporters_go_by_while_all_of_them_stay(
+    actors: Actors, queue: Dispatcher, models: Models
+) -> None:
+    await has_plan(actors)
+    controller = actors.controller
+    assert controller is not None
+    assert (await controller.describe(0))["policy"] == "latency-first"
+    classes = {"gold": {"target_s": 3.0, "weight": 7.0}}
+    fields = {"policy": "throughput-first", "tick_s": 0.02, "slo_classes": classes, "models": {"a": "gold"}}
+    actors.registry.controller = ControllerConfig.model_validate(fields)
+    await until(lambda: controller._deciding.policy is THROUGHPUT_FIRST)
+    assert (await controller.describe(0))["policy"] == "throughput-first"
+    await until(lambda: (found := controller._decided) is not None and found.observed.state.models["a"].slo.weight == 7)
+    update = await controller.receive("w", "", 0.0)
+    assert update.tick_s == 0.02
+    await until(lambda: models.link._tick_s == 0.02)
+    assert await place_of(queue, "b") == "w"
+
+
+async def test_a_controller_scales_by_other_numbers_from_no_scaling_on_and_back(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve = Serve()
+    monkeypatch.setattr(module, "ServeReplicas", lambda app, deployment: serve)
+    actors.kill()
+    controller = await actors.start()
+
+    def follow(**scaling: Any) -> None:
+        fields = CONFIG.controller.model_dump() | {"scaling": scaling or None}
+        actors.registry.controller = ControllerConfig.model_validate(fields)
+
+    await has_plan(actors)
+    assert (await controller.describe(0))["scaling"] is None
+    follow(min_workers=4, max_workers=9, spare_workers=0)
+    await until(lambda: serve.told == [2, 4])
+    follow(min_workers=6, max_workers=9, spare_workers=0)
+    await until(lambda: serve.told == [2, 4, 6])
+    follow()
+    await until(lambda: controller._scaling is None)
+    assert (await controller.describe(0))["scaling"] is None
 
 
 async def test_a_plan_that_fails_is_said_and_the_next_one_is_made(

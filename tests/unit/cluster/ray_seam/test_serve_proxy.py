@@ -6,14 +6,12 @@ import asyncio
 import contextlib
 import json
 import random
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import Any
 
 import pytest
 import uvicorn
+from kit.serving import served
 from kit.waiting import until
 from ray.serve._private import proxy
 from ray.serve.config import HTTPOptions
@@ -103,26 +101,12 @@ async def says_yes(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": b"yes"})
 
 
-@asynccontextmanager
-async def served() -> AsyncIterator[int]:
-    """uvicorn with bounded connections; yields its port."""
-    config = uvicorn.Config(says_yes, http=serve_proxy.BoundedConnection, lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        running = asyncio.create_task(server.serve(sockets=[listening]))
-        await until(lambda: server.started)
-        yield listening.getsockname()[1]
-        server.should_exit = True
-        await running
-
-
 @pytest.mark.parametrize("begun", [b"", b"GET / HTTP/1.1\r\nhost: x\r\nx-one: 1\r\n"])
 async def test_a_head_that_does_not_end_in_time_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(serve_proxy, "_HEAD_TIMEOUT_S", 0.3)
-    async with served() as port:
+    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         answer = asyncio.create_task(reader.readuntil(b"\r\n"))
         writer.write(begun)
@@ -138,7 +122,7 @@ async def test_a_head_that_does_not_end_in_time_ends_its_connection(
 
 
 async def test_a_head_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served() as port:
+    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx-one: " + b"x" * (serve_proxy._MAX_HEAD_BYTES + 1))
         assert b" 400 " in await asyncio.wait_for(reader.read(), 10)
@@ -147,7 +131,7 @@ async def test_a_head_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch
 
 async def test_an_address_has_its_connections_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_proxy, "_MAX_PER_ADDRESS", 3)
-    async with served() as port:
+    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
         for _ in range(2):  # what has ended counts no longer
             opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             reader, writer = await asyncio.open_connection("127.0.0.1", port)

@@ -93,6 +93,22 @@ def test_what_only_instances_have_exists(library: ModuleType) -> None:
     assert problems(Shim("p", "o", used=("some_library:Server._proc",))) == []
 
 
+@pytest.mark.parametrize(
+    ("number", "expected"), [("2.61.0", True), ("2.57.1", True), ("2.58.0", False), ("2.60.3", False)]
+)
+def test_a_ray_out_of_bounds_is_named_with_the_bounds_and_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, number: str, expected: bool
+) -> None:
+    monkeypatch.setattr(shims.metadata, "requires", lambda name: ["httpx", "rayon>1", "ray[serve]<2.61,>=2.58"])
+    monkeypatch.setattr(shims.metadata, "version", lambda name: number)
+    said = f"Ray {number} is none that Atelier was tried with (<2.61,>=2.58): pip install 'ray[serve]<2.61,>=2.58'"
+    assert shims.why_untried() == (said if expected else "")
+
+
+def test_the_pinned_ray_is_within_bounds_and_without_any_all_are() -> None:
+    assert shims.why_untried() == ""
+
+
 def test_every_variable_of_the_plan_is_known_to_this_ray() -> None:
     config = ClusterConfig.model_validate({"models": [{"id": "m", "path": "/m"}]})
     asked = [name for name in plan_unseen_door(config.http.haproxy).environment(config) if name.startswith("RAY_SERVE")]

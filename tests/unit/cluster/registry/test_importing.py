@@ -23,7 +23,7 @@ from cluster.registry.importing import ImportLimits, ImportProcess, ImportSettin
 from cluster.registry.registrations import Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
-from weights.errors import AdapterError, FormatError, StoreError
+from weights.errors import FormatError, StoreError
 from weights.intake import import_model
 from weights.store import WeightStore
 
@@ -270,7 +270,7 @@ def test_what_is_no_lora_for_images_cannot_be_merged(tmp_path: Path) -> None:
     demo = Path(__file__).parents[4] / "infra" / "demo" / "models"
     store = WeightStore(tmp_path / "store")
     entry = AdapterConfig(id="outline", path=demo / "outline", base=("m",), merged_scale=1.0)
-    with pytest.raises(AdapterError, match="outline: merged_scale is for LoRAs of diffusion pipelines"):
+    with pytest.raises(ModelUnservable, match="outline: merged_scale is for LoRAs of diffusion pipelines"):
         import_checkpoint(store, entry)
     import_checkpoint(store, entry.model_copy(update={"merged_scale": None}))
     import_checkpoint(store, entry.model_copy(update={"id": "bold", "path": demo / "bold"}))

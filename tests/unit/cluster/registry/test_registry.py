@@ -115,6 +115,18 @@ async def test_a_bucket_out_of_reach_makes_its_own_model_unavailable(tmp_path: P
         await models.manifest("far")
 
 
+@pytest.mark.parametrize("node", ["", "10.0.0.1"])
+@pytest.mark.usefixtures("imports_here")
+async def test_a_model_that_is_on_another_node_alone_is_named_with_the_node_that_lacks_it(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch, node: str
+) -> None:
+    monkeypatch.setattr("cluster.registry.actor._node_of_several", lambda: node)
+    models = await registry(tmp_path, tmp_path / "elsewhere", endpoint)
+    error = (await models.find_model("near")).error
+    told = f" on node {node}, where the registry reads models: put it there, at the same path" if node else ""
+    assert error == f"{tmp_path / 'elsewhere'}: no such folder or file{told}"
+
+
 TORN = "worker 1 on node n: torn"
 
 

@@ -74,12 +74,14 @@ def test_a_plan_shows_each_key_with_what_happens_and_does_nothing(run: Run, file
     # The adapter is none: `check` says so before anything is asked.
     code, said = apply(run, file, "--plan")
     assert (code, "one.yaml" in said, "adapters.0" in said) == (2, True, True)
-    write(file, worker={"num_threads": 2}, admission={"max_waiting": 9})
+    write(file, worker={"num_threads": 2}, admission={"max_waiting": 9}, controller={"tick_s": 0.5})
     code, said = apply(run, file, "--plan")
     assert code == 0
     lines = {line.split()[0]: line for line in said.splitlines()}
     assert "workers are replaced one by one" in lines["worker.num_threads"]
     assert "set while it serves" in lines["admission.max_waiting"]
+    assert lines["controller.tick_s"].split()[1:3] == ["0.25", "0.5"]
+    assert "set while it serves" in lines["controller.tick_s"]
     assert running.done == []
 
 
@@ -201,6 +203,29 @@ def test_replicas_are_waited_for_until_serve_says_so_or_there_is_no_room(
         with pytest.raises(SessionError, match=problem):
             _await_replicas(config(), no_room_s=0.0)
     assert next(found, None) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"policy": "throughput-first", "tick_s": 0.5}, ["configure", "_follow"]),
+        # Whether the controller scales, Serve learns first: it takes no number from who is not to tell it.
+        ({"scaling": {"max_workers": 2}}, ["_follow", "_replace", "configure", "_await_replicas"]),
+    ],
+)
+def test_what_the_controller_goes_by_reaches_the_registry_which_it_asks(
+    monkeypatch: pytest.MonkeyPatch, calls: list[str], change: dict[str, Any], expected: list[str]
+) -> None:
+    before, wanted = config(), config(controller=change)
+
+    def ask(registry: Any, method: Any, *arguments: Any) -> Any:
+        if arguments == (wanted,):
+            calls.append("configure")
+        return []
+
+    monkeypatch.setattr(applying, "_ask", ask)
+    assert carry_out("registry", before, wanted, lambda line: None) == []
+    assert calls == expected
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [(None, 1), ({"max_workers": 5}, 4)])

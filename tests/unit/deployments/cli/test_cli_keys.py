@@ -129,8 +129,10 @@ def test_up_is_refused_when_its_keys_cannot_be_read(run: Run, config: Any, tmp_p
         (tmp_path / "keys").chmod(0o600 if content else 0o666)
     code, out, err = run("up", path)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{path}:" in err
     assert "access.keys_file: " in err
     assert str(tmp_path / "keys") in err
+    assert err.endswith("; `atelier keys add NAME --admin` makes a key\n")
 
 
 def test_where_a_cluster_may_listen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner
@@ -13,6 +14,8 @@ from deployments.cli.main import _app
 from deployments.engines import library_seam
 from weights import torch_seam
 from weights.private_names import Shim
+
+Run = Callable[..., tuple[int, str, str]]
 
 
 def test_it_names_versions_and_finds_nothing_missing() -> None:
@@ -36,6 +39,32 @@ def test_a_missing_name_is_shown_and_fails_when_serving_needs_it(
     assert "nothing listens" in result.stdout
 
 
+def test_a_ray_that_was_never_tried_is_said_and_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Ray 9.9 is none that Atelier was tried with"
+    monkeypatch.setattr(shims, "why_untried", lambda: said)
+    result = CliRunner().invoke(_app, ["doctor"])
+    assert (result.exit_code, said in result.stdout) == (1, True)
+
+
 def test_a_machine_without_haproxy_is_told_what_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", "/no/such/program")
     assert "/no/such/program does not run" in doctor.examine()["haproxy"]
+
+
+def test_nodes_of_a_ray_that_lack_something_are_named_and_are_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ["node 10.0.0.3 has Atelier 1 (a), and this cluster Atelier 2 (b): install the same there"]
+    monkeypatch.setattr("cluster.session.join_ray", lambda address: None)
+    monkeypatch.setattr(doctor, "node_problems", lambda wanted: found)
+    result = CliRunner().invoke(_app, ["doctor", "--address", "10.0.0.1:6379"], env={"COLUMNS": "200"})
+    assert (result.exit_code, found[0] in result.stdout) == (1, True)
+    found.clear()
+    assert CliRunner().invoke(_app, ["doctor", "--address", "10.0.0.1:6379"]).exit_code == 0
+
+
+def test_a_ray_that_does_not_answer_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(address: str) -> None:
+        raise ConnectionError(f"nobody at {address}\nand more")
+
+    monkeypatch.setattr("cluster.session.join_ray", refuse)
+    code, out, err = run("doctor", "--address", "10.0.0.1:6379")
+    assert (code, out, err) == (1, "", "error: no Ray answers at 10.0.0.1:6379 (nobody at 10.0.0.1:6379)\n")

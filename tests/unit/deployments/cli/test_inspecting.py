@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("diffusers")
 
-from device.hosting import demo_store
+from kit.hosting import demo_store
 
 from deployments.cli.main import main
 

@@ -14,6 +14,7 @@ import ray
 import torch
 
 from cluster.errors import SessionError
+from cluster.node_checks import Wanted
 from cluster.ray_seam.process_starts import Template
 from configs.cluster import ClusterConfig
 from deployments.cli import running
@@ -106,6 +107,24 @@ def test_a_ray_of_others_has_no_templates_and_one_line_says_so(
         pytest.fail("the cluster came up")
     lines = [line for line in caplog.messages if "10.0.0.1:6379 was started by others" in line]
     assert len(lines) == templates
+
+
+@pytest.mark.parametrize("has_serve", [True, False])
+def test_what_nodes_of_a_ray_of_others_lack_is_said_and_the_cluster_comes_up(
+    has_serve: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Wanted] = []
+    line = "node 10.0.0.3 has Atelier 1 (a), and this cluster Atelier 2 (b)"
+    for name in ("ray_session", "_left_clean"):
+        monkeypatch.setattr(running, name, lambda _: contextlib.nullcontext())
+    for name in ("_import_application", "check_http_ports"):
+        monkeypatch.setattr(running, name, lambda *_: None)
+    monkeypatch.setattr(running, "check_beside_others", lambda _: has_serve)
+    monkeypatch.setattr(running, "node_problems", lambda wanted: asked.append(wanted) or [line])
+    fields = {"ray": {"address": "10.0.0.1:6379"}, "http": {"proxy": "serve", "port": 8123}}
+    with running._ray_and_door(ClusterConfig.model_validate({"models": [{"id": "m", "path": "/m"}]} | fields)):
+        assert line in caplog.messages
+    assert asked == [Wanted({} if has_serve else {"http.port": ("127.0.0.1", 8123)}, {}, False)]
 
 
 def test_every_module_that_templates_import_is_there() -> None:

@@ -242,6 +242,19 @@ class Replicas:
             raise self.error
 
 
+class Held(Replicas):
+    """Holds all images until `gate` opens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def on_generate(self, request: ImageRequest) -> ImageResult:
+        self.requests.append(request)
+        await self.gate.wait()
+        return await super().on_generate(request)
+
+
 def client_over(app: Any, base_url: str = "http://test", **options: Any) -> httpx.AsyncClient:
     """Return a client of an application in this process, which answers even what it did not expect."""
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)

@@ -20,6 +20,7 @@ from unit.deployments.ingress.http_fakes import (
     IMAGE,
     IMAGES,
     KINDS,
+    Held,
     Replicas,
     client_over,
     problem,
@@ -42,19 +43,6 @@ from deployments.records import (
 )
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
-
-
-class Held(Replicas):
-    """Holds all work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-
-    async def on_generate(self, request: ImageRequest) -> ImageResult:
-        self.requests.append(request)
-        await self.gate.wait()
-        return await super().on_generate(request)
 
 
 async def test_what_is_too_much_is_refused_at_once_and_probes_answer() -> None:

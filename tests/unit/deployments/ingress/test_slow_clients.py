@@ -15,8 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import httpx
 import pytest
-import uvicorn
-from kit.waiting import until
+from kit.serving import served
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.read_limiter import ReadLimiter
@@ -58,14 +57,8 @@ async def answers(scope: Scope, receive: Receive, send: Send) -> None:
 async def replica(access: HttpAccess, app: ASGIApp = answers) -> AsyncIterator[int]:
     """Run the gate before an application in uvicorn, as Serve does; yields its port."""
     gate = ReadGate(app, ReadLimiter(lambda: 100), access, before_serve=True)
-    server = uvicorn.Server(uvicorn.Config(gate, lifespan="off", log_config=None))
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        running = asyncio.create_task(server.serve(sockets=[listening]))
-        await until(lambda: server.started)
-        yield listening.getsockname()[1]
-        server.should_exit = True
-        await running
+    async with served(gate) as port:
+        yield port
 
 
 async def begin(

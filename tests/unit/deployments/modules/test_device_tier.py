@@ -6,8 +6,6 @@ import asyncio
 import json
 import random
 import shutil
-from collections import Counter
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,93 +13,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.hosting import DEMO, Host, demo_store
 from safetensors.torch import save_file
 
 from configs.cluster import ClusterConfig, TextEncoderConfig, WorkerConfig
 from deployments.engines.diffusion.pipeline import create_pipeline, settings_hash
 from deployments.engines.protocol import SamplingParams, TextRequest
 from deployments.local import LocalModels
-from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
-from deployments.modules.loading import ComponentBuilder, is_denoise_component
+from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from weights.externalize import externalize
 from weights.formats.lora import METADATA_KEY
 from weights.formats.weight_files import LORA_FILE
-from weights.manifest import Component, ExtentRef, Manifest
 from weights.memory.device_arena import DeviceArena, StillInUse
-from weights.provider import LocalExtents
 from weights.store import WeightStore
 
-DEMO = Path(__file__).parents[4] / "infra/demo/models"
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "adder")
-
-
-class Provider(LocalExtents):
-    """Counts leases and what is fetched."""
-
-    def __init__(self, packs: Path) -> None:
-        super().__init__(packs)
-        self.leases: Counter[str] = Counter()
-        self.fetched_bytes = 0
-
-    def fetch(self, extents: Sequence[ExtentRef]) -> Any:
-        self.leases.update(extent.id for extent in extents)
-        self.fetched_bytes += sum(extent.nbytes for extent in extents)
-        return super().fetch(extents)
-
-    def release(self, extents: Sequence[ExtentRef]) -> None:
-        self.leases -= Counter(extent.id for extent in extents)
-
-    def prefetch(self, extents: Sequence[ExtentRef]) -> None: ...
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    store = WeightStore(tmp_path_factory.mktemp("device") / "store")
-    for name in NAMES:
-        externalize(store, name, DEMO / name, dtype="float32")
+    store = demo_store(tmp_path_factory.mktemp("device") / "store", *NAMES)
     externalize(store, "twin", DEMO / "digits-flux", dtype="float32")
     return store
-
-
-class Host(ModuleCache):
-    def __init__(self, store: WeightStore, device: str, budget_bytes: int = 2**30, builder: Any = None) -> None:
-        self.store = store
-        self.provider = Provider(store.packs)
-        self.builder = builder or ComponentBuilder(WorkerConfig(device=device))
-        super().__init__(
-            self._manifest_of,
-            self.provider,
-            store.models,
-            ModuleBudget(budget_bytes, device),
-            ComponentFactory(self.builder, self.builder.retire),
-        )
-
-    async def _manifest_of(self, model: str, version: str | None) -> Manifest:
-        return self.store.manifest(model)
-
-    async def use(self, model: str, wanted: Callable[[Component], bool] = is_denoise_component) -> Lease:
-        async with self.lease(model, wanted) as lease:
-            return lease
-
-    def bytes_of(self, *models: str) -> int:
-        """Of the distinct tensors that are wanted of these models."""
-        return sum(self.tensors_of(*models).values())
-
-    def tensors_of(self, *models: str) -> dict[str, int]:
-        return {
-            ref.sha256: ref.nbytes
-            for model in models
-            for component in self.store.manifest(model).components.values()
-            if is_denoise_component(component)
-            for ref in component.tensors.values()
-        }
-
-    @property
-    def arena(self) -> dict[str, Any]:
-        shown: dict[str, Any] = self.describe()["arena"]
-        return shown
 
 
 async def test_a_sibling_moves_exactly_the_bytes_that_differ(store: WeightStore) -> None:
@@ -166,7 +101,7 @@ async def test_a_leased_model_keeps_its_tensors_under_pressure(store: WeightStor
 
 
 async def test_many_switches_leave_nothing_behind(store: WeightStore) -> None:
-    host = Host(store, "cpu-private", Host(store, "cpu").bytes_of("digits-sdxl") + 1000)
+    host = Host(store, "cpu-private", Host(store, "cpu").bytes_of("digits-sdxl") + 1000, kv_cache_bytes=2**16)
     for _ in range(30):
         await host.use(random.choice(NAMES))
         arena = host.arena

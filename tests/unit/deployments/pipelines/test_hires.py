@@ -11,6 +11,7 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 from PIL import Image
+from unit.deployments.engine_loops import AskedModels
 
 from configs.cluster import LimitsConfig
 from deployments.local import LocalModels
@@ -18,20 +19,9 @@ from deployments.pipelines.functions import enlarge_image
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.records import PipelineRequest, TensorValue
 from deployments.preflight import check_config
-from deployments.records import ImageRequest, ImageResult
 
 ROOT = Path(__file__).parents[4]
 PROMPT, SEED = "a handwritten five", 3
-
-
-class Asked:
-    """The models of a process, asked as the service is."""
-
-    def __init__(self, models: LocalModels) -> None:
-        self._models = models
-
-    async def generate(self, request: ImageRequest) -> ImageResult:
-        return await asyncio.to_thread(self._models.generate, request)
 
 
 def by_diffusers(folder: Path) -> np.ndarray:
@@ -56,7 +46,7 @@ async def test_two_passes_are_those_of_diffusers(tmp_path: Path, monkeypatch: py
     assert config is not None
     config = config.model_copy(update={"store": config.store.model_copy(update={"path": tmp_path / "store"})})
     records = {id_: source.record for id_, source in sources.items()}
-    ask: Any = Asked(LocalModels(config))
+    ask: Any = AskedModels(LocalModels(config))
     pipelines = Pipelines(config.pipelines, ask, lambda: records, limits=LimitsConfig())
     inputs = {
         "prompt": TensorValue("prompt", "BYTES", np.array([PROMPT.encode()], dtype=object)),

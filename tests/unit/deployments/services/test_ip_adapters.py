@@ -16,7 +16,7 @@ import pytest
 import torch
 from kit.seeding import seeded_rng
 from PIL import Image
-from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
@@ -59,12 +59,12 @@ def config_of(folder: Path, style: Path) -> ClusterConfig:
     )
 
 
-@pytest.mark.parametrize("is_plus", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_a_configured_adapter_gives_the_images_of_diffusers(
-    stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_plus: bool
+    stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
 ) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    style = write_ip_adapter(tmp_path / "style", stock.unet, is_plus=is_plus)
+    style = write_ip_adapter(tmp_path / "style", stock.unet, kind)
     models, image = LocalModels(config_of(tmp_path, style)), image_of(50, 30)
     asked = {"prompt": "a handwritten five", "num_inference_steps": 3, "guidance_scale": 3.0, "width": 32, "height": 32}
     use = ImagePromptUse(name="style", image=image, scale=0.6)

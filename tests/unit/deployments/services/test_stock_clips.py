@@ -22,7 +22,6 @@ from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_videos_in import T5_SIZE, VIDEO_CASES
 
 from configs.cluster import LimitsConfig, WorkerConfig
-from deployments.clip_files import encode_audio, encode_video
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import PipelineSource, check_class
 from deployments.errors import InvalidRequest
@@ -30,7 +29,7 @@ from deployments.ingress.openai.image_uploads import decode_named
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, ClipResult, ImageProgress
-from deployments.services.clip_requests import clip_request, frame_rate
+from deployments.services.clips import clip_request, encode_audio, encode_video, frame_rate
 from deployments.services.image_service import EncodeText, ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
@@ -167,6 +166,8 @@ WAN = check_class("WanPipeline")
         ("CogVideoXPipeline", {"num_frames": 9}, {"num_frames": 9}, 8),
         ("StableAudioPipeline", {"seconds": 2.5}, {"audio_end_in_s": 2.5}, 10),
         ("AudioLDM2Pipeline", {"seconds": 2.5}, {"audio_length_in_s": 2.5}, 10),
+        ("LongCatAudioDiTPipeline", {"seconds": 2.5}, {"audio_duration_s": 2.5}, 10),
+        ("StableAudio3AudioToAudioPipeline", {"seconds": 2.5}, {"duration": 2.5}, 10),
     ],
 )
 def test_durations_become_parameters_of_the_class(class_name: str, more: Any, extra: Any, fps: float) -> None:

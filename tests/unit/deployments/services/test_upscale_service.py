@@ -13,6 +13,7 @@ import pytest
 from kit.seeding import seeded_rng
 from PIL import Image
 from safetensors.torch import save_file
+from unit.deployments.engine_loops import AskedModels
 from unit.deployments.engines.upscaler_files import compact, enlarged, rrdb
 
 from cluster.registry.manifests import variant_of
@@ -143,16 +144,6 @@ def test_the_scale_is_known_of_the_stored_model(tmp_path: Path, open_host: OpenH
     assert variant_of(manifest, tmp_path) == {"scale": 2}
 
 
-class Asked:
-    """The models of a process, asked as the service is."""
-
-    def __init__(self, models: LocalModels) -> None:
-        self._models = models
-
-    async def generate(self, request: ImageRequest) -> ImageResult:
-        return await asyncio.to_thread(self._models.generate, request)
-
-
 async def test_an_upscaler_is_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     save_file(tensors := compact(), tmp_path / "x.safetensors")
@@ -174,7 +165,7 @@ pipelines:
     assert (config is not None, problems) == (True, [])
     assert config is not None
     records = {id_: source.record for id_, source in sources.items()}
-    ask: Any = Asked(LocalModels(config))
+    ask: Any = AskedModels(LocalModels(config))
     pipelines = Pipelines(config.pipelines, ask, lambda: records, limits=LimitsConfig())
     pictures = np.stack([image_of(8, 12), image_of(8, 12)])
     result = await pipelines.run_pipeline(

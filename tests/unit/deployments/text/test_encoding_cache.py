@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kit.clock import Clock
+from unit.deployments.text.batches import Batches
 
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, EncodingCache, EncodingKey, Found
 from deployments.text.requests import pack
@@ -255,21 +256,6 @@ async def test_stats_are_plain_values() -> None:
 
 
 # Several keys in one call
-
-
-class Batches:
-    """Stands for `compute_many`: remembers its batches, and ends them when it is open."""
-
-    def __init__(self) -> None:
-        self.made: list[tuple[str, list[int]]] = []
-        self.open = asyncio.Event()
-        self.open.set()
-
-    async def __call__(self, keys: Sequence[EncodingKey]) -> list[dict[str, torch.Tensor]]:
-        assert len({key.module_key for key in keys}) == 1
-        self.made.append((keys[0].module_key, [key.token_ids[0] for key in keys]))
-        await self.open.wait()
-        return [{"pooled": torch.tensor([float(key.token_ids[0])])} for key in keys]
 
 
 async def test_a_failure_of_one_module_releases_its_claims_and_no_others() -> None:

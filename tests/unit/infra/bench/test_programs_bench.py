@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from infra.bench.programs import CLIENTS, PARTS, measure_programs, print_part
+from infra.bench.programs import CLIENTS, PARTS, Programs, _memory_of_two, measure_programs, print_part
+from weights.errors import StoreError
 
 pytestmark = pytest.mark.long  # exports, and imports diffusers
 
@@ -26,7 +29,15 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         "unet": (unet, "0.38"),
         "shared": ({"program": 1.01, "compiled": 1.02}, "1.020"),
     }
-    assert tuple(figures) == PARTS
+    assert figures.keys() == PARTS.keys()
     for name, (row, shown) in figures.items():
         print_part(name, [row])
-        assert shown in capsys.readouterr().out
+        printed = capsys.readouterr().out
+        assert shown in printed
+        assert PARTS[name] in printed
+
+
+def test_a_process_that_fails_ends_the_part(tmp_path: Path) -> None:
+    Programs(tmp_path)  # whose store has no table
+    with pytest.raises(StoreError, match="table"):
+        _memory_of_two(tmp_path, 2**28, is_compiled=False)

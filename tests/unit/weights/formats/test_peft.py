@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cluster.errors import ModelUnservable
 from cluster.registry.importing import import_checkpoint
 from configs.model import AdapterConfig, ModelConfig
+from deployments.engines.servable import why_unservable
 from weights.adapters import load_adapter, parse_adapter
 from weights.errors import AdapterError, FormatError
 from weights.formats.checkpoint import read_checkpoint
@@ -183,14 +185,15 @@ def test_a_base_that_it_does_not_fit_is_refused_when_it_is_registered(tmp_path):
     )
 
     def register(id_: str, base: str) -> None:
-        import_checkpoint(store, AdapterConfig(id=id_, path=tmp_path / id_, base=(base,)))
+        entry = AdapterConfig(id=id_, path=tmp_path / id_, base=(base,))
+        import_checkpoint(store, entry, why_unservable=why_unservable)
 
     for id_, base, message in (
         ("lora", "larger", "a layer 'lm_head' of shape [12, 16], which in 'larger' is [12, 32]"),
         ("gone", "fits", "changes 'model.layers.0.self_attn.qkv_proj', which 'fits' does not have"),
         ("images", "fits", "a LoRA of diffusion pipelines, which cannot change 'fits', of kind 'llm'"),
     ):
-        with pytest.raises(AdapterError, match=re.escape(message)):
+        with pytest.raises(ModelUnservable, match=re.escape(message)):
             register(id_, base)
         assert id_ not in store.model_names()
     register("lora", "fits")

@@ -59,10 +59,12 @@ def test_a_lacking_part_is_named(
     store = WeightStore(tmp_path / "store")
     entry = ModelConfig(id="sdxl", path=str(folder))
     if lack is None:
-        assert import_checkpoint(store, entry, why_unservable=why_incomplete).class_name
+        assert import_checkpoint(
+            store, entry, why_unservable=lambda checkpoint, bases: why_incomplete(checkpoint)
+        ).class_name
         return
     with pytest.raises((FormatError, ModelUnservable), match=lack):
-        import_checkpoint(store, entry, why_unservable=why_incomplete)
+        import_checkpoint(store, entry, why_unservable=lambda checkpoint, bases: why_incomplete(checkpoint))
     assert store.model_names() == []
     assert not list(store.packs.glob("*"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import diffusers
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel, UNet2DConditionModel
+from kit.tiny_models import random_vae, sdxl_unet
 from safetensors.torch import load_file
 
 from deployments.engines.build import build_module
@@ -108,28 +109,6 @@ def assert_near(
     return images
 
 
-def random_vae(levels: int = 2, **config: Any) -> AutoencoderKL:
-    options = {
-        "latents_mean": None,
-        "latents_std": None,
-        "shift_factor": 0.1,
-        "scaling_factor": 0.5,
-        "latent_channels": 4,
-        **config,
-    }
-    vae = AutoencoderKL(
-        block_out_channels=(8,) * levels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        norm_num_groups=4,
-        layers_per_block=1,
-        **options,
-    )
-    with torch.no_grad():  # enough contrast to see a difference
-        vae.decoder.conv_out.weight.mul_(4)
-    return vae.eval()
-
-
 def load_ours(folder: Path, class_name: str, denoiser: str, dtype: torch.dtype | None = None) -> DenoisePipeline:
     modules = {}
     for component in (denoiser, "vae"):
@@ -163,22 +142,7 @@ def make_flux(folder: Path, vae_levels: int = 2, **transformer: Any) -> Pair:
 
 def make_sdxl(folder: Path, solver: str = "EulerDiscreteScheduler", **vae: Any) -> Pair:
     torch.manual_seed(0)
-    model = UNet2DConditionModel(
-        block_out_channels=(8, 16),
-        layers_per_block=1,
-        in_channels=4,
-        out_channels=4,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        attention_head_dim=(2, 4),
-        use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=4,
-        transformer_layers_per_block=(1, 1),
-        projection_class_embeddings_input_dim=6 * 4 + 6,
-        cross_attention_dim=12,
-        norm_num_groups=4,
-    ).eval()
+    model = sdxl_unet()
     config = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
     stock = diffusers.StableDiffusionXLPipeline(
         random_vae(**vae),
@@ -278,15 +242,6 @@ def request(**changes: Any) -> DiffusionRequest:
         **changes,
     }
     return DiffusionRequest(**values)
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
 
+Kind = Literal["plain", "plus", "full"]
 WIDTH, VECTOR, LATENTS = 32, 24, 64  # of the encoder, of what it says of an image, of a resampler
 
 
-def write_ip_adapter(folder: Path, denoiser: Any, *, is_plus: bool = False) -> Path:
+def write_ip_adapter(folder: Path, denoiser: Any, kind: Kind = "plain") -> Path:
     """Write an adapter for a UNet, whose tokens matter: matrices of a size that changes images."""
     folder.mkdir()
     config = CLIPVisionConfig(
@@ -21,7 +22,7 @@ def write_ip_adapter(folder: Path, denoiser: Any, *, is_plus: bool = False) -> P
     )  # fmt: skip
     CLIPVisionModelWithProjection(config).save_pretrained(folder / "image_encoder")
     width = denoiser.config.cross_attention_dim
-    tensors = _resampler(width) if is_plus else _projection(width)
+    tensors = {"plain": _projection, "plus": _resampler, "full": _feed_forward}[kind](width)
     attentions = [name for name in denoiser.attn_processors if not name.endswith("attn1.processor")]
     for place, name in enumerate(attentions):
         attention = denoiser.get_submodule(name.removesuffix(".processor"))
@@ -37,6 +38,17 @@ def _projection(width: int) -> dict[str, torch.Tensor]:
         "image_proj.proj.weight": torch.randn(4 * width, VECTOR) * 0.3,
         "image_proj.proj.bias": torch.randn(4 * width) * 0.1,
         **_norm("image_proj.norm", width),
+    }
+
+
+def _feed_forward(width: int) -> dict[str, torch.Tensor]:
+    """What `ip-adapter-full-face_sd15` has: each of the encoder's tokens becomes one."""
+    return {
+        "image_proj.proj.0.weight": torch.randn(WIDTH, WIDTH) * 0.3,
+        "image_proj.proj.0.bias": torch.randn(WIDTH) * 0.1,
+        "image_proj.proj.2.weight": torch.randn(width, WIDTH) * 0.3,
+        "image_proj.proj.2.bias": torch.randn(width) * 0.1,
+        **_norm("image_proj.proj.3", width),
     }
 
 

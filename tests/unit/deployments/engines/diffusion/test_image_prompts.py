@@ -1,4 +1,4 @@
-"""IP-Adapters give the images of diffusers' `load_ip_adapter`, plain and plus, and leave other rows alone."""
+"""IP-Adapters give the images of diffusers' `load_ip_adapter`, plain, plus and full, and leave other rows alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from kit.seeding import seeded_rng
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
 
 from deployments.engines.diffusion.checkpoints import conditioning_of, restore_checkpoint, save_checkpoint
 from deployments.engines.diffusion.image_prompts import ImagePrompter, build_image_prompter
@@ -23,6 +23,8 @@ from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.layouts import write_inline
 from weights.store import WeightStore
+
+KINDS: tuple[tuple[str, Kind], ...] = (("a", "plain"), ("b", "plus"))
 
 
 def image_of(height: int, width: int) -> np.ndarray:
@@ -71,11 +73,11 @@ def stock_outputs(pair: Any, folders: list[Path], request: Any, conditioning: An
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("is_plus", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_an_image_as_a_prompt_equals_stock(
-    prompted: Any, make_request: Any, equals_stock: Any, tmp_path: Path, is_plus: bool, guidance: float
+    prompted: Any, make_request: Any, equals_stock: Any, tmp_path: Path, kind: Kind, guidance: float
 ) -> None:
-    folder = write_ip_adapter(tmp_path / "a", prompted.ours.denoiser, is_plus=is_plus)
+    folder = write_ip_adapter(tmp_path / "a", prompted.ours.denoiser, kind)
     uses = (ImagePromptUse("a", image_of(40, 50), 0.7),)
     request = make_request(image_prompts=uses, guidance_scale=guidance, num_images=1)
     conditioning = prompted.conditioning(negative=True)
@@ -90,8 +92,8 @@ def test_several_images_of_two_adapters_share_a_forward_and_other_rows_stay_the_
 ) -> None:
     pipeline, conditioning = prompted.ours, prompted.conditioning(negative=True)
     known = {}
-    for name, is_plus in (("a", False), ("b", True)):
-        known[name] = opened(write_ip_adapter(tmp_path / name, pipeline.denoiser, is_plus=is_plus))
+    for name, kind in KINDS:
+        known[name] = opened(write_ip_adapter(tmp_path / name, pipeline.denoiser, kind))
     asked = [
         make_request(guidance_scale=3.0, num_images=1, seed=1),
         make_request(
@@ -143,23 +145,27 @@ def test_what_does_not_fit_is_refused(stable_diffusion: Any, flux: Any, make_req
     tensors = load_file(folder / "ip-adapter.safetensors")
     shorter = {name: one for name, one in tensors.items() if not name.startswith("ip_adapter.1.")}
     save_file(shorter, folder / "ip-adapter.safetensors")
-    with pytest.raises(EngineError, match=r"has \d+ layers, the model \d+: it is for another one"):
+    with pytest.raises(EngineError, match=r"has \d+ layers, and the model \d+: it is for another one"):
         pipeline.start_request(request, conditioning, {"a": opened(folder)})
     wide = tensors | {"ip_adapter.1.to_k_ip.weight": torch.zeros(3, tensors["image_proj.norm.weight"].shape[0])}
     save_file(wide, folder / "ip-adapter.safetensors")
-    with pytest.raises(EngineError, match=r"layer 1 of 'a' has shape \[3, \d+\], the model's \[\d+, \d+\]"):
+    with pytest.raises(
+        EngineError, match=r"'a' has .*1\.to_k_ip.weight of shape \[3, \d+\], and the model \[\d+, \d+\]"
+    ):
         pipeline.start_request(request, conditioning, {"a": opened(folder)})
     other = tensors | {"image_proj.proj.weight": torch.zeros(tensors["image_proj.proj.weight"].shape[0], 7)}
     save_file(other, folder / "ip-adapter.safetensors")
-    with pytest.raises(EngineError, match="'a' and its image_encoder do not go together"):
-        pipeline.start_request(request, conditioning, {"a": opened(folder)})
+    with pytest.raises(
+        (AdapterError, EngineError), match="reads vectors of 7 numbers, and the image_encoder beside it"
+    ):
+        opened(folder)
 
 
 def test_a_folder_becomes_one_component_and_is_written_back(
     stable_diffusion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser, is_plus=True)
+    folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser, "plus")
     checkpoint = read_checkpoint(folder)
     assert (checkpoint.kind, checkpoint.class_name, why_unservable(checkpoint)) == ("ip_adapter", "IPAdapter", None)
     store = WeightStore(tmp_path / "store")
@@ -184,16 +190,42 @@ def test_files_that_are_no_adapter_are_refused(stable_diffusion: Any, tmp_path: 
     assert "no IP-Adapter: expected tensors image_proj" in words_of({"w": torch.zeros(1)})
     faces = {name: one for name, one in tensors.items() if not name.startswith("image_proj.")}
     first, norm = {"image_proj.proj.0.weight": torch.zeros(2, 2)}, {"image_proj.norm.weight": torch.zeros(2)}
-    assert "of a kind that is not known; plain and plus ones" in words_of(faces | first)
-    assert "a full IP-Adapter; plain" in words_of(faces | first | {"image_proj.proj.3.weight": torch.zeros(2)})
+    assert "of a form that is not known; of Stable Diffusion 1 and 2 and SDXL the plain, plus," in words_of(
+        faces | first
+    )
+    assert "'image_proj.proj.0.bias' is missing" in words_of(
+        faces | first | {"image_proj.proj.3.weight": torch.zeros(2)}
+    )
     face_lora = {"ip_adapter.0.to_q_lora.down.weight": torch.zeros(1)}
     for face in (first | norm, {"image_proj.perceiver_resampler.proj_in.weight": torch.zeros(2, 2)}):
         assert "a FaceID adapter, which reads a face as insightface" in words_of(faces | face | face_lora)
         with pytest.raises(AdapterError, match="a FaceID adapter"):
             read_checkpoint(file)
+    by_time = {"image_proj.time_embedding.linear_1.weight": torch.zeros(2, 2)}
+    for names, form in (
+        ({"ip_adapter.0.norm_ip.linear.weight": torch.zeros(2, 2)}, "Stable Diffusion 3"),
+        (by_time, "Stable Diffusion 3"),
+        ({"ip_adapter.1.to_k_ip.bias": torch.zeros(2)}, "Flux"),
+    ):
+        assert f"an IP-Adapter of {form}; of Stable Diffusion 1" in words_of(tensors | names)
+        with pytest.raises(AdapterError, match=f"an IP-Adapter of {form}"):
+            read_checkpoint(file)
+    xlabs = "double_blocks.0.processor.ip_adapter_double_stream_k_proj.weight"
+    of_flux = {"ip_adapter_proj_model.proj.weight": torch.zeros(8, 2), xlabs: torch.zeros(2, 2)}
+    assert "an IP-Adapter of Flux" in words_of(of_flux)
+    with pytest.raises(AdapterError, match="an IP-Adapter of Flux"):
+        read_checkpoint(file)
+    alone = tmp_path / "alone" / "ip_adapter.safetensors"  # XLabs' folder has no encoder
+    alone.parent.mkdir()
+    save_file(of_flux, alone)
+    with pytest.raises(AdapterError, match=f"{alone}: an IP-Adapter of Flux"):
+        read_checkpoint(alone.parent)
+    save_file(tensors, alone)
+    with pytest.raises(FormatError, match=r"image_encoder: no safetensors weights beside config\.json"):
+        read_checkpoint(alone.parent)
     lacking = {name: one for name, one in tensors.items() if name != "ip_adapter.1.to_v_ip.weight"}
     assert "tensor 'ip_adapter.1.to_v_ip.weight' is missing" in words_of(lacking)
-    assert "tensor 'ip_adapter.1.to_k_lora.down.weight' is not of" in words_of(
+    assert "tensor 'ip_adapter.1.to_k_lora.down.weight' is not of a plain IP-Adapter" in words_of(
         tensors | {"ip_adapter.1.to_k_lora.down.weight": torch.zeros(1)}
     )
     assert "tensor 'image_proj.proj.bias' has shape [3], expected" in words_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +37,6 @@ UNDER_NOISE = ["QwenImagePipeline", "ZImagePipeline"]  # they begin at an image;
 CLASSES = [*FLUX_2, *UNDER_NOISE]
 # The prefix of Qwen-Image is 185 tokens of one byte each, of which stock drops 34.
 PROMPTS = ["a grey cat", "two red birds on a wire, at dawn", "x"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small are slower on more threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Pair:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from kit.programs import MAX_LENGTH, MAX_ROWS, VOCABULARY, WIDTH, Classifier, export_bert, export_classifier, tiny_bert
+from kit.waiting import wait_until
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
@@ -136,7 +142,12 @@ def test_the_package_has_no_weights_and_is_this_users_alone(node: Node, classifi
 
 
 @compiles
-def test_another_replica_finds_it(node: Node) -> None:
+def test_another_replica_finds_it_and_compiles_nothing_to_open_it(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a compiler was wanted")
+
+    for name in ("subprocess.Popen", "torch._inductor.cpu_vec_isa.pick_vec_isa"):
+        monkeypatch.setattr(name, refuses)
     before = node.num_compiles
     node.restart()
     program = node.bind("base")
@@ -302,3 +313,68 @@ def test_a_package_is_whole_only_with_its_digest(tmp_path: Path) -> None:
     assert not compiling.is_whole(package)
     package.write_bytes(b"from outside")
     assert not compiling.is_whole(package)
+
+
+REPLICA = """
+import sys
+from pathlib import Path
+from deployments.engines.programs import compiling
+from weights.programs.signature import COMPONENT
+from weights.store import WeightStore
+
+store, packages = WeightStore(Path(sys.argv[1])), Path(sys.argv[2])
+manifest = store.manifest("m")
+try:
+    compiling.package_of(manifest.components[COMPONENT], store.skeleton(manifest), packages)
+except compiling.NotCompiled as error:
+    print(error, flush=True)
+sys.stdin.read()
+"""
+COMPILER = """#!/bin/sh
+sleep 600 &
+wait
+"""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["replica", "compiling process"])
+def test_no_compiler_outlives_what_started_it(tmp_path: Path, victim: str) -> None:
+    """A C++ compiler has a process of its own for what takes long; here, one that never ends."""
+    node, compiler = Node(tmp_path), tmp_path / "compiler"
+    node.put("m", export_classifier(Classifier()))
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path), "CXX": str(compiler)}
+    begun: list[psutil.Process] = []
+    command = [sys.executable, "-c", REPLICA, str(node.folder / "store"), str(node.packages)]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | paths
+    ) as replica:
+        try:
+            below = psutil.Process(replica.pid)
+            wait_until(
+                lambda: any(one.name() == "sleep" for one in below.children(recursive=True) if not has_ended(one)),
+                "a compiler at work",
+                PATIENCE_S,
+            )
+            begun = below.children(recursive=True)
+            (compiling_process,) = below.children()
+            assert len(begun) >= 3
+            (replica if victim == "replica" else compiling_process).kill()
+            wait_until(lambda: all(map(has_ended, begun)), f"the end of {begun}")
+            if victim != "replica":
+                assert replica.stdout is not None
+                assert replica.stdout.readline() == "the compiling process ended with -9\n"
+                assert replica.poll() is None
+        finally:
+            replica.kill()
+            for one in begun:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()

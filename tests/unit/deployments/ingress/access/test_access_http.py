@@ -19,7 +19,7 @@ from unit.deployments.ingress.http_fakes import (
     EMBEDDINGS,
     IMAGE,
     IMAGES,
-    Replicas,
+    Held,
     client_over,
     problem,
 )
@@ -35,25 +35,19 @@ from deployments.ingress.access.http import _is_same_origin, _need_of
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of, revoke_key
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
-from deployments.records import ImageRequest, ImageResult
+from deployments.records import ImageResult
 
 USER, ADMIN = "atl_user", "atl_admin"
 EVIL = "https://evil.example"
 Open = Callable[..., AbstractAsyncContextManager[httpx.AsyncClient]]
 
 
-class Held(Replicas):
-    """Holds images and the second piece of a text until `gate` opens; notes the tenant of each image."""
+class HeldTexts(Held):
+    """Holds the second piece of a text as well; notes the tenant of each image."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = asyncio.Event()
         self.tenants: list[str] = []
-
-    async def on_generate(self, request: ImageRequest) -> ImageResult:
-        self.requests.append(request)
-        await self.gate.wait()
-        return await super().on_generate(request)
 
     async def on_stream_text(self, request: Any) -> AsyncIterator[Any]:
         async for chunk in super().on_stream_text(request):
@@ -81,14 +75,14 @@ def keys(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def replicas() -> Held:
-    held = Held()
+def replicas() -> HeldTexts:
+    held = HeldTexts()
     held.gate.set()
     return held
 
 
 @pytest.fixture
-def opened(replicas: Held) -> Open:
+def opened(replicas: HeldTexts) -> Open:
     """Return what makes a client of a server with other settings of `access`. Its service is `client.service`."""
 
     @asynccontextmanager
@@ -157,7 +151,7 @@ async def test_without_keys_everything_is_open_on_loopback(opened: Open) -> None
     ],
 )
 async def test_without_a_key_that_holds_nothing_is_asked_of_the_models(
-    opened: Open, keys: Path, replicas: Held, headers: dict[str, str]
+    opened: Open, keys: Path, replicas: HeldTexts, headers: dict[str, str]
 ) -> None:
     sent = {name: value.encode("latin-1") for name, value in headers.items()}
     async with opened(keys_file=keys) as http:
@@ -263,7 +257,7 @@ async def test_a_path_that_nobody_has_is_not_there_for_any_key(
         assert (await http.request(method, path)).status_code == 401
 
 
-async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Path, replicas: Held) -> None:
+async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Path, replicas: HeldTexts) -> None:
     async with opened(keys_file=keys) as http:
         forged = {"x-tenant": "other"}
         assert (await http.get("/v1/tenant", headers=bearer(USER) | forged)).json() == "team"
@@ -291,7 +285,13 @@ async def test_the_tenant_of_the_key_wins_over_the_header(opened: Open, keys: Pa
     ],
 )
 async def test_no_request_has_a_more_urgent_priority_than_its_key(
-    opened: Open, keys: Path, replicas: Held, max_priority: int | None, of_all: int | None, asked: int | None, had: int
+    opened: Open,
+    keys: Path,
+    replicas: HeldTexts,
+    max_priority: int | None,
+    of_all: int | None,
+    asked: int | None,
+    had: int,
 ) -> None:
     add_key(keys, KeyEntry(name="other", sha256=hash_of("atl_other"), max_priority=max_priority))
     said = {} if asked is None else {"x-priority": str(asked)}
@@ -305,7 +305,7 @@ async def test_no_request_has_a_more_urgent_priority_than_its_key(
     assert list(seen.values()) == [had, 1, 1]
 
 
-async def test_the_client_of_openai_raises_its_own_errors(opened: Open, keys: Path, replicas: Held) -> None:
+async def test_the_client_of_openai_raises_its_own_errors(opened: Open, keys: Path, replicas: HeldTexts) -> None:
     async with opened(keys_file=keys, requests_per_s=0.01) as http:
 
         def client(key: str) -> openai.AsyncOpenAI:
@@ -338,7 +338,7 @@ async def test_a_limit_of_a_key_is_its_own_and_in_the_form_of_the_protocol(opene
 
 
 async def test_requests_in_progress_are_counted_until_their_answer_is_out(
-    opened: Open, keys: Path, replicas: Held
+    opened: Open, keys: Path, replicas: HeldTexts
 ) -> None:
     replicas.gate.clear()
     async with opened(keys_file=keys, max_concurrent=5, num_replicas=2) as http:  # three here
@@ -363,7 +363,7 @@ async def test_requests_in_progress_are_counted_until_their_answer_is_out(
 
 
 async def test_a_revoked_key_finishes_its_stream_and_begins_no_other_request(
-    opened: Open, keys: Path, replicas: Held
+    opened: Open, keys: Path, replicas: HeldTexts
 ) -> None:
     replicas.gate.clear()
     async with opened(keys_file=keys, max_concurrent=2) as http:
@@ -416,7 +416,9 @@ async def test_an_unusable_keys_file_lets_the_last_good_keys_in_and_nobody_befor
         ("\xff" * 300, 403),
     ],
 )
-async def test_a_name_that_somebody_else_chose_is_refused(opened: Open, replicas: Held, host: str, status: int) -> None:
+async def test_a_name_that_somebody_else_chose_is_refused(
+    opened: Open, replicas: HeldTexts, host: str, status: int
+) -> None:
     async with opened() as http:
         headers = {"host": host.encode("latin-1")}
         answer = await http.get("/v1/models", headers=headers)
@@ -467,7 +469,7 @@ async def test_names_of_the_config_and_where_names_do_not_matter(opened: Open, k
     ],
 )
 async def test_a_web_page_from_elsewhere_cannot_change_anything(
-    opened: Open, replicas: Held, origin: str, host: str, same: bool
+    opened: Open, replicas: HeldTexts, origin: str, host: str, same: bool
 ) -> None:
     assert _is_same_origin(origin, host) == same
     if host.startswith(("localhost", "127", "[")):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError
-from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Replicas, client_over
+from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Held, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
@@ -15,20 +15,6 @@ from cluster.placement.slot_link import SlotLink
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
-from deployments.records import ImageRequest, ImageResult
-
-
-class Held(Replicas):
-    """Holds all work."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = asyncio.Event()
-
-    async def on_generate(self, request: ImageRequest) -> ImageResult:
-        self.requests.append(request)
-        await self.gate.wait()
-        return await super().on_generate(request)
 
 
 async def test_it_is_shown_and_changed_while_requests_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
-import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from multiprocessing.shared_memory import SharedMemory as File
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ import grpc
 import httpx
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from google.protobuf.message_factory import GetMessageClass
+from kit.serving import served
 from pydantic import ValidationError
 
 from configs.cluster import ClusterConfig, LimitsConfig, SharedMemoryConfig
@@ -66,18 +63,8 @@ async def http(inference: Inference, limits: LimitsConfig, memory: SharedMemory)
     install_error_handlers(app)
     app.include_router(create_inference_router(inference, limits))
     app.include_router(create_shared_memory_router(memory))
-    async with listening(app) as url, httpx.AsyncClient(base_url=url) as client:
+    async with served(app) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         yield client
-
-
-@asynccontextmanager
-async def listening(app: FastAPI) -> AsyncIterator[str]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="off"))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        await serving
 
 
 def shared(name: str, region: str, nbytes: int, offset: int = 0, **more: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ import pytest
 from PIL import Image
 
 from configs.cluster import LimitsConfig
-from deployments.clip_files import encode_video
 from deployments.errors import InvalidRequest
 from deployments.ingress.openai.image_uploads import decode_image, decode_named
+from deployments.services.clips import encode_video
 
 HEIGHT, WIDTH = 16, 24
 PIXELS = HEIGHT * WIDTH

@@ -28,17 +28,19 @@ def demo_store(path: Path, *names: str) -> WeightStore:
 
 
 class Provider(LocalExtents):
-    """Counts leases; fails when told to."""
+    """Counts leases and what is fetched; fails when told to."""
 
     def __init__(self, packs: Path) -> None:
         super().__init__(packs)
         self.leases: Counter[str] = Counter()
+        self.fetched_bytes = 0
         self.failure: Exception | None = None
 
     def fetch(self, extents: Sequence[ExtentRef]) -> Any:
         if self.failure is not None:
             raise self.failure
         self.leases.update(extent.id for extent in extents)
+        self.fetched_bytes += sum(extent.nbytes for extent in extents)
         return super().fetch(extents)
 
     def release(self, extents: Sequence[ExtentRef]) -> None:
@@ -79,6 +81,19 @@ class Host(ModuleCache):
     async def use(self, model: str, wanted: Callable[[Component], bool] = is_denoise_component) -> Lease:
         async with self.lease(model, wanted) as lease:
             return lease
+
+    def bytes_of(self, *models: str) -> int:
+        """Of the distinct tensors that are wanted of these models."""
+        return sum(self.tensors_of(*models).values())
+
+    def tensors_of(self, *models: str) -> dict[str, int]:
+        return {
+            ref.sha256: ref.nbytes
+            for model in models
+            for component in self.store.manifest(model).components.values()
+            if is_denoise_component(component)
+            for ref in component.tensors.values()
+        }
 
     @property
     def arena(self) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Whether an adapter fits a model that it is registered for, told by headers and configs alone.
+
+The rules are those by which the engines refuse a request: a user should meet them when the adapter comes in. Torch is
+imported for one kind only: LoRAs whose modules are named beside the model, by the converters of diffusers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from deployments.engines.config_files import read_config
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families.base import Family
+from deployments.engines.protocol import EngineError
+from weights.errors import AdapterError
+from weights.formats.adapter_base import AdapterBase
+from weights.formats.checkpoint import Checkpoint, check_lora_base, check_same_layers
+from weights.formats.ip_adapter import check_ip_base
+from weights.formats.learned_words import WORDS_CLASS
+from weights.formats.lora import changes_text_encoders, is_convertible
+from weights.formats.peft import PEFT_CLASS
+from weights.formats.pipeline_parts import pipeline_variant
+
+_PIXELS_PER_LATENT = 8  # of a VAE whose config does not say
+
+
+def check_base(adapter: Checkpoint, base: AdapterBase) -> None:
+    """Check that an adapter fits a model. Raises AdapterError: what came, what the base has. No weights are read."""
+    try:
+        match adapter.kind:
+            case "adapter":
+                _check_lora(adapter, base)
+            case "controlnet":
+                _check_controlnet(adapter, base)
+            case "ip_adapter":
+                _check_ip_adapter(adapter, base)
+    except EngineError as error:
+        raise AdapterError(str(error)) from None
+
+
+def _check_lora(adapter: Checkpoint, base: AdapterBase) -> None:
+    check_lora_base(adapter, base)
+    if adapter.class_name == PEFT_CLASS:
+        return
+    family = FAMILIES.get(base.class_name or "")
+    if family is None:
+        raise AdapterError(f"{adapter.path}: a LoRA, and none are served with {base.model!r}, a {base.class_name}")
+    tensors = adapter.components[0].tensors
+    if adapter.class_name != WORDS_CLASS and (is_convertible(tensors) or changes_text_encoders(tensors)):
+        # By name: the registry goes without torch until such a file comes.
+        importlib.import_module("deployments.engines.diffusion.lora_fit").check_lora(adapter, base, family)
+
+
+def _check_controlnet(adapter: Checkpoint, base: AdapterBase) -> None:
+    family = FAMILIES.get(base.class_name or "")
+    if family is None or base.kind != "diffusion":
+        what = base.class_name if base.kind == "diffusion" else base.kind
+        raise AdapterError(f"{adapter.path}: a ControlNet, which {base.model!r}, {what}, cannot follow")
+    reason = family.control_misfit(
+        adapter.class_name or "",
+        read_config(adapter.path / "config.json"),
+        _config_of(base, family.denoiser_name),
+        int(pipeline_variant(base.folder).get("pixels_per_latent", _PIXELS_PER_LATENT)),
+        base.model,
+    )
+    if reason:
+        raise AdapterError(f"{adapter.path}: a ControlNet that {reason}")
+    check_same_layers(adapter, _denoiser(base, family), base)
+
+
+def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:
+    family = FAMILIES.get(base.class_name or "")
+    if family is None or base.kind != "diffusion" or not family.takes_image_prompts:
+        what = base.class_name or base.kind
+        raise AdapterError(f"{adapter.path}: an IP-Adapter, and none are served with {base.model!r}, {what}")
+    (component,) = adapter.components
+    shapes = {name: tensor.shape for name, tensor in component.tensors.items()}
+    check_ip_base(adapter.path / component.files[0], shapes, _denoiser(base, family), base)
+
+
+def _denoiser(base: AdapterBase, family: Family) -> Any:
+    if family.denoiser_name not in base.components:
+        raise AdapterError(f"{base.model!r} has no {family.denoiser_name}")
+    return base.components[family.denoiser_name]
+
+
+def _config_of(base: AdapterBase, component: str) -> dict[str, Any]:
+    folder: Path = base.folder / component
+    return read_config(folder / "config.json")

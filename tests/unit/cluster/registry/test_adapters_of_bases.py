@@ -1,0 +1,106 @@
+"""Adapters that are registered for models that they are not for: refused before anything of them is stored."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cluster.errors import ModelUnservable
+from cluster.registry.importing import ImportProcess, ImportSettings
+from cluster.registry.registrations import Registrations
+from cluster.registry.served_models import ServedModels
+from configs.model import AdapterConfig, ModelConfig
+from weights.formats.lora import is_kohya
+from weights.store import WeightStore
+
+pytestmark = pytest.mark.slow  # an import process, and diffusers in it
+DEMO = Path(__file__).parents[4] / "infra" / "demo" / "models"
+SDXL = ModelConfig(id="digits-sdxl", path=DEMO / "digits-sdxl")
+LAYER = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
+WIDTH, TEXT = 80, 64  # of that layer of digits-sdxl
+Write = Callable[[int], Path]
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[ImportProcess]:
+    """The registry's own, but for its limits."""
+    settings = ImportSettings(
+        store=tmp_path / "store", options={}, memory_bytes=2**33, check="deployments.engines.servable:why_unservable"
+    )
+    process = ImportProcess(settings)
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Writes a LoRA as kohya's trainer does, of one layer that reads texts of some width."""
+
+    def write(text_width: int) -> Path:
+        halves = {"down": torch.zeros(2, text_width), "up": torch.zeros(WIDTH, 2)}
+        tensors = {f"{LAYER}.lora_{half}.weight": tensor for half, tensor in halves.items()}
+        assert all(map(is_kohya, tensors))
+        save_file(tensors, tmp_path / "style.safetensors")
+        return tmp_path / "style.safetensors"
+
+    return write
+
+
+def test_a_lora_of_another_base_leaves_nothing_behind(process: ImportProcess, write: Write, tmp_path: Path) -> None:
+    process.import_model(SDXL)
+    store = WeightStore(tmp_path / "store")
+    entry = AdapterConfig(id="style", path=write(TEXT // 2), base=("digits-sdxl",))
+    said = rf"style\.safetensors: adapter target .*\({TEXT // 2}, {WIDTH}\) do not fit a Linear of \({TEXT}, {WIDTH}\)"
+    for _ in range(2):  # what was refused is not taken for known
+        with pytest.raises(ModelUnservable, match=said):
+            process.import_model(entry)
+        assert store.model_names() == ["digits-sdxl"]
+    write(TEXT)
+    assert process.import_model(entry).kind == "adapter"
+
+
+def test_what_is_stored_for_one_base_is_compared_with_another(
+    process: ImportProcess, write: Write, tmp_path: Path
+) -> None:
+    flux = ModelConfig(id="digits-flux", path=DEMO / "digits-flux")
+    for model in (SDXL, flux):
+        process.import_model(model)
+    path = write(TEXT)
+    found = process.import_model(AdapterConfig(id="style", path=path, base=("digits-sdxl",)))
+    with pytest.raises(ModelUnservable, match="expected a LoRA for 'digits-flux', a FluxPipeline"):
+        process.import_model(AdapterConfig(id="style", path=path, base=("digits-sdxl", "digits-flux")))
+    assert process.import_model(AdapterConfig(id="style", path=path, base=("digits-sdxl",))) == found
+
+
+async def test_an_adapter_waits_for_its_base_and_is_not_served_from_the_store_for_another(
+    process: ImportProcess, write: Write, tmp_path: Path
+) -> None:
+    """Else it could be looked at before there is anything to compare it with."""
+    store = WeightStore(tmp_path / "store")
+    shutil.copytree(DEMO / "digits-sdxl", tmp_path / "sdxl")
+    entries = {
+        "style": AdapterConfig(id="style", path=write(TEXT // 2), base=("base",)),
+        "base": ModelConfig(id="base", path=tmp_path / "sdxl"),
+    }
+    models = ServedModels(entries, store, Registrations(tmp_path / "one"), process.import_model, epoch="e")
+    await models.begin_imports()
+    found = await models.find_model("style")
+    assert (found.state, found.kind) == ("unavailable", None)
+    assert "expected a LoRA for 'base', a StableDiffusionXLPipeline" in found.error
+    assert (await models.find_model("base")).state == "ready"
+    assert (await models.register(AdapterConfig(id="style", path=write(TEXT), base=("base",)))).state == "ready"
+
+
+def test_a_controlnet_of_flux_is_none_for_sdxl(process: ImportProcess, tmp_path: Path) -> None:
+    process.import_model(SDXL)
+    entry = AdapterConfig(id="outline", path=DEMO / "outline", base=("digits-sdxl",))
+    with pytest.raises(
+        ModelUnservable, match=r"is a FluxControlNetModel, and 'digits-sdxl' .* takes a ControlNetModel"
+    ):
+        process.import_model(entry)
+    assert WeightStore(tmp_path / "store").model_names() == ["digits-sdxl"]
