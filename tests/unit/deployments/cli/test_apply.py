@@ -208,15 +208,6 @@ def test_replicas_are_waited_for_until_serve_says_so_or_there_is_no_room(
     assert next(found, None) is None
 
 
-def test_a_replica_that_has_a_place_and_never_begins_is_not_waited_for_for_ever(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(applying, "deployed_app", lambda name: app(1, 1))
-    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: {})
-    with pytest.raises(SessionError, match=r"no process of another has begun for 0\.01 s"):
-        _await_replicas(config(), no_room_s=0.0, no_start_s=0.01)
-
-
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -238,6 +229,15 @@ def test_what_the_controller_goes_by_reaches_the_registry_which_it_asks(
     monkeypatch.setattr(applying, "_ask", ask)
     assert carry_out("registry", before, wanted, lambda line: None) == []
     assert calls == expected
+
+
+def test_a_replica_that_has_a_place_and_never_begins_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(applying, "deployed_app", lambda name: app(1, 1))
+    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: {})
+    with pytest.raises(SessionError, match=r"no process of another has begun for 0\.01 s"):
+        _await_replicas(config(), no_room_s=0.0, no_start_s=0.01)
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [(None, 1), ({"max_workers": 5}, 4)])
