@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
-from deployments.engines.diffusion.families import FAMILIES, Family
+from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
-from weights.formats.ip_adapter import IpAdapterForm, read_ip_adapter
+from weights.formats.ip_adapter import count_tokens
 from weights.manifest import Component, Manifest
 from weights.memory.device_arena import DeviceArena
 
@@ -199,12 +200,12 @@ def _default_size(family: Family) -> tuple[int, int, int]:
     return family.defaults.side, family.defaults.side, tokens
 
 
-def _blank_adapter(manifest: Manifest, folder: Path) -> nn.Module | IpAdapterForm:
+def _blank_adapter(manifest: Manifest, folder: Path) -> nn.Module | int:
     """Return what `DenoisePipeline.adapter_shapes` tells of a ControlNet or an IP-Adapter, without its weights."""
     (component,) = manifest.components.values()
     if manifest.kind == "controlnet":
         return blank_module(component, folder / component.folder)
-    return read_ip_adapter(folder, {name: tuple(ref.shape) for name, ref in component.tensors.items()})
+    return count_tokens({name: ref.shape for name, ref in component.tensors.items()})
 
 
 def _is_encoder(manifest: Manifest, component: Component) -> bool:

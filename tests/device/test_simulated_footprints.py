@@ -19,7 +19,7 @@ pytest.importorskip("diffusers")
 
 from unit.deployments.engines.diffusion import conftest as tiny
 from unit.deployments.engines.diffusion import test_prompt_readers as readers
-from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
 from unit.deployments.engines.diffusion.test_controlnets import make_net
 from unit.deployments.engines.diffusion.test_image_prompts import opened
 from unit.deployments.engines.upscaler_files import compact, rrdb
@@ -203,30 +203,28 @@ def test_control_nets(
 
 
 @pytest.mark.parametrize("pipelines", PROMPTED, indirect=True)
-@pytest.mark.parametrize("is_plus", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 @pytest.mark.parametrize("shape", SIZES)
 def test_images_as_prompts(
     pipelines: tuple[DenoisePipeline, PipelineTwin],
     device: torch.device,
     shape: tuple[int, int, int],
-    is_plus: bool,
+    kind: Kind,
     tmp_path: Path,
 ) -> None:
     """Of requests for an image each what was predicted, and of those for several no more."""
     pipeline, twin = pipelines
-    plain = opened(write_ip_adapter(tmp_path / "a", pipeline.denoiser, is_plus=is_plus))
-    tensors = {name: tensor.to(device) for name, tensor in plain.tensors.items()}
-    adapters = {"a": replace(plain, encoder=torch.nn.Module.to(plain.encoder, device), tensors=tensors)}
+    own = opened(write_ip_adapter(tmp_path / "a", pipeline.denoiser, kind))
+    tensors = {name: tensor.to(device) for name, tensor in own.tensors.items()}
+    adapters = {"a": replace(own, encoder=torch.nn.Module.to(own.encoder, device), tensors=tensors)}
     uses = (ImagePromptUse("a", np.zeros((8, 8, 3), np.uint8)),)
     found = None
     for counts in ([1], [1] * 2, [1] * 7, [7], [3, 4]):
         states = begin_adapted(pipeline, shape, counts, adapters, image_prompts=uses)
         found = found or twin.denoise_footprint(*shape, 7, pipeline.adapter_shapes(states[0].request, adapters))
         measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
-        assert 1.0 <= found.bytes_of(sum(counts)) / measured <= (1.01 if len(counts) == sum(counts) else 2.0), (
-            counts,
-            found,
-        )
+        most = 1.01 if len(counts) == sum(counts) else 2.0
+        assert 1.0 <= found.bytes_of(sum(counts)) / measured <= most, (counts, measured, found)
 
 
 @pytest.mark.parametrize("shape", SIZES)

@@ -28,7 +28,6 @@ from deployments.engines.nn.lora import FittedPairs, check_targets
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
 from deployments.engines.skeletons import blank_module
 from weights.adapters import LoraPair
-from weights.formats.ip_adapter import IpAdapterForm
 from weights.manifest import Manifest
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_seam import fake_mode
@@ -128,7 +127,7 @@ class PipelineTwin(DenoisePipeline):
         for name, shape in adapters:
             if isinstance(shape, nn.Module):
                 controls.append(self._control(name, shape, height, width))
-            elif isinstance(shape, IpAdapterForm):
+            elif isinstance(shape, int):
                 with self._mode:
                     prompts.append(blank_image_prompt(name, shape, self.denoiser, self.device))
             elif shape is not None:

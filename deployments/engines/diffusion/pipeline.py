@@ -63,13 +63,12 @@ from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_bl
 from deployments.engines.nn.lora import applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter, LoraPair
-from weights.formats.ip_adapter import IpAdapterForm
 from weights.memory.devices import computes_on_host, host_generator
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
 # What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or
-# the form of an IP-Adapter.
-AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | IpAdapterForm | None]]
+# the tokens that an IP-Adapter makes of an image.
+AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -145,9 +144,9 @@ class DenoisePipeline:
         EngineError as `start_request` does.
         """
         nets = {name: one for name, one in adapters.items() if isinstance(one, nn.Module)}
-        forms = {name: one.form for name, one in adapters.items() if isinstance(one, ImagePrompter)}
+        tokens = {name: one.num_tokens for name, one in adapters.items() if isinstance(one, ImagePrompter)}
         beside: list[tuple[str, Any]] = [(use.name, nets.get(use.name)) for use in request.control]
-        beside += [(use.name, forms.get(use.name)) for use in request.image_prompts]
+        beside += [(use.name, tokens.get(use.name)) for use in request.image_prompts]
         if request.merges_adapter or not request.adapters:
             return beside
         paths = {layer: path for path, layer in self.denoiser.named_modules()}

@@ -203,10 +203,16 @@ class _Run:
         return DiffusionOutput(self.request.request_id, 0, 0, pixels)
 
     def _audio_for(self, pipeline: Any) -> dict[str, Any]:
-        """Return the request's audio as the pipeline's encoder of it takes it."""
+        """Return the request's audio as the pipeline's encoder of it takes it. Raises EngineError for too little."""
         if not self.request.audio:
             return {}
-        found = self._inputs.audio_of(self.request, sample_rate(pipeline), audio_channels(pipeline))
+        rate, least = sample_rate(pipeline), getattr(pipeline.vae, "hop_length", 1)
+        for name, sound in self.request.audio.items():
+            if sound.seconds * rate < least:
+                raise EngineError(
+                    f"{name}: {sound.seconds:g} seconds of audio, the model hears {least / rate:g} at least"
+                )
+        found = self._inputs.audio_of(self.request, rate, audio_channels(pipeline))
         weights = next(pipeline.vae.parameters())
         return {name: one.to(weights) if isinstance(one, torch.Tensor) else one for name, one in found.items()}
 

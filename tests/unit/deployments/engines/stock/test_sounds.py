@@ -145,3 +145,14 @@ def test_a_class_says_which_audio_it_takes(tmp_path: Path) -> None:
     saved(lambda: assembled(AGAIN, **FURTHER_CASES[AGAIN].parts()), tmp_path)
     with pytest.raises(EngineError, match=f"{AGAIN}: `audio` .* is required"):
         run(StockEngine(load(tmp_path)), request_of(AGAIN, {}))
+
+
+def test_audio_that_is_shorter_than_a_frame_is_refused(tmp_path: Path) -> None:
+    parts, more = FURTHER_CASES["AceStepPipeline"].parts(), {"task_type": "repaint"}
+    parts = {**parts, "vae": type(parts["vae"]).from_config({**parts["vae"].config, "downsampling_ratios": [2, 2]})}
+    stock = saved(lambda: assembled("AceStepPipeline", **parts), tmp_path)
+    short = noise(2, 1, stock.vae.config.sampling_rate)
+    with pytest.raises(RuntimeError):
+        stock("a cat", num_inference_steps=2, src_audio=torch.from_numpy(short.samples), **more)
+    with pytest.raises(EngineError, match=r"src_audio: 0\.02 seconds of audio, the model hears 0\.08 at least"):
+        run(StockEngine(load(tmp_path)), request_of("AceStepPipeline", {"src_audio": short}, **more))
