@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -12,7 +13,7 @@ from cluster.actor_names import names_of_cluster, registry_name
 from cluster.ending import named_actors
 from cluster.errors import SessionError
 from cluster.ray_calls import call_actor, get
-from cluster.ray_seam.serve_control import DeployedApp, deployed_app
+from cluster.ray_seam.serve_control import DeployedApp, ServeReplicas, deployed_app
 from cluster.registry.actor import WeightRegistry, find_registry
 from configs.changes import Concern, changes, with_live_values
 from configs.cluster import ClusterConfig
@@ -56,7 +57,7 @@ def carry_out(
         problems += _follow(running, wanted)
         say("models, adapters, limits and how models are placed are those of the config")
     if concerns & REPLACED:
-        _replace(wanted)
+        _replace(running, wanted)
         _ask(registry, WeightRegistry.configure, wanted)
         _await_replicas(wanted)
         say("replicas are those of the config")
@@ -99,7 +100,7 @@ def _follow(running: ClusterConfig, wanted: ClusterConfig) -> list[str]:
     return problems
 
 
-def _replace(wanted: ClusterConfig) -> None:
+def _replace(running: ClusterConfig, wanted: ClusterConfig) -> None:
     """Let Serve begin to replace what differs. Where the controller scales, there are as many workers as before.
 
     Raises SessionError.
@@ -113,7 +114,20 @@ def _replace(wanted: ClusterConfig) -> None:
     if wanted.controller.scaling is not None:
         worker = wanted.worker.model_copy(update={"num_replicas": max(1, app.replicas["worker"].num_wanted)})
         wanted = wanted.model_copy(update={"worker": worker})
+    elif running.controller.scaling is not None:
+        _set_workers(wanted)
     run_application(wanted, versioned_app(wanted, app.environments))
+
+
+def _set_workers(wanted: ClusterConfig) -> None:
+    """Ask for the config's number of workers, as the controller did until now. Raises SessionError.
+
+    Serve compares a number with the one that it was deployed with, not with what was asked for since.
+    """
+    try:
+        asyncio.run(ServeReplicas(wanted.name, "worker").set_target(wanted.worker.num_replicas))
+    except (ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        raise SessionError(f"Serve does not answer ({type(error).__name__}); try again") from None
 
 
 def _deployed(wanted: ClusterConfig) -> DeployedApp:

@@ -48,7 +48,8 @@ def test_a_node_with_other_code_than_the_registrys_gets_no_keeper(observed: dict
 
 
 def test_a_model_that_the_registrys_node_lacks_is_named_with_that_node(observed: dict[str, Any]) -> None:
-    assert re.search(r"elsewhere: no such folder or file on node \S+, where the registry reads", observed["elsewhere"])
+    told = r"elsewhere: No such file or directory on node \S+, where the registry reads"
+    assert re.search(told, observed["elsewhere"])
 
 
 def lines_on_code(observed: dict[str, Any]) -> list[str]:

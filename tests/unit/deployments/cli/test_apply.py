@@ -167,7 +167,7 @@ def test_models_are_there_before_replicas_are_replaced_and_the_rest_is_kept_when
 
 
 def test_what_serve_does_not_take_is_not_kept_as_done(monkeypatch: pytest.MonkeyPatch, calls: list[str]) -> None:
-    def refuse(wanted: ClusterConfig) -> None:
+    def refuse(running: ClusterConfig, wanted: ClusterConfig) -> None:
         raise SessionError("Serve is away")
 
     monkeypatch.setattr(applying, "_replace", refuse)
@@ -231,6 +231,16 @@ def test_what_the_controller_goes_by_reaches_the_registry_which_it_asks(
     assert calls == expected
 
 
+class Asked:
+    """A deployment of Serve's that notes how many replicas it is asked for."""
+
+    def __init__(self, names: tuple[str, ...], asked: list[Any]) -> None:
+        self._names, self._asked = names, asked
+
+    async def set_target(self, num_replicas: int) -> None:
+        self._asked.append((self._names, num_replicas))
+
+
 def test_a_replica_that_has_a_place_and_never_begins_is_not_waited_for_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -250,11 +260,18 @@ def test_where_the_controller_scales_its_number_of_workers_stays(
     monkeypatch.setattr(applying, "deployed_app", lambda name: deployed)
     monkeypatch.setattr("deployments.app.versioned_app", lambda config, found: (config, found))
     monkeypatch.setattr("deployments.cli.running.run_application", lambda config, app: ran.append(config))
-    applying._replace(config(controller={"scaling": scaling}))
+    asked: list[Any] = []
+    monkeypatch.setattr(applying, "ServeReplicas", lambda *names: Asked(names, asked))
+    scaled = config(controller={"scaling": {"max_workers": 9}})
+    applying._replace(scaled, config(controller={"scaling": scaling}))
     assert [one.worker.num_replicas for one in ran] == [expected]
+    # Serve was deployed with one, and takes one for no change.
+    assert asked == ([(("one", "worker"), 1)] if scaling is None else [])
+    applying._replace(config(), config())
+    assert len(asked) == (scaling is None), "nobody but the controller's number is to be undone"
     deployed = DeployedApp({})
     with pytest.raises(SessionError, match="Serve runs no application 'one' now"):
-        applying._replace(config())
+        applying._replace(config(), config())
 
 
 def test_who_does_not_answer_is_named_and_nothing_is_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,4 +291,4 @@ def test_who_does_not_answer_is_named_and_nothing_is_a_traceback(monkeypatch: py
         applying.running_config(config())
     monkeypatch.setattr(applying, "deployed_app", die)
     with pytest.raises(SessionError, match="Serve does not answer"):
-        applying._replace(config())
+        applying._replace(config(), config())
