@@ -38,7 +38,7 @@ def write_onnx_bert(bert: BertModel, file: Path | io.BytesIO) -> None:
         torch.onnx.export(
             _Positional(bert).eval(),  # what it was before, the whole of it is afterwards
             (ids, mask),
-            cast(Any, file),  # it takes files too, and its annotations do not say so
+            cast("Any", file),  # it takes files too, and its annotations do not say so
             input_names=list(INPUTS),
             output_names=list(OUTPUTS),
             dynamic_axes=axes,
