@@ -47,7 +47,7 @@ _MIN_CALLS: Final = 5
 PARTS: Final = {  # what each tells, and what it should be
     "merging": "merging: forwards that requests of many clients share",
     "bert": "bert: compiled / module at most 0.8",
-    "rebind": "rebind: CPU ms of a switch to a fine-tune, at most 2",
+    "rebind": "rebind: CPU ms of a switch to a fine-tune, compiled at most 2",
     "unet": "unet: compiled / module at most 0.5",
     "shared": "shared: memory of two processes / that of their weights, at most 1.02",
 }
