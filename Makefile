@@ -12,6 +12,7 @@ ONCE ?=
 DEVICE ?=
 TIMES ?= 10
 PYTEST := $(BIN)/python -m pytest
+unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
 .PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean

@@ -76,8 +76,8 @@ class LanguageModelConfig(StrictModel):
     kv_cache_bytes: SpareBytes = Field(
         None,
         description="KV cache of each language model; default: half the size of its weights, at least 64 MiB; auto: "
-        "what its weights leave of the replica's budget and of free memory; never more than it can use. Models that do "
-        "not fit together take turns",
+        "what its weights leave of the replica's budget and of free memory, on each device that has layers "
+        "of it; never more than it can use. Models that do not fit together take turns",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",

@@ -176,7 +176,9 @@ class LimitsConfig(StrictModel):
     )
     max_inference_steps: int = Field(200, ge=1, description="maximum denoising steps")
     max_frames: int = Field(257, ge=1, description="maximum frames of a video")
-    max_audio_s: float = Field(300.0, gt=0, description="maximum seconds of generated audio")
+    max_audio_s: float = Field(
+        300.0, gt=0, description="maximum seconds of audio that is made, and that a request brings"
+    )
     max_loras: int = Field(16, ge=1, le=MAX_LORAS, description="maximum LoRAs of one request")
     max_controls: int = Field(4, ge=1, description="maximum ControlNets of an image request, and IP-Adapters")
     max_prompts: int = Field(64, ge=1, description="maximum prompts of a request for completions")

@@ -31,7 +31,15 @@ INFERENCE_PATHS: Final = (
 )
 # Beginnings of those whose bodies may have images in them, which have a bound of their own.
 UPLOAD_PATHS: Final = (
-    *("/v1/images/", "/v1/videos", "/sdapi/v1/img2img", "/v1/chat/completions", "/v1/responses", "/v1/messages"),
+    *(
+        "/v1/images/",
+        "/v1/videos",
+        "/v1/audio/generations",
+        "/sdapi/v1/img2img",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+    ),
     *("/api/chat", "/api/generate", "/tokenize", "/v1/pipelines/"),
 )
 

@@ -11,10 +11,11 @@ from typing import Any, Final, TypeVar
 from cluster.registry.directory import ModelRecord
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.diffusion.families.base import task_of
+from deployments.engines.diffusion.families.base import Family, task_of
+from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import read_class
 from deployments.errors import InvalidRequest
-from deployments.records import NO_PROMPT, ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
+from deployments.records import NO_PROMPT, REFERENCES, ClipRequest, ImageRequest, LoraUse, RequestModel, TextOptions
 
 SEED_BITS: Final = 32  # of drawn seeds
 # Options of a diffusion model that say nothing to an upscaler.
@@ -48,7 +49,9 @@ def with_image_defaults(
     family = FAMILIES.get(class_name)
     if family is None:
         return _with_stock_defaults(request, defaults, class_name)
-    for name in ("extra", "images"):
+    if family.max_references:
+        request = _with_references(request, family, class_name, variant)
+    for name in ("extra", *([] if family.max_references else ["images"])):
         if getattr(request, name):
             raise InvalidRequest(f"{name}: {class_name} has none here; its options are fields of the request", name)
     if request.ip_adapter and not family.takes_image_prompts:
@@ -68,6 +71,32 @@ def with_image_defaults(
     if request.seed is None:
         update["seed"] = _draw_seed()
     return request.model_copy(update=update)
+
+
+def _with_references(
+    request: ImageRequest, family: Family, class_name: str, variant: Mapping[str, bool | int]
+) -> ImageRequest:
+    """Return a request for a family that changes images: all of them under one name, and its sides. Raises
+    InvalidRequest.
+    """
+    model = f"model {request.model!r} ({class_name})"
+    for name in ("mask_image", "strength"):
+        if getattr(request, name) is not None:
+            raise InvalidRequest(f"{name}: {model} takes none; it changes images by the prompt alone", name)
+    if unknown := request.images.keys() - {REFERENCES}:
+        raise InvalidRequest(f"images.{min(unknown)}: {model} takes images.{REFERENCES} alone", "images")
+    first = () if request.init_image is None else (request.init_image,)
+    references, most = (*first, *request.references), family.max_references
+    if not references:
+        raise InvalidRequest(f"init_image: {model} changes images, and the request has none", "init_image")
+    if len(references) > most:
+        raise InvalidRequest(f"images: {len(references)} of them, and {model} takes {most}", "images")
+    try:
+        width, height = family.sides_beside(references, family.multiple_of(variant))
+    except EngineError as error:
+        raise InvalidRequest(f"images: {error}", "images") from None
+    sides = {"width": request.width or width, "height": request.height or height}
+    return request.model_copy(update={"init_image": None, "images": {REFERENCES: references}, **sides})
 
 
 def as_upscale(request: ImageRequest) -> tuple[ImageRequest, tuple[str, ...]]:

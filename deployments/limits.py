@@ -8,6 +8,7 @@ from typing import Any, Final, Literal
 
 from configs.cluster import LimitsConfig
 from deployments.engines.diffusion.input_images import find_bad_image
+from deployments.engines.sounds import Sound
 from deployments.errors import InvalidRequest
 from deployments.records import (
     ChatRequest,
@@ -25,7 +26,10 @@ from weights.programs.signature import ProgramSignature
 _MAX_EXTRA: Final = 65_536
 # Parameters of diffusers' classes that say how much is made.
 _LENGTHS: Final = frozenset(
-    {"num_frames", "video_length", "audio_end_in_s", "audio_length_in_s", "audio_duration", "duration"}
+    {
+        *("num_frames", "video_length", "audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s"),
+        *("duration", "silence_padding_duration"),
+    }
 )
 _COUNTS: Final = frozenset(
     {
@@ -86,6 +90,7 @@ def check_clip(request: ClipRequest, limits: LimitsConfig, makes: Literal["video
     elif request.seconds is not None and request.seconds > limits.max_audio_s:
         raise InvalidRequest(f"seconds: {request.seconds:g}, at most {limits.max_audio_s:g} are allowed", "seconds")
     _check_pictures(request.images, limits)
+    _check_audio(request.audio, limits)
     _check_extra(request.extra, limits)
 
 
@@ -175,6 +180,13 @@ def _check_pictures(images: Mapping[str, Any], limits: LimitsConfig) -> None:
             _check_most(field, image.shape[0] * image.shape[1], limits.max_pixels, unit=" pixels of an image")
             num_pixels += image.shape[0] * image.shape[1]
     _check_most("images", num_pixels, limits.max_video_pixels, unit=" pixels in all")
+
+
+def _check_audio(audio: Mapping[str, Sound], limits: LimitsConfig) -> None:
+    """Check the audio that a request brings. Raises InvalidRequest naming the field."""
+    seconds = sum(sound.seconds for sound in audio.values())
+    if seconds > limits.max_audio_s:
+        raise InvalidRequest(f"audio: {seconds:g} seconds in all, at most {limits.max_audio_s:g} are allowed", "audio")
 
 
 def _check_extra(extra: Mapping[str, Any], limits: LimitsConfig) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _CALL_S: Final = 30.0
 _POLL_S: Final = 0.2
 NO_ROOM_S: Final = 30.0
+NO_START_S: Final = 300.0  # of a process that has a place, on a machine with a lot else to do
 REPLACED: Final = frozenset({Concern.NUMBER, Concern.TEXT_ENCODER, Concern.WORKER, Concern.INGRESS})
 
 
@@ -123,8 +124,11 @@ def _deployed(wanted: ClusterConfig) -> DeployedApp:
         raise SessionError(f"Serve does not answer ({type(error).__name__}); try again") from None
 
 
-def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S) -> None:
-    """Wait until Serve has replaced all. Raises SessionError when it cannot, or no node has room for one more."""
+def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S, no_start_s: float = NO_START_S) -> None:
+    """Wait until Serve has replaced all. Raises SessionError when it cannot, or no node has room for one more.
+
+    A replica whose process has not begun may only be slow: whether it waits for room is what Ray says of its demands.
+    """
     from deployments.cli.running import unplaced_lines
 
     moved_s, last = time.monotonic(), None
@@ -134,10 +138,11 @@ def _await_replicas(wanted: ClusterConfig, no_room_s: float = NO_ROOM_S) -> None
             raise SessionError(f"replicas could not be replaced: {app.failure}")
         if app.is_settled:
             return
-        is_stuck = app.replicas == last and any(count.num_unplaced for count in app.replicas.values())
-        if not is_stuck:
+        waited_s = time.monotonic() - moved_s
+        if app.replicas != last or not any(count.num_unplaced for count in app.replicas.values()):
             moved_s, last = time.monotonic(), app.replicas
-        elif time.monotonic() - moved_s >= no_room_s:
-            lines = unplaced_lines(wanted, app).values()
+        elif waited_s >= no_room_s and (lines := unplaced_lines(wanted, app).values()):
             raise SessionError("\n".join(["the replicas before serve on until there is room for one more", *lines]))
+        elif waited_s >= no_start_s:
+            raise SessionError(f"the replicas before serve on: no process of another has begun for {no_start_s:g} s")
         time.sleep(_POLL_S)

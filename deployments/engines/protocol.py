@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # the command line and the ingress have no torch
     import torch
 
     from deployments.engines.prompt_images import PromptImages
+    from deployments.engines.sounds import Sound
     from weights.adapters import LoraAdapter
 
 
@@ -48,7 +49,8 @@ class PromptForm:
     of the tokenizer's chat template, which gets `variables`. With `system` a message of the system comes first, and
     messages consist of parts, as those that may have images do; `removed` is taken out of prompts. The first
     `num_dropped` tokens give nothing. With `keeps_padding` tokens that pad the text to its limit give vectors too,
-    which no token has attended to.
+    which no token has attended to. `image` stands before the prompt for each image that is read with it: {number} is
+    which one, from 1 on, and {image} what the model's processor puts in its place.
     """
 
     layers: tuple[int, ...]
@@ -58,6 +60,7 @@ class PromptForm:
     keeps_padding: bool = False
     system: str = ""
     removed: str = ""
+    image: str = ""
 
 
 class EngineError(Exception):
@@ -193,7 +196,7 @@ class DiffusionRequest:
     own, and `scheduler_options` stand in place of those of its config (`use_karras_sigmas`, say). `sigmas` or
     `timesteps` are the schedule, as in stock: `num_inference_steps` of them. `deterministic`: the same bits whatever
     else runs. `merges_adapter`: its one adapter is merged into private weights, which is equal but for rounding, and
-    faster.
+    faster. `references`, uint8 (height, width, 3), are images of any size that a family reads beside its latents.
     """
 
     request_id: str
@@ -216,6 +219,7 @@ class DiffusionRequest:
     timesteps: tuple[int, ...] | None = None
     deterministic: bool = False
     merges_adapter: bool = False
+    references: tuple[npt.NDArray[np.uint8], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,10 +258,10 @@ class StockRequest:
 
     `fields` are those that the request has, by the names of `__call__`'s parameters; what is not there is left to the
     class. `images` (uint8, (height, width, 3), or (height, width) of a mask; several of one name, or the frames of a
-    video, are a tuple) go to the parameters of their names, and so do the values of `extra`. `scheduler` and
-    `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
-    (`stock/texts.py`), None where the pipeline encodes its text itself. So many
-    `num_previews` are spread over the steps, if the class can show any.
+    video, are a tuple) and `audio` go to the parameters of their names, and so do the values of `extra`. `scheduler`
+    and `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
+    (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
+    steps, if the class can show any.
     """
 
     request_id: str
@@ -272,6 +276,7 @@ class StockRequest:
     reports_steps: bool = False
     texts: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     num_previews: int = 0
+    audio: Mapping[str, Sound] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

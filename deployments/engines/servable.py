@@ -78,6 +78,8 @@ def _check_pipeline(checkpoint: Checkpoint) -> None:
     for use in family.text_encoders(None, "truncate"):
         if use.component in components:  # stock does without some
             _check_encoder(folder, components[use.component])
+    if family.max_references:
+        _check_processor(folder / "processor")
 
 
 def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
@@ -150,8 +152,13 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
         )
     sees = check_config(checkpoint.config, path / "config.json") in SEEING
     check_tokenizer(path)
-    if sees and not any((path / name).is_file() for name in _PROCESSOR_FILES):
-        raise EngineError(f"{path}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
+    if sees:
+        _check_processor(path)
+
+
+def _check_processor(folder: Path) -> None:
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        raise EngineError(f"{folder}: says nothing of its image processor: {_PROCESSOR_FILES[0]} is missing")
 
 
 def _check_head(checkpoint: Checkpoint) -> None:

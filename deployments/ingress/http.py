@@ -204,7 +204,7 @@ def _openai_routers(
     yield create_streams_router(streams)
     yield create_links_router(links)
     yield create_videos_router(service, config.ingress.videos, config.name, readers, config.ingress.limits)
-    yield create_audio_router(service)
+    yield create_audio_router(service, readers, config.ingress.limits)
     yield create_embeddings_router(service)
     yield create_scores_router(service)
     yield create_text_router(service, images)

@@ -244,9 +244,15 @@ class ModuleCache:
             shown_bytes(least_bytes),
         )
 
-    def _workspace_bytes(self, manifest: Manifest, component: Component) -> int:
+    def learn_adapted(self, manifest: Manifest, adapters: Mapping[str, Manifest]) -> None:
+        """Learn what a forward with these adapters takes, so that `lease` and `can_hold` count it. Blocks."""
+        if (book := self.footprints) is not None:
+            folders = {name: (adapter, self.skeleton(adapter)) for name, adapter in adapters.items()}
+            book.learn_adapted(manifest, self.skeleton(manifest), folders)
+
+    def _workspace_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
         book = self.footprints
-        return 0 if book is None else book.inside(book.least_bytes(manifest, component))
+        return 0 if book is None else book.inside(book.least_bytes(manifest, component, adapters))
 
     @property
     def forward_memory(self) -> DeviceArena | None:

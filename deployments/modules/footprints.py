@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import nn
 
 from deployments.engines.diffusion.families import FAMILIES
+from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
+from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
+from weights.formats.ip_adapter import count_tokens
 from weights.manifest import Component, Manifest
 from weights.memory.device_arena import DeviceArena
 
 if TYPE_CHECKING:
-    from deployments.engines.diffusion.footprints import AdapterShapes, PipelineTwin
+    from deployments.engines.diffusion.footprints import PipelineTwin
+    from deployments.engines.diffusion.pipeline import AdapterShapes
     from deployments.engines.text.footprints import TextFootprints
 
 CLIP_TOKENS: Final = 77
@@ -40,8 +45,8 @@ class _Known:
     footprints: dict[Hashable, Footprint] = field(default_factory=dict)
     twin: PipelineTwin | None = None
     is_hopeless: bool = False
-    seen: set[tuple[int | str, ...]] = field(default_factory=set)  # height, width, tokens, and names of LoRAs
-    least_bytes: int = 0
+    seen: set[tuple[int | str, ...]] = field(default_factory=set)  # height, width, tokens, and names of adapters
+    least: dict[frozenset[str], int] = field(default_factory=dict)  # of the pipeline's own size, with these adapters
 
 
 class FootprintBook:
@@ -85,20 +90,23 @@ class FootprintBook:
             return found
 
     def knows(
-        self, manifest: Manifest, height: int, width: int, text_length: int, adapters: Iterable[str] = ()
+        self, manifest: Manifest, height: int, width: int, num_tokens: int, adapters: Collection[str] = ()
     ) -> bool:
         """Return whether `learn` would have nothing to do."""
         known = self._entry(manifest)
-        return known.is_hopeless or (height, width, text_length, *sorted(adapters)) in known.seen
+        return known.is_hopeless or (height, width, num_tokens, *adapters) in known.seen
 
-    def least_bytes(self, manifest: Manifest, component: Component) -> int:
+    def least_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
         """Return what a forward of a component takes, once `learn_defaults` has learned it: 0 before.
 
         It is that of one image of the pipeline's own size, of one text as long as an encoder reads, or of the largest
-        step of a language model.
+        step of a language model. With `adapters`, of which the component may be one, `learn_adapted` has learned it.
         """
-        if component.library == "diffusers":
-            return self._entry(manifest).least_bytes
+        if component.library == "diffusers" or (adapters and manifest.kind == "diffusion"):
+            least, beside = self._entry(manifest).least, set(adapters)
+            return max(
+                (most for names, most in least.items() if names <= beside and bool(names) == bool(beside)), default=0
+            )
         if manifest.kind == "llm":
             return self.steps.get(structure_of(component), 0)
         found = self._texts.get(structure_of(component)) if _is_encoder(manifest, component) else None
@@ -112,13 +120,29 @@ class FootprintBook:
             self._text(component, folder / component.folder).learn_default()
 
     def _learn_images(self, manifest: Manifest, folder: Path) -> None:
-        known = self._entry(manifest)
-        if known.least_bytes or (family := FAMILIES.get(manifest.class_name or "")) is None:
+        known, plain = self._entry(manifest), frozenset[str]()
+        if plain in known.least or (family := FAMILIES.get(manifest.class_name or "")) is None:
             return
-        uses = family.text_encoders(None, "truncate")
-        side, tokens = family.defaults.side, max((use.max_length or CLIP_TOKENS for use in uses), default=CLIP_TOKENS)
-        self.learn(manifest, folder, side, side, tokens)
-        known.least_bytes = max((one.bytes_of(1) for one in known.footprints.values()), default=0)
+        self.learn(manifest, folder, *_default_size(family))
+        known.least[plain] = max((one.bytes_of(1) for one in known.footprints.values()), default=0)
+
+    def learn_adapted(self, manifest: Manifest, folder: Path, adapters: Mapping[str, tuple[Manifest, Path]]) -> None:
+        """Learn what `least_bytes` tells of a pipeline with the ControlNets and IP-Adapters among these.
+
+        Skeletons are in the folders. Only after `learn_defaults`, beside whose figure it stands. Takes up to seconds.
+        """
+        beside = {name: one for name, one in adapters.items() if one[0].kind in ("controlnet", "ip_adapter")}
+        known, names = self._entry(manifest), frozenset(beside)
+        if not (names and known.least) or (family := FAMILIES.get(manifest.class_name or "")) is None:
+            return
+        with self._lock:
+            if known.is_hopeless or names in known.least or len(known.least) >= MAX_SIZES:
+                return
+            known.least[names] = 0
+            with self._attempt(manifest, adapters):
+                shapes = [(name, _blank_adapter(*one)) for name, one in beside.items()]
+                twin = self._twin(manifest, folder)
+                known.least[names] = twin.image_bytes(*_default_size(family), shapes)
 
     def learn(
         self,
@@ -126,28 +150,40 @@ class FootprintBook:
         folder: Path,
         height: int,
         width: int,
-        text_length: int,
-        adapters: AdapterShapes = MappingProxyType({}),
+        num_tokens: int,
+        adapters: AdapterShapes = (),
     ) -> None:
-        """Record forwards for images of that size, prompts of so many tokens, and these LoRAs. Takes up to seconds.
+        """Record forwards for images of that size, prompts of so many tokens, and these adapters. Takes up to seconds.
 
         What cannot be recorded (packed weights have kernels of their own) keeps to the bounds of the config, and the
         log says so once.
         """
+        known, names = self._entry(manifest), [name for name, _ in adapters]
+        with self._lock:
+            if self.knows(manifest, height, width, num_tokens, names) or len(known.seen) >= MAX_SIZES:
+                return
+            with self._attempt(manifest, names):
+                twin = self._twin(manifest, folder)
+                known.footprints |= twin.footprints(height, width, num_tokens, self._bounds, adapters)
+            known.seen.add((height, width, num_tokens, *names))
+
+    @contextlib.contextmanager
+    def _attempt(self, manifest: Manifest, adapters: Collection[str]) -> Iterator[None]:
+        """Say in the log what cannot be recorded within the block, and go on."""
+        try:
+            yield
+        except Exception as error:  # of any operation of a model that fake tensors have no rule for
+            self._entry(manifest).is_hopeless = not adapters  # else it may be the adapters'
+            beside = f" with {', '.join(adapters)}" if adapters else ""
+            logger.info("the memory of %r%s is not planned: %s", manifest.model, beside, error)
+
+    def _twin(self, manifest: Manifest, folder: Path) -> PipelineTwin:
         from deployments.engines.diffusion.footprints import make_twin  # who never learns needs nothing of it
 
         known = self._entry(manifest)
-        with self._lock:
-            if self.knows(manifest, height, width, text_length, adapters) or len(known.seen) >= MAX_SIZES:
-                return
-            try:
-                if known.twin is None:
-                    known.twin = make_twin(manifest, folder, torch.device(self._device))
-                known.footprints |= known.twin.footprints(height, width, text_length, self._bounds, adapters)
-            except Exception as error:  # of any operation of a model that fake tensors have no rule for
-                known.is_hopeless = not adapters  # else it may be the adapters'
-                logger.info("the memory of %r is not planned: %s", manifest.model, error)
-            known.seen.add((height, width, text_length, *sorted(adapters)))
+        if known.twin is None:
+            known.twin = make_twin(manifest, folder, torch.device(self._device))
+        return known.twin
 
     def _entry(self, manifest: Manifest) -> _Known:
         key = tuple(sorted((name, part.structure_key) for name, part in manifest.components.items()))
@@ -155,6 +191,21 @@ class FootprintBook:
         while len(self._known) > MAX_STRUCTURES:
             self._known.popitem(last=False)
         return found
+
+
+def _default_size(family: Family) -> tuple[int, int, int]:
+    """Return height and width of an image of a pipeline's own size, and the tokens of a text as long as it reads."""
+    uses = family.text_encoders(None, "truncate")
+    tokens = max((use.max_length or CLIP_TOKENS for use in uses), default=CLIP_TOKENS)
+    return family.defaults.side, family.defaults.side, tokens
+
+
+def _blank_adapter(manifest: Manifest, folder: Path) -> nn.Module | int:
+    """Return what `DenoisePipeline.adapter_shapes` tells of a ControlNet or an IP-Adapter, without its weights."""
+    (component,) = manifest.components.values()
+    if manifest.kind == "controlnet":
+        return blank_module(component, folder / component.folder)
+    return count_tokens({name: ref.shape for name, ref in component.tensors.items()})
 
 
 def _is_encoder(manifest: Manifest, component: Component) -> bool:

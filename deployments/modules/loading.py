@@ -36,8 +36,8 @@ from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.loading.views import memory_form
 from weights.manifest import Component
 from weights.memory.block_plan import choose_way
-from weights.memory.devices import open_device
-from weights.memory.layer_plan import layer_of
+from weights.memory.devices import allocated_bytes, open_device
+from weights.memory.layer_plan import DecoderSizes, decoder_sizes, largest_caches, layer_of
 from weights.memory.rates import measured_rates
 from weights.memory.transfer import num_cores
 from weights.private_folder import private_folder, temporary_folder
@@ -66,6 +66,7 @@ class ComponentBuilder:
         self._settings = settings
         self.skeletons = SkeletonPool(arithmetic=settings.packed_arithmetic)
         self._cache_bytes: dict[str, int] = {}  # by module key
+        self._spare_bytes: dict[tuple[str, int], int] = {}  # of KV caches that are `auto`, by module key and room
         self.footprints = FootprintBook(settings.torch_device, batch_bounds(settings))
         self._encoders = TextEncoderBuilder(self.footprints)
         self._layer_caches: dict[str, Sequence[int] | None] = {}
@@ -92,9 +93,9 @@ class ComponentBuilder:
                 kinds=component.block_types,
             )
         with IMPORT_LOCK:
-            return LLMEngine(folder, tensors, self._llm_engine_config(component))
+            return LLMEngine(folder, tensors, self._llm_engine_config(component, skeleton))
 
-    def _llm_engine_config(self, component: Component) -> LLMEngineConfig:
+    def _llm_engine_config(self, component: Component, skeleton: Path) -> LLMEngineConfig:
         settings = self._settings
         return LLMEngineConfig(
             device=settings.torch_device,
@@ -104,7 +105,7 @@ class ComponentBuilder:
             max_prefill_beside_decode=settings.max_prefill_beside_decode,
             max_decode_delay=settings.max_decode_delay,
             is_deterministic=settings.deterministic,
-            kv_cache_bytes=self._kv_cache_bytes(component),
+            kv_cache_bytes=self._kv_cache_bytes(component, skeleton),
             kv_dtype=settings.kv_dtype,
             arithmetic=settings.packed_arithmetic,
             decode_threads=settings.decode_threads,
@@ -129,7 +130,7 @@ class ComponentBuilder:
         if book.memory is None or not is_llm or key in book.steps:
             return
         forms = {name: memory_form(ref.dtype, ref.shape) for name, ref in component.tensors.items()}
-        book.steps[key] = step_bytes(skeleton / component.folder, forms, self._llm_engine_config(component))
+        book.steps[key] = step_bytes(skeleton / component.folder, forms, self._llm_engine_config(component, skeleton))
 
     def can_stream(self, component: Component) -> bool:
         """Return whether its blocks may come one after the other, where it is larger than the device."""
@@ -145,7 +146,7 @@ class ComponentBuilder:
         if component.module_key not in self._cache_bytes:
             try:
                 found = working_bytes(
-                    **self._memory_settings(component, skeleton),
+                    **self._memory_settings(component, skeleton, self._kv_cache_bytes(component, skeleton)),
                     tensor_bytes={name: ref.nbytes for name, ref in component.tensors.items()},
                 )
             except EngineError:
@@ -174,16 +175,20 @@ class ComponentBuilder:
         if component.name != "model" or component.library in ("diffusers", "peft"):
             return None
         if component.module_key not in self._layer_caches:
-            try:
-                found = layer_caches(**self._memory_settings(component, skeleton))
-            except EngineError:  # told by whoever builds it
-                found = None
-            numbers = {layer for name in component.tensors if (layer := layer_of(name)) is not None}
-            is_apart = found is not None and numbers == set(range(len(found) - 1))
-            self._layer_caches[component.module_key] = found if is_apart else None
+            found = self._caches_within(self._kv_cache_bytes(component, skeleton), component, skeleton)
+            self._layer_caches[component.module_key] = found
         return self._layer_caches[component.module_key]
 
-    def _memory_settings(self, component: Component, skeleton: Path) -> dict[str, Any]:
+    def _caches_within(self, nbytes: int, component: Component, skeleton: Path) -> Sequence[int] | None:
+        """Return `layer_caches` where the KV caches of all layers have so many bytes."""
+        try:
+            found = layer_caches(**self._memory_settings(component, skeleton, nbytes))
+        except EngineError:  # told by whoever builds it
+            return None
+        numbers = {layer for name in component.tensors if (layer := layer_of(name)) is not None}
+        return found if found is not None and numbers == set(range(len(found) - 1)) else None
+
+    def _memory_settings(self, component: Component, skeleton: Path, kv_cache_bytes: int) -> dict[str, Any]:
         dtype = TORCH_DTYPES.get(next(iter(component.tensors.values())).dtype, torch.float32)
         if component.format in ("gguf", "kuiper"):
             dtype = compute_dtype(self._settings.packed_arithmetic)
@@ -191,21 +196,45 @@ class ComponentBuilder:
             "folder": skeleton / component.folder,
             "dtype": dtype,
             "device": torch.device(self._settings.torch_device),
-            "kv_cache_bytes": self._kv_cache_bytes(component),
+            "kv_cache_bytes": kv_cache_bytes,
             "kv_dtype": self._settings.kv_dtype,
             "max_num_seqs": self._settings.max_num_seqs,
         }
 
-    def _kv_cache_bytes(self, component: Component) -> int:
+    def _kv_cache_bytes(self, component: Component, skeleton: Path) -> int:
         """Return the bytes that an LLM's KV cache may take: a larger model has larger tokens, and longer texts."""
         asked = self._settings.kv_cache_bytes
-        if asked == "auto":
-            # On shared memory, weights are the node's and no part of the budget.
-            taken_bytes = 0 if self._settings.device == "cpu" else component.nbytes
-            largest = self.footprints.inside(self.footprints.steps.get(structure_of(component), 0))
-            taken_bytes += sum(workspace_pieces(largest).values())
-            return max(MIN_KV_CACHE_BYTES, beside_adapters(self._settings.weights_budget_bytes) - taken_bytes)
-        return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
+        if asked != "auto":
+            return asked or max(MIN_KV_CACHE_BYTES, component.nbytes // 2)
+        largest = self.footprints.inside(self.footprints.steps.get(structure_of(component), 0))
+        room = beside_adapters(self._settings.weights_budget_bytes) - sum(workspace_pieces(largest).values())
+        if (key := (component.module_key, room)) not in self._spare_bytes:
+            self._spare_bytes[key] = self._spare_cache_bytes(component, skeleton, room)
+        return self._spare_bytes[key]
+
+    def _spare_cache_bytes(self, component: Component, skeleton: Path, room: int) -> int:
+        """Return what weights leave of each device's `room`: of the first one's, where that is enough (of several, half
+        of the weights, as it is by default); else of all devices', for the layers that are there.
+        """
+        settings = self._settings
+        # On shared memory, weights are the node's and no part of the budget.
+        left = room - (0 if settings.device == "cpu" else component.nbytes)
+        spare = max(MIN_KV_CACHE_BYTES, left)
+        enough = component.nbytes // 2 if settings.other_devices else 0
+        if settings.device in ("cpu", "cpu-private") or left >= max(MIN_KV_CACHE_BYTES, enough):
+            return spare
+        if self._caches_within(MIN_KV_CACHE_BYTES, component, skeleton) is None:
+            return spare
+        device = torch.device(settings.torch_device)
+        sizes = {name: allocated_bytes(device, ref.nbytes) for name, ref in component.tensors.items()}
+
+        def sizes_of(cache_bytes: int) -> DecoderSizes:
+            caches = self._caches_within(cache_bytes, component, skeleton) or ()
+            return decoder_sizes(sizes, len(caches) - 1, caches)
+
+        rooms = [room] * (1 + len(settings.other_devices))
+        host_bytes = None if settings.host_bytes is None else beside_adapters(settings.host_bytes)
+        return max(spare, largest_caches(sizes_of, rooms, MIN_KV_CACHE_BYTES, host_bytes))
 
     def retire(self, thing: Any) -> None:
         """Take back what was built here and is not used any more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -161,7 +161,7 @@ class PartsPlanner:
 
     With `is_on_node`, the weights are in the node's memory and only objects and working memory count. `streaming` is
     None where nothing comes block by block. `skeleton` returns the folder of a manifest, `workspace` the bytes of the
-    budget that forwards of a component need at least.
+    budget that forwards of a component need at least, or of a model with these adapters, of which it is one.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class PartsPlanner:
         working_memory: WorkingMemory,
         skeleton: Callable[[Manifest], Path],
         streaming: Streaming | None,
-        workspace: Callable[[Manifest, Component], int] = lambda manifest, component: 0,
+        workspace: Callable[[Manifest, Component, Collection[str]], int] = lambda manifest, component, adapters: 0,
         layers: LayerPlacing | None = None,
         *,
         is_on_node: bool,
@@ -201,9 +201,15 @@ class PartsPlanner:
         for it alone. Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where
         `gpu_layers` wants them.
         """
-        parts = {PartName(part.component.name): part for part in self._whole_parts(manifest, wanted)}
-        for name, adapter in (adapters or {}).items():
-            parts |= {PartName(name, is_adapter=True): part for part in self._whole_parts(adapter, wanted)}
+        beside = adapters or {}
+        parts = {
+            PartName(component.name): self._part(manifest, component, self._workspace(manifest, component, ()))
+            for component in filter(wanted, manifest.components.values())
+        }
+        for name, adapter in beside.items():
+            for component in filter(wanted, adapter.components.values()):
+                needed = self._workspace(manifest, component, beside)
+                parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
         if merging is not None:
             parts = merged_parts(parts, merging, self._size_of) or parts
         if self._layers is not None:
@@ -213,15 +219,12 @@ class PartsPlanner:
             return parts
         return self._streaming.fit_parts(parts, self.budget_bytes, is_last_resort=streams)
 
-    def _whole_parts(self, manifest: Manifest, wanted: Wants) -> list[Part]:
-        return [self._part(manifest, component) for component in manifest.components.values() if wanted(component)]
-
-    def _part(self, manifest: Manifest, component: Component) -> Part:
+    def _part(self, manifest: Manifest, component: Component, needed_bytes: int) -> Part:
         working_bytes = self._working_memory(component, self._skeleton(manifest))
         if self._is_on_node:
             return Part(manifest, component, object_footprint(component, working_bytes, self.budget_bytes))
         footprint = dict(device_footprint(component, self._size_of, working_bytes))
-        pieces = workspace_pieces(self._workspace(manifest, component))
+        pieces = workspace_pieces(needed_bytes)
         return Part(manifest, component, footprint | pieces, working_bytes, sum(pieces.values()))
 
 

@@ -11,6 +11,7 @@ from pydantic import Field, PlainValidator
 
 from configs.model import LongText, PromptSyntax, TextPadding
 from deployments.engines.diffusion.input_images import why_no_pixels
+from deployments.engines.sounds import Sound, why_no_sound
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
@@ -29,6 +30,7 @@ from deployments.records.requests import (
 NO_PROMPT = " "  # to the tokenizers of text encoders, a space is as empty as nothing
 MAX_PARTIAL_IMAGES = 3  # OpenAI's
 MAX_NAMED_IMAGES = 8
+REFERENCES = "image"  # among `images`, those that a model changes
 
 VideoFormat = Literal["mp4", "webm"]
 
@@ -57,10 +59,24 @@ def _as_pictures(value: Any) -> npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uin
     return _as_image(value)
 
 
+def _as_sound(value: Any) -> Sound:
+    if isinstance(value, Sound):
+        value = value.samples, value.rate
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise ValueError("expected samples and how many of them are a second")
+    samples, rate = np.asarray(value[0]), value[1]
+    if reason := why_no_sound(samples, rate):
+        raise ValueError(reason)
+    return Sound(samples.astype(np.float32, copy=False), rate)
+
+
 Pixels = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_image)]  # (height, width, 3); a PIL image in RGB will do
 Mask = Annotated[npt.NDArray[np.uint8], PlainValidator(_as_mask)]  # (height, width)
 # One image, several, or a video: its frames, which may be an array (frames, height, width, 3).
 Pictures = Annotated[npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...], PlainValidator(_as_pictures)]
+
+# Samples, floats (channels, number) from -1 to 1, and how many are a second, as a pair.
+Audio = Annotated[Sound, PlainValidator(_as_sound)]
 
 
 class ControlNetUse(RequestModel):
@@ -139,7 +155,7 @@ class ImageRequest(ServedRequest, ImageOptions):
     `ip_adapter` names IP-Adapters, with the images that are prompts to them.
 
     `images` has further images that a stock pipeline takes, by the names of its class's parameters (`control_image`);
-    several of one name where the class takes a list.
+    several of one name where the class takes a list. `references` are those that an editing model changes.
 
     The ingress sets the last six fields. `adapter_versions` (by name) are as `model_version`; `text_padding` and
     `long_text` are the model's; `merges_lora` says that the one LoRA is merged where it can be (`AdapterConfig`);
@@ -161,6 +177,12 @@ class ImageRequest(ServedRequest, ImageOptions):
     long_text: LongText = "truncate"
     merges_lora: bool = False
     scaled_from: tuple[Count, Count] | None = None
+
+    @property
+    def references(self) -> tuple[npt.NDArray[np.uint8], ...]:
+        """Return the images of the parameter `image`, in sizes of their own."""
+        named = self.images.get(REFERENCES, ())
+        return named if isinstance(named, tuple) else (named,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,12 +266,13 @@ class VideoOptions(ClipOptions):
 
 class ClipRequest(ServedRequest, VideoOptions):
     """A request for a clip from a model that makes videos or audio. `images` go to the parameters of their names,
-    and so do videos, as their frames.
+    and so do videos, as their frames, and `audio`.
 
     `reports_steps` asks for a piece after every step. The ingress sets `model_version`.
     """
 
     images: dict[Name, Pictures] = Field({}, max_length=MAX_NAMED_IMAGES)
+    audio: dict[Name, Audio] = Field({}, max_length=MAX_NAMED_IMAGES)
     reports_steps: bool = False
 
 

@@ -31,7 +31,7 @@ _MAX_DENOMINATOR: Final = 1001
 _INT16: Final = 32_767
 _FRAMES: Final = ("num_frames", "video_length")
 _RATES: Final = ("frame_rate", "fps")
-_SECONDS: Final = ("audio_end_in_s", "audio_length_in_s", "audio_duration", "duration")
+_SECONDS: Final = ("audio_end_in_s", "audio_length_in_s", "audio_duration", "audio_duration_s", "duration")
 _USUAL_FPS: Final = 10  # of diffusers' own `export_to_video`
 
 
@@ -50,6 +50,7 @@ def clip_request(request: ClipRequest, class_name: str, source: PipelineSource) 
         scheduler=request.scheduler,
         scheduler_options=request.scheduler_options,
         reports_steps=request.reports_steps,
+        audio=request.audio,
     )
 
 

@@ -20,6 +20,7 @@ from deployments.engines.diffusion.checkpoints import conditioning_of
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline, settings_hash
+from deployments.engines.diffusion.rows import adapter_names
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.protocol import ConditionedRequest, DiffusionOutput, DiffusionRequest
@@ -179,12 +180,15 @@ class ImageService:
         start = time.perf_counter()
         denoise = denoise_request(request)
         with self._movable(denoise.request_id, request.model):
-            text = conditioning_request(request, denoise, manifest.class_name or "")
+            make_text = partial(conditioning_request, request, denoise, manifest.class_name or "")
+            text = await in_thread(make_text) if denoise.references else make_text()
             encoding = asyncio.ensure_future(_kept_text(checkpoint) if checkpoint else encode_text(text))
             try:
                 if encode_first:
                     await encoding
                 adapters = await self._adapters_of(request)
+                if adapters and self._module_cache.footprints is not None:
+                    await in_thread(self._module_cache.learn_adapted, manifest, adapters)
                 merging = self._merging(request, manifest, adapters)
                 if merging is not None:
                     denoise = replace(denoise, merges_adapter=True)
@@ -301,8 +305,8 @@ class ImageService:
             if name.endswith("prompt_embeds") and one.ndim == 3
         }
         for length in lengths:
-            size, names = (wanted.height, wanted.width, length), [use.name for use in wanted.adapters]
-            if not book.knows(lease.manifest, *size, () if wanted.merges_adapter else names):
+            size = wanted.height, wanted.width, length
+            if not book.knows(lease.manifest, *size, adapter_names(wanted)):
                 shapes = await in_thread(pipeline.adapter_shapes, wanted, request.adapters)
                 await in_thread(book.learn, lease.manifest, folder, *size, shapes)
 

@@ -58,7 +58,7 @@ class SequentialPhases:
         nets = [use.name for use in request.control]
         others = [use.name for uses in (request.lora, request.ip_adapter) for use in uses]
         reports = []
-        if request.init_image is not None or (nets and family.encodes_controls):
+        if request.init_image is not None or request.references or (nets and family.encodes_controls):
             async with take(_all_but(denoiser), sorted(set(nets)), None) as lease:
                 reports.append(lease.report)
                 pipeline = await self._pipeline(lease, denoiser)

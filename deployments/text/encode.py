@@ -21,6 +21,7 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.prompt_weights import from_compel, has_weights, without_weights
@@ -31,6 +32,7 @@ from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder, text_modules, words_of
+from deployments.text.image_readers import ImageReaders
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
 from weights.formats.learned_words import words_in
@@ -46,7 +48,8 @@ class TextItem:
     """One text or pair, or the token ids of one, for one encoder. Warnings and errors call it `name`.
 
     `max_length` None is the encoder's limit, and `max_second` bounds the second text of a pair. `keep` asks the cache
-    not to evict the encoding. One `alone` shares no forward, and its encoding is another to the cache.
+    not to evict the encoding. `images` are seen in it. One `alone` shares no forward, and its encoding is another to
+    the cache.
     """
 
     keyed: KeyedEncoder
@@ -60,6 +63,7 @@ class TextItem:
     keep: bool = False
     layer: ClipLayer = PENULTIMATE
     form: PromptForm | None = None
+    images: tuple[PromptImage, ...] = ()
     has_weights: bool = False
     loras: tuple[EncoderLora, ...] = ()
     words: LearnedWords | None = None
@@ -111,6 +115,7 @@ class CachedEncoders:
         self._run_batch = run_batch
         self._loras = EncoderLoras()
         self._stock = StockTexts(cache, run_batch)
+        self._readers = ImageReaders()
 
     async def condition(
         self, module_cache: ModuleCache, request: ConditioningRequest, wanted: Callable[[Component], bool]
@@ -159,6 +164,10 @@ class CachedEncoders:
         items = [
             _prompt_item(item, lease, loras.get(item.component, ()), request, has_weights=are_weighted) for item in plan
         ]
+        if request.images:
+            config = items[0].keyed.encoder.module.config
+            images = await in_thread(self._readers.read, lease.skeleton, config, request.images)
+            items = [replace(item, images=images, keep=False) for item in items]
         encoded = await self.encode(items, priority=request.priority, timeout_s=request.timeout_s)
         outputs = dict(zip(plan, encoded.outputs, strict=True))
         if unread := [item for item in whole_plan if item.component in lacking]:
@@ -397,7 +406,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
         else:
             how = (
                 *(type(item.text), item.max_length, item.max_second, item.padding),
-                *(item.as_embedding, item.layer, item.form),
+                *(item.as_embedding, item.layer, item.form, item.images),
             )
             alike.setdefault((encoder, *how), []).append(number)
     for numbers in alike.values():
@@ -409,6 +418,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
             as_embedding=first.as_embedding,
             layer=first.layer,
             form=first.form,
+            images=first.images,
             max_second=first.max_second,
         )
         for number, text in zip(numbers, texts, strict=True):

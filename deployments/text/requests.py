@@ -26,8 +26,8 @@ class ConditioningRequest:
     `Family.plan_texts`), `prompt_syntax` and `clip_skip` the request's. `priority` 0 is the encoder's default;
     `timeout_s` bounds the time in its admission queue. `adapters` are LoRAs by name and their strength; those that
     change no text encoder are passed over. `encodes_alone`: no text shares its forward, so that batch-mates change no
-    bit. `arguments` are those of a stock pipeline's `encode_prompt` (`TextCall.arguments`): then the prompt only says
-    who encodes it.
+    bit. `images`, uint8 (height, width, 3), are seen with each of its texts. `arguments` are those of a stock
+    pipeline's `encode_prompt` (`TextCall.arguments`): then the prompt only says who encodes it.
     """
 
     model: str
@@ -46,6 +46,7 @@ class ConditioningRequest:
     prompt_syntax: PromptSyntax = "plain"
     clip_skip: int = 0
     arguments: Mapping[str, Any] | None = None
+    images: tuple[npt.NDArray[np.uint8], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

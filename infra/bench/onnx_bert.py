@@ -28,7 +28,7 @@ class _Positional(nn.Module):
 
 def onnx_bytes(bert: BertModel) -> bytes:
     """Return a BERT as an ONNX model of INPUTS and OUTPUTS, of any number of rows and any length."""
-    file: Any = io.BytesIO()
+    file: Any = io.BytesIO()  # the exporter takes files, which its annotations do not say
     ids = torch.randint(1, bert.config.vocab_size, (3, 5))
     mask = torch.ones_like(ids)
     mask[0, 3:] = 0  # the tracer takes the way of its example: without padding there is no mask

@@ -53,20 +53,22 @@ from the library's source.
 | ..., text alone | the decoder of a model that reads images or sound as well, which are refused here |
 | stock path, encodes itself | the same, with the text encoders in the worker instead of the text encoder service |
 
-Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. The text encoder of
-Qwen-Image-Edit reads the image as well, which the text encoder service cannot: these classes are on the stock path.
-Images are answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
+Of FLUX.3 the installed diffusers has a transformer and no pipeline class, so it is not served. Images are
+answered without transparency, also where a class makes it (Qwen-Image 2.1 and Layered).
+`ChromaInpaintPipeline` and every `clip_skip` of a class with a CLIP (that of `I2VGenXLPipeline` is 1 by default) fail
+in diffusers itself: they read an option that no Chroma's config has, and a module that the installed transformers'
+`CLIPTextModel` has no more. Here they find both, and do with them what older versions did: the first was compared with
+diffusers beside a config that has the option, the second with the prompt's embedding given to diffusers.
+`LongCatAudioDiTPipeline` has a scheduler of its own: diffusers neither saves nor reads another one, so what is made
+with one in Python is not what the same folder makes, here or there.
 
 What was not compared, and why, as far as it is known:
 
-- `ChromaInpaintPipeline` and `I2VGenXLPipeline` fail in diffusers itself: they read an option that no Chroma's config
-  has, and a module that the installed transformers' `CLIPTextModel` has no more.
 - Classes that diffusers keeps in its folder `deprecated` with parts of their own (`AltDiffusionPipeline`,
   `UnCLIPPipeline`, `PaintByExamplePipeline`, `KarrasVePipeline`, ...): it does not find these in a folder.
 - `MusicLDMPipeline` does not run with the installed transformers, whose `ClapModel` returns another kind of object.
-- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes and
-  `StableAudio3AudioToAudioPipeline`, which want videos or sound as tensors: a request brings plain values, images and
-  frames.
+- `LTX2HDRPipeline` and others that want conditions as objects of their own, and the `EasyAnimate` classes, which want
+  videos as tensors: a request brings plain values, images, frames and audio.
 - `Kandinsky5T2IPipeline` and `Kandinsky5I2IPipeline` draw a million pixels at least: too slow for a test.
 - Classes whose parts nobody has made tiny yet (`GlmImagePipeline`, `SanaWMPipeline`, ...).
 

@@ -17,6 +17,8 @@ import torch
 from configs.simulated import SimulatedConfig
 
 SIMULATED = SimulatedConfig(num_devices=2, memory_bytes=256 * 2**20)
+LEARNED = ("steps", "_known", "_texts", "_lock")  # of a book of footprints
+_learned: dict[Any, dict[str, Any]] = {}  # by a book's device and bounds
 _met: dict[str, str] = {}
 torch.set_num_threads(1)  # on more, models this small are slower: their threads wait for each other
 
@@ -63,6 +65,20 @@ def pytest_testnodedown(node: Any) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     met = ", ".join(f"{name} ({what})" for name, what in sorted(_met.items())) or "none"
     terminalreporter.write_line(f"devices met: {met}")
+
+
+@pytest.fixture
+def learned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What forwards take is the same for all hosts on a device: it is recorded once, not for each host of each test."""
+    from deployments.modules.footprints import FootprintBook
+
+    plain = FootprintBook.__init__
+
+    def init(book: Any, *settings: Any) -> None:
+        plain(book, *settings)
+        vars(book).update(_learned.setdefault(settings, {name: vars(book)[name] for name in LEARNED}))
+
+    monkeypatch.setattr(FootprintBook, "__init__", init)
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,7 @@ async def test_a_request_that_is_too_large_fails_alone_in_the_middle_of_a_merged
         taken: int = module.max_memory_allocated(device) - before
         return taken
 
-    small, large, other = image_request(1), image_request(2, side=256), image_request(3)
+    small, large, other = image_request(1), image_request(2, side=128), image_request(3)
     alone = {request.request_id: run(request)[0][request.request_id] for request in (small, other)}
     small_bytes, large_bytes = peak(small), peak(large)
     assert large_bytes > 8 * small_bytes

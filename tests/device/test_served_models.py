@@ -17,6 +17,7 @@ from configs.cluster import ClusterConfig
 from deployments.local import LocalModels
 from deployments.records import ImageRequest, LoraUse
 
+pytestmark = pytest.mark.usefixtures("learned_once")
 DEMO = Path(__file__).parents[2] / "infra/demo/models"
 NAMES = ("digits-flux", "digits-flux-inverted", "digits-sdxl", "adder", "texts-bert", "texts-head")
 

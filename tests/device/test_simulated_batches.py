@@ -18,10 +18,12 @@ pytest.importorskip("diffusers")
 from kit.hosting import Host, demo_store
 
 from configs.cluster import WorkerConfig
+from deployments.engines.diffusion.footprints import make_twin
 from deployments.engines.memory_limits import MemoryLimits
+from deployments.engines.skeletons import blank_module
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.records import ImageRequest, ImageResult
+from deployments.records import ControlNetUse, ImageRequest, ImageResult
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.fallback import FallbackEncoder
@@ -42,7 +44,7 @@ def model(request: pytest.FixtureRequest) -> str:
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        return demo_store(tmp_path_factory.mktemp("planned") / "store", "digits-flux", "digits-sdxl")
+        return demo_store(tmp_path_factory.mktemp("planned") / "store", "digits-flux", "digits-sdxl", "outline")
 
 
 @pytest.fixture
@@ -134,6 +136,54 @@ async def test_two_rows_of_room_are_two_rows_at_once(
     found = await draw_all(Host(store, str(device), budget), texts, requests)
     assert halvings == []
     assert len(found) == 5
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_admission_counts_a_control_net(store: WeightStore, device: torch.device, ballast: list[torch.Tensor]) -> None:
+    manifest, nets = store.manifest("digits-flux"), {"outline": store.manifest("outline")}
+    parts = [part for one in (manifest, *nets.values()) for part in one.components.values()]
+    weights = sum(part.nbytes for part in parts if is_denoise_component(part))
+    leave(device, 2 * weights, ballast)
+    host = Host(store, str(device), 2 * weights)
+    book = host.footprints
+    assert book is not None
+    book._entry(manifest).least[frozenset()] = 0  # as of a model that was prepared, and whose own images take nothing
+    assert host.can_hold(manifest, is_denoise_component, nets)
+    host.learn_adapted(manifest, nets)
+    assert not host.can_hold(manifest, is_denoise_component, nets)
+    assert host.can_hold(manifest, is_denoise_component, {})
+    net = nets["outline"].components["controlnet"]
+    twin = make_twin(manifest, host.skeleton(manifest), device)
+    shapes = [("outline", blank_module(net, host.skeleton(nets["outline"]) / net.folder))]
+    assert book.least_bytes(manifest, net, nets) == twin.record_denoise(1024, 1024, 512, 1, shapes).eager_peak()
+
+
+@pytest.mark.long
+async def test_batches_with_a_control_net_are_as_large_as_there_is_room(
+    store: WeightStore, device: torch.device, halvings: list[int], ballast: list[torch.Tensor]
+) -> None:
+    manifest, texts = store.manifest("digits-flux"), Host(store, "cpu")
+    image = np.zeros((SIDE, SIDE, 3), np.uint8)
+    control = (ControlNetUse(name="outline", image=image),)
+    requests = [
+        one.model_copy(update={"control": control, "num_inference_steps": 1}) for one in requests_of("digits-flux", 12)
+    ]
+    roomy = Host(store, str(device))
+    expected = await draw_all(roomy, texts, requests)
+    assert roomy.footprints is not None
+    learned = roomy.footprints.of(manifest)
+    assert any("outline" in str(kind) for kind in learned)
+    room = max(found.bytes_of(2 if kind[0] == "denoise" else 1) for kind, found in learned.items())
+    parts = [part for name in ("digits-flux", "outline") for part in store.manifest(name).components.values()]
+    kept = {ref.sha256: ref.nbytes for part in parts if is_denoise_component(part) for ref in part.tensors.values()}
+    budget = sum(-(-nbytes // 512) * 512 for nbytes in kept.values()) + room + BESIDE
+    roomy.evict("digits-flux")
+    roomy.set_budget(0)
+    leave(device, budget, ballast)
+    host = Host(store, str(device), budget)
+    found = await draw_all(host, texts, requests)
+    assert halvings == []
+    assert len(found) == 12
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +19,16 @@ pytest.importorskip("diffusers")
 
 from unit.deployments.engines.diffusion import conftest as tiny
 from unit.deployments.engines.diffusion import test_prompt_readers as readers
+from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
+from unit.deployments.engines.diffusion.test_controlnets import make_net
+from unit.deployments.engines.diffusion.test_image_prompts import opened
 from unit.deployments.engines.upscaler_files import compact, rrdb
 
 from deployments.engines.build import build_skeleton
 from deployments.engines.diffusion.footprints import PipelineTwin
 from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
-from deployments.engines.diffusion.rows import parts_of
+from deployments.engines.diffusion.rows import adapter_names, parts_of
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.graph.recording import Recorder, fake_weights, record
 from deployments.engines.graph.workspace import Workspace
@@ -35,7 +40,7 @@ from deployments.engines.llm.models.registry import create_any_model, load_confi
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.scheduler import Sequence as TokenSequence
 from deployments.engines.nn.lora import fit_pairs
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.protocol import ControlUse, DiffusionRequest, ImagePromptUse
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.footprints import EncoderTwin, TextFootprints
 from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
@@ -141,7 +146,7 @@ def test_loras(
     }
     fitted, shapes = (
         fit_pairs(pipeline.denoiser, pairs),
-        {"style": {path: one.to("meta") for path, one in pairs.items()}},
+        [("style", {path: one.to("meta") for path, one in pairs.items()})],
     )
     found = None
     for rows, num_adapted in ((1, 1), (2, 2), (7, 7), (7, 3)):
@@ -152,6 +157,74 @@ def test_loras(
             state.adapters = ((fitted, 0.7),)
         measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
         assert 1.0 <= found.bytes_of(rows) / measured <= (1.01 if num_adapted == rows else 2.0), (rows, num_adapted)
+
+
+CONTROLLED = [one for one in FAMILIES if one.values[0] in ("flux", "sdxl", "stable_diffusion", "inpainting")]
+PROMPTED = [one for one in CONTROLLED if one.values[0] != "flux"]
+
+
+def begin_adapted(
+    pipeline: DenoisePipeline, shape: tuple[int, int, int], counts: Sequence[int], adapters: Any, **uses: Any
+) -> list[DenoiseState]:
+    """Return requests with adapters for so many images each."""
+    plain = begin(pipeline, *shape, 1)[0].request
+    return [
+        pipeline.start_request(replace(plain, num_images=n, **uses), conditioning(pipeline, shape[2]), adapters)
+        for n in counts
+    ]
+
+
+@pytest.mark.parametrize("pipelines", CONTROLLED, indirect=True)
+@pytest.mark.parametrize("shape", SIZES)
+def test_control_nets(
+    pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
+) -> None:
+    """One, and two of which one acts from the fifth step of twenty on: until then less is taken."""
+    pipeline, twin = pipelines
+    pair = SimpleNamespace(ours=pipeline)
+    nets = {name: torch.nn.Module.to(make_net(pair, seed), device) for seed, name in enumerate("ab")}
+    image = np.zeros((*shape[:2], 3), np.uint8)
+    one, later = ControlUse("a", image), ControlUse("b", image, start=0.2)
+    for uses in ((one,), (one, later)):
+        found = None
+        for counts, step in (([1], 4), ([1] * 2, 4), ([1] * 7, 4), ([7], 4), ([1] * 7, 0)):
+            states = begin_adapted(pipeline, shape, counts, nets, control=uses)
+            shapes = pipeline.adapter_shapes(states[0].request, nets)
+            assert [name for name, _ in shapes] == list(adapter_names(states[0].request))
+            found = found or twin.denoise_footprint(*shape, 7, shapes)
+            for state in states:
+                state.step_index = step
+            measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
+            is_most = len(counts) == sum(counts) and len(states[0].acting_controls) == len(uses)
+            assert 1.0 <= found.bytes_of(sum(counts)) / measured <= (1.01 if is_most else 2.0), (uses, counts, step)
+        (plain,) = begin(pipeline, *shape, 1)
+        assert found is not None
+        assert found.bytes_of(1) > peak_of(device, lambda plain=plain: pipeline._predict(parts_of([plain])))
+
+
+@pytest.mark.parametrize("pipelines", PROMPTED, indirect=True)
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
+@pytest.mark.parametrize("shape", SIZES)
+def test_images_as_prompts(
+    pipelines: tuple[DenoisePipeline, PipelineTwin],
+    device: torch.device,
+    shape: tuple[int, int, int],
+    kind: Kind,
+    tmp_path: Path,
+) -> None:
+    """Of requests for an image each what was predicted, and of those for several no more."""
+    pipeline, twin = pipelines
+    own = opened(write_ip_adapter(tmp_path / "a", pipeline.denoiser, kind))
+    tensors = {name: tensor.to(device) for name, tensor in own.tensors.items()}
+    adapters = {"a": replace(own, encoder=torch.nn.Module.to(own.encoder, device), tensors=tensors)}
+    uses = (ImagePromptUse("a", np.zeros((8, 8, 3), np.uint8)),)
+    found = None
+    for counts in ([1], [1] * 2, [1] * 7, [7], [3, 4]):
+        states = begin_adapted(pipeline, shape, counts, adapters, image_prompts=uses)
+        found = found or twin.denoise_footprint(*shape, 7, pipeline.adapter_shapes(states[0].request, adapters))
+        measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
+        most = 1.01 if len(counts) == sum(counts) else 2.0
+        assert 1.0 <= found.bytes_of(sum(counts)) / measured <= most, (counts, measured, found)
 
 
 @pytest.mark.parametrize("shape", SIZES)

@@ -33,6 +33,7 @@ from weights.externalize import externalize
 from weights.quantization.fp8_pipeline import export_fp8
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("learned_once")
 REQUEST = ImageRequest(
     model="digits-sdxl",
     prompt="a handwritten seven",

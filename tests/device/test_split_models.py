@@ -25,7 +25,7 @@ from deployments.engines.protocol import SamplingParams, TextLora, TextRequest
 from deployments.errors import ServiceError
 from deployments.modules import loading
 from deployments.modules.loading import is_denoise_component
-from deployments.modules.parts import HOST
+from deployments.modules.parts import HOST, beside_adapters
 from weights.errors import BudgetExceeded, WeightsError
 from weights.intake import import_model
 from weights.memory.block_plan import Rates
@@ -351,6 +351,33 @@ async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_sa
     host.set_budget(0)
     assert await settles(lambda: [module.memory_allocated(one) for one in devices] == before)
     assert not +host.provider.leases
+
+
+@pytest.mark.usefixtures("products_of_torch")
+@pytest.mark.parametrize("model", ["plain", "packed"])
+async def test_a_cache_that_takes_what_there_is_takes_it_of_each_device_for_the_layers_there(
+    store: WeightStore, device: torch.device, second_device: torch.device, monkeypatch: Any, model: str
+) -> None:
+    """The first device alone has no room for the model, and so none for a cache."""
+    least = 2**16
+    monkeypatch.setattr(loading, "MIN_KV_CACHE_BYTES", least)
+    budget = int(0.9 * whole_bytes(store, model))
+    names = tuple(map(str, (device, second_device, "cpu")))
+    auto = {"kv_cache_bytes": "auto", "max_num_seqs": 10**4, "num_gpus": 2.0 if device.type == "cuda" else 0.0}
+    host = Host(store, names[0], budget, devices=names, **auto)
+    engine = await engine_of(host, model)
+    on = [str(place) for place in engine._runner._model.layer_devices]
+    assert set(on) == {str(device), str(second_device)}
+    component = store.manifest(model).components["model"]
+    skeleton = store.models / store.manifest(model).skeleton
+    cache = host.builder.working_memory(component, skeleton)
+    assert cache > whole_bytes(store, model) / 2 > 2 * least
+    room = beside_adapters(budget)
+    assert 0.95 * room <= max(used_by(host)) <= room
+    small = Host(store, names[0], budget, devices=names, **auto | {"kv_cache_bytes": least})
+    assert small.builder.working_memory(component, skeleton) < cache / 3
+    _, rows = logged(await engine_of(host_of(store, "cpu"), model))
+    assert_same(logged(engine)[1], rows, device)
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])

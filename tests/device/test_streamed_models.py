@@ -32,6 +32,7 @@ from weights.intake import import_model
 from weights.quantization.fp8_pipeline import export_fp8
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("learned_once")
 FLUX, SDXL = "digits-flux", "digits-sdxl"
 DENOISERS = {FLUX: "transformer", SDXL: "unet", "fp8": "transformer"}
 PIXELS = np.random.default_rng(2).integers(0, 256, (32, 32, 3), np.uint8)

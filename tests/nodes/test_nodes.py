@@ -148,39 +148,6 @@ def test_two_clusters_on_one_ray(cluster: ThreeNodes) -> None:
     assert cluster.asked(f"{url}/healthz") == {}
 
 
-def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
-    """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
-    first = {one.pid for name in NAMES for one in cluster.replicas(name)}
-    cluster.join(SPARE)
-    said: list[str] = []
-    disturbed(cluster, "twelve values applied", lambda: said.append(cluster.apply(changed_fields())))
-    assert [key for key in CHANGED if key not in said[0]] == []
-    wait_until(lambda: not first & {one.pid for name in NAMES for one in cluster.replicas(name)}, "successors of all")
-    kept = changed_fields() | {"models": fields_of("studio")["models"]}
-    kept["text_encoder"]["num_replicas"] = len(NAMES)
-    disturbed(cluster, "some of them taken back", lambda: said.append(cluster.apply(kept)))
-    assert "nothing to change" in cluster.apply(kept)
-    disturbed(cluster, "the node that had room drains", lambda: cluster.end_by_sigterm(SPARE))
-    cluster.wait_whole()
-
-
-def changed_fields() -> dict[str, Any]:
-    """Return the first cluster's config with a change of each key in CHANGED."""
-    fields = fields_of("studio")
-    adder = next(model for model in fields["models"] if model["id"] == "adder")
-    fields["models"].append(adder | {"id": "second-adder"})
-    adder["description"] = "adds"
-    fields["http"]["web"] = False
-    fields["pipelines"] = demo_fields()["pipelines"][:1]
-    fields["access"] = {"max_concurrent": 1000}
-    fields["admission"] = {"max_waiting": 77, "max_overtakes": 7}
-    fields["ingress"]["limits"] = {"max_images": 9}
-    fields["text_encoder"] |= {"num_replicas": len(NAMES) + 1, "cache_bytes": "32 MiB"}
-    fields["text_encoder"]["batching"] = {"max_queue_delay_us": 1000}
-    fields["worker"]["kv_cache_bytes"] = "17 MiB"
-    return fields
-
-
 def test_links_take_50_ms_and_lose_a_hundredth(cluster: ThreeNodes) -> None:
     def slow() -> None:
         for name in NAMES:
@@ -227,3 +194,36 @@ def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
     wait_until(lambda: not cluster.runs_ray(name) or cluster.is_whole(), "a node that is back or gave up")
     if not cluster.runs_ray(name):
         back(cluster, "another node in its place", name)
+
+
+def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
+    """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
+    first = {one.pid for name in NAMES for one in cluster.replicas(name)}
+    cluster.join(SPARE)
+    said: list[str] = []
+    disturbed(cluster, "twelve values applied", lambda: said.append(cluster.apply(changed_fields())))
+    assert [key for key in CHANGED if key not in said[0]] == []
+    wait_until(lambda: not first & {one.pid for name in NAMES for one in cluster.replicas(name)}, "successors of all")
+    kept = changed_fields() | {"models": fields_of("studio")["models"]}
+    kept["text_encoder"]["num_replicas"] = len(NAMES)
+    disturbed(cluster, "some of them taken back", lambda: said.append(cluster.apply(kept)))
+    assert "nothing to change" in cluster.apply(kept)
+    disturbed(cluster, "the node that had room drains", lambda: cluster.end_by_sigterm(SPARE))
+    cluster.wait_whole()
+
+
+def changed_fields() -> dict[str, Any]:
+    """Return the first cluster's config with a change of each key in CHANGED."""
+    fields = fields_of("studio")
+    adder = next(model for model in fields["models"] if model["id"] == "adder")
+    fields["models"].append(adder | {"id": "second-adder"})
+    adder["description"] = "adds"
+    fields["http"]["web"] = False
+    fields["pipelines"] = demo_fields()["pipelines"][:1]
+    fields["access"] = {"max_concurrent": 1000}
+    fields["admission"] = {"max_waiting": 77, "max_overtakes": 7}
+    fields["ingress"]["limits"] = {"max_images": 9}
+    fields["text_encoder"] |= {"num_replicas": len(NAMES) + 1, "cache_bytes": "32 MiB"}
+    fields["text_encoder"]["batching"] = {"max_queue_delay_us": 1000}
+    fields["worker"]["kv_cache_bytes"] = "17 MiB"
+    return fields

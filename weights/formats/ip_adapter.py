@@ -96,6 +96,15 @@ def read_ip_adapter(file: Path, shapes: Mapping[str, Shape]) -> IpAdapterForm:
     return IpAdapterForm(kind, tuple(sorted(pairs)), projection[_NORMS[kind]][0], num_resampled)
 
 
+def count_tokens(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return how many tokens an adapter makes of an image, by its tensors, which have its encoder's among them."""
+    if latents := shapes.get("image_proj.latents"):
+        return latents[1]
+    if plain := shapes.get("image_proj.proj.weight"):
+        return plain[0] // shapes["image_proj.norm.weight"][0]
+    return next(shape[0] for name, shape in shapes.items() if name.endswith("embeddings.position_embedding.weight"))
+
+
 def check_encoder(file: Path, shapes: Mapping[str, Shape]) -> None:
     """Check that an adapter reads what the encoder among its tensors says of an image. Raises AdapterError."""
     form, name = read_ip_adapter(file, shapes), f"{ENCODER}.visual_projection.weight"

@@ -52,7 +52,9 @@ PIPELINES: Final[Mapping[str, PipelineParts]] = {
         "ZImage": _ONE_ENCODER,
     }.items()
     for task in ("", "Img2Img", "Inpaint")
-} | {"Flux2Pipeline": _ONE_ENCODER, "Flux2KleinPipeline": _ONE_ENCODER}
+} | dict.fromkeys(
+    ("Flux2Pipeline", "Flux2KleinPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline"), _ONE_ENCODER
+)
 
 
 def why_incomplete(checkpoint: Checkpoint) -> str | None:

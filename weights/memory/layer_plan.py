@@ -7,7 +7,7 @@ layers before those that it has room for on the next, so that a token's activati
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,6 +18,7 @@ GpuLayers = int | str  # "auto", so many of the last ones, or a regular expressi
 AUTO: Final = "auto"
 _LAYER: Final = re.compile(r"(?:model\.)?(?:layers|blk)\.([0-9]{1,6})\.")
 _EMBEDDING: Final = re.compile(r"(?:model\.)?(?:embed_tokens|token_embd)\.")
+_CACHE_STEPS: Final = 256  # the largest caches are found up to such a part of them
 _HEADS: Final = ("lm_head.", "output.weight")
 
 
@@ -114,6 +115,30 @@ def plan_layers(
         weights_bytes, count = weights_bytes + sizes.layers[layer], count + 1
         places[layer] = device
     return LayerPlan(tuple(places))
+
+
+def largest_caches(
+    sizes_of: Callable[[int], DecoderSizes], budgets: Sequence[int], least: int, host_bytes: int | None
+) -> int:
+    """Return how many bytes of KV caches have room where the layers are, `least` of them or more.
+
+    `sizes_of` gives the sizes of a decoder whose caches have so many bytes in all. They grow as long as no layer more
+    goes to the host than with the least of them, and the host's fit its bytes, None where it computes no layers.
+    """
+
+    def num_on_host(cache_bytes: int) -> int | None:
+        sizes = sizes_of(cache_bytes)
+        try:
+            hosts = len(plan_layers(sizes, budgets, AUTO, "", has_host=host_bytes is not None).on(None))
+        except BudgetExceeded:
+            return None
+        return hosts if not hosts or sizes.caches[hosts] <= (host_bytes or 0) else None
+
+    fewest, found, beyond = num_on_host(least), least, sum(budgets) + (host_bytes or 0) + 1
+    while fewest is not None and beyond - found > max(1, found // _CACHE_STEPS):
+        middle = (found + beyond) // 2
+        found, beyond = (middle, beyond) if num_on_host(middle) == fewest else (found, middle)
+    return found
 
 
 def _wanted_layers(num_layers: int, wanted: GpuLayers, model: str) -> list[int]:

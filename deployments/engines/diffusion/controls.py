@@ -19,6 +19,7 @@ from deployments.engines.protocol import DiffusionRequest, EngineError
 class Control:
     """A ControlNet and its image as it reads it, (num_images, …). `reads_prompt`: never the negative prompt."""
 
+    name: str
     net: Any
     image: torch.Tensor
     scale: float
@@ -57,7 +58,7 @@ def make_controls(
         with torch.no_grad():
             image = family.control_image(net, pixels, lambda images: codec.encode(images, generator), codec.vae)
         image = image.to(device, denoiser.dtype)
-        controls.append(Control(net, image, use.scale, use.start, use.end, family.controls_read_prompt))
+        controls.append(Control(use.name, net, image, use.scale, use.start, use.end, family.controls_read_prompt))
     return tuple(controls)
 
 

@@ -46,7 +46,7 @@ class FirstLatents:
     """Latents before step `first_step` of the solver's schedule.
 
     `extra_channels` is what the denoiser reads beside them, along the second axis: (B, 5, h, w), mask and masked image,
-    of an inpainting UNet of 9 channels; an image in patches of a family that `attends_to_image`.
+    of an inpainting UNet of 9 channels; images in patches of a family that reads them beside its latents.
     """
 
     latents: torch.Tensor
@@ -84,7 +84,7 @@ class LatentsMaker:
 
         if request.init_image is None or family.attends_to_image:
             begun = family.pack_latents(family.first_latents(draw(request.num_images), solver))
-            return FirstLatents(begun, extra_channels=self._image_beside(request, begun))
+            return FirstLatents(begun, extra_channels=self._images_beside(request, begun))
         first_step = _first_step(family, request, solver)
         image = unit_pixels(request.init_image, self.device) * 2 - 1
         mask = None if request.mask_image is None else _mask_pixels(request.mask_image, self.device)
@@ -111,13 +111,17 @@ class LatentsMaker:
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
 
-    def _image_beside(self, request: DiffusionRequest, begun: torch.Tensor) -> torch.Tensor | None:
-        """Return the image of a request in patches (B, N, C), for a family that reads it beside the latents."""
-        if request.init_image is None:
+    def _images_beside(self, request: DiffusionRequest, begun: torch.Tensor) -> torch.Tensor | None:
+        """Return the images of a request in patches (B, N, C), for a family that reads them beside the latents."""
+        images = request.references if request.init_image is None else (request.init_image,)
+        if not images:
             return None
-        pixels = (unit_pixels(request.init_image, self.device) * 2 - 1).to(begun.dtype)
-        latents = self.codec.most_likely(pixels, self.family.scale_latents)
-        return self.family.pack_latents(latents).to(begun).expand(request.num_images, -1, -1)
+        patches = []
+        for image in images:
+            pixels = (unit_pixels(image, self.device) * 2 - 1).to(begun.dtype)
+            latents = self.codec.most_likely(pixels, self.family.scale_latents)
+            patches.append(self.family.pack_latents(latents).to(begun))
+        return torch.cat(patches, dim=1).expand(request.num_images, -1, -1)
 
     def _encode(
         self, image: torch.Tensor, generator: torch.Generator, dtype: torch.dtype, request: DiffusionRequest

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from deployments.engines.diffusion.controls import Control
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Branch, Family
+from deployments.engines.diffusion.families.base import Branch, Family, Rows
 from deployments.engines.diffusion.image_codec import ImageCodec
+from deployments.engines.diffusion.image_prompts import ImagePrompt, PromptedSpan, blank_image_prompt
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
-from deployments.engines.diffusion.pipeline import DenoisePipeline
+from deployments.engines.diffusion.pipeline import AdapterShapes, DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, workspace_kind
 from deployments.engines.diffusion.state import DenoiseState, check_request
 from deployments.engines.graph.footprint import Footprint, fit_footprint
-from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
+from deployments.engines.graph.recording import Recorder, Recording, fake_copy, fake_weights, record
+from deployments.engines.nn.batch_invariant import make_batch_invariant
 from deployments.engines.nn.lora import FittedPairs, check_targets
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
 from deployments.engines.skeletons import blank_module
@@ -30,16 +34,22 @@ from weights.torch_seam import fake_mode
 
 _DECODED: Final = 4  # images at once; the VAE's peak is linear in them
 
-# What LoRAs add to the layers of a denoiser, by name and module (`DenoisePipeline.adapter_shapes`).
-AdapterShapes = Mapping[str, Mapping[str, LoraPair]]
+
+@dataclass(frozen=True, slots=True)
+class _Adapted:
+    """The adapters of a request of the twin: those of `DenoiseState`, LoRAs with their names."""
+
+    loras: tuple[tuple[str, FittedPairs], ...] = ()
+    controls: tuple[Control, ...] = ()
+    image_prompts: tuple[ImagePrompt, ...] = ()
 
 
 class PipelineTwin(DenoisePipeline):
     """A pipeline of fake tensors, whose forwards are recorded as they would run on `device`. One thread at a time.
 
     Its modules are blank ones (`blank_module`) that nobody else uses. What a batch takes most is recorded: one image of
-    each request, the results of its time and text not known yet. LoRAs are those of every row, on the side path;
-    ControlNets and images as prompts are left out.
+    each request, the results of its time and text not known yet, and one beside it where a family reads some. Adapters
+    are those of every row: LoRAs on the side path, and ControlNets in a step in which all of them act.
     """
 
     def __init__(self, family: Family, folder: Path, modules: Mapping[str, nn.Module], device: torch.device) -> None:
@@ -49,31 +59,31 @@ class PipelineTwin(DenoisePipeline):
         super().__init__(family, folder, modules, device)
         self._codec = ImageCodec(modules["vae"])  # never in tiles
         self._decodes: dict[tuple[int, int], Footprint] = {}
+        self._nets: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 
     def footprints(
-        self,
-        height: int,
-        width: int,
-        text_length: int,
-        bounds: BatchBounds,
-        adapters: AdapterShapes = MappingProxyType({}),
+        self, height: int, width: int, num_tokens: int, bounds: BatchBounds, adapters: AdapterShapes = ()
     ) -> dict[Hashable, Footprint]:
         """Return the footprints of denoising and decoding images of that size, by their kinds.
 
         A prompt has so many tokens before the family pads it; `adapters` are as `adapter_shapes` tells them.
         """
-        padded = self.family.padded_text_length(text_length) if self.family.masks_text else text_length
-        kind = workspace_kind(self._part(height, width, padded, dict.fromkeys(adapters, ())))
-        denoise = self.denoise_footprint(height, width, padded, bounds.denoise_rows(height * width), adapters)
+        length = self._text_length(num_tokens, adapters)
+        kind = workspace_kind(self._part(height, width, length, self._adapted(adapters, height, width)))
+        denoise = self.denoise_footprint(height, width, length, bounds.denoise_rows(height * width), adapters)
         return {kind: denoise, decode_kind(height, width): self.decode_footprint(height, width)}
 
+    def image_bytes(self, height: int, width: int, num_tokens: int, adapters: AdapterShapes) -> int:
+        """Return what a forward for one image takes, as `footprints` has it."""
+        length = self._text_length(num_tokens, adapters)
+        return self.record_denoise(height, width, length, 1, adapters).eager_peak()
+
+    def _text_length(self, num_tokens: int, adapters: AdapterShapes) -> int:
+        is_padded = self.family.masks_text and not any(isinstance(shape, nn.Module) for _, shape in adapters)
+        return self.family.padded_text_length(num_tokens) if is_padded else num_tokens
+
     def denoise_footprint(
-        self,
-        height: int,
-        width: int,
-        text_length: int,
-        most_rows: int,
-        adapters: AdapterShapes = MappingProxyType({}),
+        self, height: int, width: int, text_length: int, most_rows: int, adapters: AdapterShapes = ()
     ) -> Footprint:
         """Return the footprint of forwards for images of that size, and prompts of so many tokens."""
         rows = [1, 2, max(3, most_rows)]
@@ -89,11 +99,11 @@ class PipelineTwin(DenoisePipeline):
         return self._decodes[height, width]
 
     def record_denoise(
-        self, height: int, width: int, text_length: int, rows: int, adapters: AdapterShapes = MappingProxyType({})
+        self, height: int, width: int, text_length: int, rows: int, adapters: AdapterShapes = ()
     ) -> Recording:
         """Return the recording of one forward of so many rows."""
-        fitted = {name: self._fakes_of(pairs) for name, pairs in adapters.items()}
-        parts = [self._part(height, width, text_length, fitted) for _ in range(rows)]
+        adapted = self._adapted(adapters, height, width)
+        parts = [self._part(height, width, text_length, adapted) for _ in range(rows)]
         return self._record(lambda: self._predict(parts), {self.family.denoiser_name: self.denoiser})
 
     def record_decode(self, height: int, width: int, rows: int) -> Recording:
@@ -106,6 +116,37 @@ class PipelineTwin(DenoisePipeline):
 
     def _record(self, run: Callable[[], Any], modules: Mapping[str, nn.Module]) -> Recording:
         return record(run, Recorder(self.device, is_fake=True), modules, self._mode)
+
+    def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
+        """Return what the pipeline does, images as prompts of one request: those of several take less at once."""
+        one = tuple(PromptedSpan(span.uses) for span in rows.image_prompts[:1])
+        return super()._forward(replace(rows, image_prompts=one), height, width)
+
+    def _adapted(self, adapters: AdapterShapes, height: int, width: int) -> _Adapted:
+        loras, controls, prompts = [], [], []
+        for name, shape in adapters:
+            if isinstance(shape, nn.Module):
+                controls.append(self._control(name, shape, height, width))
+            elif isinstance(shape, int):
+                with self._mode:
+                    prompts.append(blank_image_prompt(name, shape, self.denoiser, self.device))
+            elif shape is not None:
+                loras.append((name, self._fakes_of(shape)))
+            else:
+                raise EngineError(f"{name!r} is no adapter of the kind that it is asked for")
+        return _Adapted(tuple(loras), tuple(controls), tuple(prompts))
+
+    def _control(self, name: str, net: nn.Module, height: int, width: int) -> Control:
+        """Return a ControlNet at work, and its image; the net itself stays as it is."""
+        if net not in self._nets:
+            self._nets[net] = fake_copy(net, self._mode, self.device)
+            make_batch_invariant(self._nets[net])
+        twin, family, size = self._nets[net], self.family, self._size(height, width)
+        with self._mode:
+            pixels = torch.empty(1, 3, height, width, device=self.device)
+            latents = pixels.new_empty(1, *family.noise_shape(self.denoiser.config, size))
+            image = family.control_image(twin, pixels, lambda images: latents, self._codec.vae).to(self._dtype)
+        return Control(name, twin, image, 1.0, 0.0, 1.0, family.controls_read_prompt)
 
     def _fakes_of(self, pairs: Mapping[str, LoraPair]) -> FittedPairs:
         def fake(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -126,15 +167,11 @@ class PipelineTwin(DenoisePipeline):
                 for path, pair in pairs.items()
             )
 
-    def _part(
-        self,
-        height: int,
-        width: int,
-        text_length: int,
-        adapters: Mapping[str, FittedPairs] = MappingProxyType({}),
-    ) -> Condition:
+    def _part(self, height: int, width: int, text_length: int, adapted: _Adapted) -> Condition:
         """Return the only condition of a request for one image, before its first step of many."""
         family, size = self.family, self._size(height, width)
+        if family.max_references:  # the usual ones: one image, and the result has its sides
+            size = size._replace(references=(size,))
         text_width, pooled_width = family.text_widths(self.denoiser)
         request = DiffusionRequest(
             "twin",
@@ -143,19 +180,20 @@ class PipelineTwin(DenoisePipeline):
             num_inference_steps=NUM_ROWS,
             guidance_scale=1.0,
             seed=0,
-            adapters=tuple(map(AdapterUse, adapters)),
+            adapters=tuple(AdapterUse(name) for name, _ in adapted.loras),
         )
         latents = self._fake_latents(height, width)
         num_extra = family.num_extra_channels(self.denoiser.config)
         with self._mode:
             prompt = torch.empty(1, text_length, text_width, device=self.device, dtype=self._dtype)
             pooled = None if pooled_width is None else prompt.new_empty(1, pooled_width)
-            is_masked = family.masks_text and not family.counts_tokens  # else the most is that all tokens count
+            # A family that counts tokens takes most where all of them count; no ControlNet heeds a mask.
+            is_masked = family.masks_text and not family.counts_tokens and not adapted.controls
             mask = prompt.new_empty(1, text_length, dtype=torch.bool) if is_masked else None
             extra = latents.new_empty(1, num_extra, *latents.shape[2:]) if num_extra else None
+            extra = torch.empty_like(latents) if size.references else extra
             solver = SimpleNamespace(timesteps=torch.empty(NUM_ROWS, device=self.device))
         branch, shape = Branch(prompt, pooled, mask), family.batch_shape(size)
-        uses = tuple((pairs, 1.0) for pairs in adapters.values())
         state = DenoiseState(
             request,
             solver,
@@ -165,8 +203,10 @@ class PipelineTwin(DenoisePipeline):
             host_generator(0),
             size,
             shape,
-            adapters=uses,
+            adapters=tuple((pairs, 1.0) for _, pairs in adapted.loras),
             extra_channels=extra,
+            controls=adapted.controls,
+            image_prompts=adapted.image_prompts,
         )
         return Condition(state, branch)
 

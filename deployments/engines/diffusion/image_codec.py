@@ -70,7 +70,8 @@ class ImageCodec:
         self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]
     ) -> torch.Tensor:
         """Return the most likely latents of images from -1 to 1, scaled by `scale` of them and the VAE."""
-        return scale(self.posterior(images_BCHW).mode(), self.vae)
+        latents: torch.Tensor = self.posterior(images_BCHW).mode()
+        return scale(latents[:, :, 0] if self._is_of_video else latents, self.vae)
 
     def posterior(
         self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True

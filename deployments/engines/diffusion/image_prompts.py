@@ -32,6 +32,7 @@ from weights.formats.ip_adapter import (
     HEAD_WIDTH,
     IpAdapterForm,
     check_encoder,
+    count_tokens,
     read_ip_adapter,
     why_unlike,
 )
@@ -45,6 +46,13 @@ class ImagePrompter:
     encoder: Any
     processor: Any
     tensors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_tokens(self) -> int:
+        """Return how many tokens it makes of an image."""
+        return count_tokens(
+            {name: one.shape for name, one in (*self.tensors.items(), *self.encoder.named_parameters())}
+        )
 
     def tokens_of(self, image: npt.NDArray[np.uint8], *, with_negative: bool) -> list[torch.Tensor]:
         """Return the tokens of an image, (1, T, D), with those of no image in front where they are wanted.
@@ -110,6 +118,7 @@ class PromptedLayer(NamedTuple):
 class ImagePrompt:
     """An IP-Adapter at work in a request: the layers of each branch, in the order of `DenoiseState.branches`."""
 
+    name: str
     branches: tuple[tuple[PromptedLayer, ...], ...]
     scale: float
 
@@ -163,8 +172,18 @@ def make_image_prompts(
         _check_fit(use.name, prompter, attentions)
         tokens = prompter.tokens_of(use.image, with_negative=num_branches > 1)
         branches = tuple(tuple(_layers(prompter, attentions, one, denoiser.dtype)) for one in tokens)
-        prompts.append(ImagePrompt(branches, use.scale))
+        prompts.append(ImagePrompt(use.name, branches, use.scale))
     return tuple(prompts)
+
+
+def blank_image_prompt(name: str, num_tokens: int, denoiser: Any, device: torch.device) -> ImagePrompt:
+    """Return an IP-Adapter at work in a request of one branch, whose keys and values have sizes and no meaning."""
+    layers = []
+    for attention in _cross_attentions(denoiser):
+        made = torch.empty(1, num_tokens, attention.inner_dim, dtype=denoiser.dtype, device=device)
+        half = _heads(made, attention.inner_dim // attention.heads)
+        layers.append(PromptedLayer(attention, half, half))
+    return ImagePrompt(name, (tuple(layers),), 1.0)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch import nn
 from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
+from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.diffusion.image_codec import ImageCodec, RecordingCodec, ReplayingCodec
@@ -51,6 +51,7 @@ from deployments.engines.diffusion.solvers import SolverFactory, step_options
 from deployments.engines.diffusion.state import (
     DenoiseState,
     check_request,
+    encoded_references,
     numeric_failure,
     take_branches,
 )
@@ -65,6 +66,9 @@ from weights.adapters import LoraAdapter, LoraPair
 from weights.memory.devices import computes_on_host, host_generator
 
 Adapter = LoraAdapter | nn.Module | ImagePrompter
+# What each adapter of a request adds to its forwards, with its name: the pairs of a LoRA by module, a ControlNet, or
+# the tokens that an IP-Adapter makes of an image.
+AdapterShapes = Sequence[tuple[str, Mapping[str, LoraPair] | nn.Module | int | None]]
 VAE_FAILED: Final = "the latents are finite, but the image that the VAE made of them is not"
 
 logger = logging.getLogger(__name__)
@@ -133,22 +137,23 @@ class DenoisePipeline:
         """Make what `start_request` needs of a request that `merges_adapter`, in any thread. Raises EngineError."""
         self._loras.forms_of(request, adapters)
 
-    def adapter_shapes(
-        self, request: DiffusionRequest, adapters: Mapping[str, Adapter]
-    ) -> dict[str, Mapping[str, LoraPair]]:
-        """Return the pairs that the LoRAs of a request add to its layers, by name and module, as tensors of no memory.
+    def adapter_shapes(self, request: DiffusionRequest, adapters: Mapping[str, Adapter]) -> AdapterShapes:
+        """Return what the adapters of a request add to its forwards, but for a LoRA that is merged: `adapter_names`.
 
-        Any thread may call it. Raises EngineError as `start_request` does.
+        Pairs are tensors of no memory; a ControlNet is the one given, None what is none. Any thread may call it. Raises
+        EngineError as `start_request` does.
         """
+        nets = {name: one for name, one in adapters.items() if isinstance(one, nn.Module)}
+        tokens = {name: one.num_tokens for name, one in adapters.items() if isinstance(one, ImagePrompter)}
+        beside: list[tuple[str, Any]] = [(use.name, nets.get(use.name)) for use in request.control]
+        beside += [(use.name, tokens.get(use.name)) for use in request.image_prompts]
         if request.merges_adapter or not request.adapters:
-            return {}
+            return beside
         paths = {layer: path for path, layer in self.denoiser.named_modules()}
         found, _ = self._loras.forms_of(request, adapters)
         names = sorted(use.name for use in request.adapters)
-        return {
-            name: {paths[layer]: pair.to("meta") for layer, pair in pairs}
-            for name, (pairs, _) in zip(names, found, strict=True)
-        }
+        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in pairs} for pairs, _ in found]
+        return [*zip(names, pairs_of, strict=True), *beside]
 
     def encode_inputs(
         self,
@@ -185,15 +190,14 @@ class DenoisePipeline:
         adapters: Mapping[str, Adapter] | None,
         codec: ImageCodec,
     ) -> DenoiseState:
-        family, size = self.family, self._size(request.height, request.width)
-        check_request(request, family.size_multiple(self._codec.scale_factor))
+        family, multiple = self.family, self.family.size_multiple(self._codec.scale_factor)
+        check_request(request, multiple)
+        request = replace(request, references=encoded_references(request, family, multiple))
+        beside = tuple(self._size(*image.shape[:2]) for image in request.references)
+        size = self._size(request.height, request.width)._replace(references=beside)
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
-        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
-        widths = family.text_widths(self.denoiser)
-        # No ControlNet of diffusers heeds a mask.
-        padded_length = family.padded_text_length if family.masks_text and not request.control else None
-        branches = take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
+        branches = self._branches(request, conditioning)
         solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
@@ -224,6 +228,14 @@ class DenoisePipeline:
             image_prompts=image_prompts,
             runs_alone=runs_alone,
         )
+
+    def _branches(self, request: DiffusionRequest, conditioning: Mapping[str, torch.Tensor]) -> tuple[Branch, ...]:
+        family = self.family
+        is_guided = family.uses_negative(request, "negative_prompt_embeds" in conditioning)
+        widths = family.text_widths(self.denoiser)
+        # No ControlNet of diffusers heeds a mask.
+        padded_length = family.padded_text_length if family.masks_text and not request.control else None
+        return take_branches(conditioning, widths, is_guided, self.device, self._dtype, padded_length=padded_length)
 
     def step_work(self, state: DenoiseState) -> Work:
         """Return the work of one step."""

@@ -22,6 +22,7 @@ from deployments.engines.diffusion.families.base import Branch, ControlRows, Fam
 from deployments.engines.diffusion.image_prompts import PromptedSpan
 from deployments.engines.diffusion.state import DenoiseState
 from deployments.engines.nn.lora import AdaptedSpan
+from deployments.engines.protocol import DiffusionRequest
 
 T = TypeVar("T")
 
@@ -104,15 +105,24 @@ def memory_kind(part: Condition) -> Hashable:
 
 
 def workspace_kind(part: Condition) -> Hashable:
-    """Return the kind of a part to the workspace: beside its `memory_kind` what is added to its layers, by name.
+    """Return the kind of a part to the workspace: beside its `memory_kind` the adapters of its request, by name.
 
-    That of no two LoRAs is the same. What an image adds is not planned, and so of a kind of its own.
+    Those of no two adapters are the same. ControlNets count in the steps, too, in which they do not act.
     """
     state = part.state
-    names = tuple(sorted(use.name for use in state.request.adapters)) if state.adapters else ()
-    if not (names or state.image_prompts):
+    loras = tuple(sorted(use.name for use in state.request.adapters)) if state.adapters else ()
+    names = loras, tuple(one.name for one in state.controls), tuple(one.name for one in state.image_prompts)
+    if not any(names):
         return memory_kind(part)
-    return memory_kind(part), names, bool(state.image_prompts)
+    read = [part.branch, *(state.branches[-1] for control in state.controls if control.reads_prompt)]
+    length = max(text.prompt.shape[1] for text in read)
+    return "denoise", state.shape, length, state.extra_channels is None, state.runs_alone, names
+
+
+def adapter_names(request: DiffusionRequest) -> tuple[str, ...]:
+    """Return the names of what is added to the forwards of a request, as its `workspace_kind` has them."""
+    loras = () if request.merges_adapter else sorted(use.name for use in request.adapters)
+    return (*loras, *(use.name for use in request.control), *(use.name for use in request.image_prompts))
 
 
 def decode_kind(height: int, width: int) -> Hashable:

@@ -7,9 +7,11 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from deployments.engines.diffusion.families.base import Branch, ImageSize
+from deployments.engines.diffusion.families.base import Branch, Family, ImageSize
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.lora import FittedPairs, MergedLayers
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
@@ -132,6 +134,18 @@ def check_request(request: DiffusionRequest, size_multiple: int) -> None:
             raise EngineError(f"{name} {value!r}: expected a finite number")
     if not _is_int(request.seed) or request.seed not in SEEDS:
         raise EngineError(f"seed {request.seed!r}: expected an integer of 64 bits")
+
+
+def encoded_references(request: DiffusionRequest, family: Family, multiple: int) -> tuple[npt.NDArray[np.uint8], ...]:
+    """Return the references of a request in the sizes in which the VAE encodes them.
+
+    Raises EngineError for another number of them than the family reads.
+    """
+    found, most = len(request.references), family.max_references
+    if not min(most, 1) <= found <= most:
+        expected = f"1 to {most}" if most > 1 else most or "none"
+        raise EngineError(f"{found} references, and a {family.class_name} reads {expected}")
+    return tuple(family.encoded_reference(image, multiple) for image in request.references)
 
 
 def numeric_failure(state: DenoiseState) -> ComputationFailed | None:

@@ -307,6 +307,13 @@ def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: t
                 table.update(fakes)
 
 
+def fake_copy(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> nn.Module:
+    """Return a copy of a module with fake tensors on `device`. Nobody may change the module meanwhile."""
+    twin = copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
+    fake_weights(twin, mode, device)
+    return twin
+
+
 def record(
     run: Callable[[], Any],
     recorder: Recorder,
@@ -337,8 +344,7 @@ def planned_peak(module: nn.Module, run: Callable[[Any, torch.Tensor], Any], sha
     weight = next(module.parameters())
     try:
         mode = fake_mode()
-        twin = copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
-        fake_weights(twin, mode, weight.device)
+        twin = fake_copy(module, mode, weight.device)
         with mode:
             given = torch.empty(*shape, dtype=weight.dtype, device=weight.device)
         return record(lambda: run(twin, given), Recorder(weight.device, is_fake=True), {}, mode).eager_peak()

@@ -34,6 +34,7 @@ class ImageReader:
         self._processor = processor
         self._image_token_id = image_token_id
         self._options = dict(getattr(processor, "images_kwargs", None) or {})
+        self._rules = repr(processor.image_processor)  # all of its config
         self._shows_texts = _shows_texts(processor.tokenizer)
         # Those that requests under way have: an image that comes again is neither read nor seen again.
         self._known: weakref.WeakValueDictionary[bytes, PromptImage] = weakref.WeakValueDictionary()
@@ -61,7 +62,7 @@ class ImageReader:
 
         It takes a while, and uses no tokenizer: how many tokens stand for it, `expand` finds out.
         """
-        digest = hashlib.blake2b(f"{pixels.shape}".encode(), digest_size=32)
+        digest = hashlib.blake2b(f"{pixels.shape} {self._rules}".encode(), digest_size=32)
         digest.update(np.ascontiguousarray(pixels).data)
         key = digest.digest()
         if (known := self._known.get(key)) is not None:
@@ -97,9 +98,13 @@ class ImageReader:
                 f"a text has {token!r}, which stands for one"
             )
         for image in images:
-            image.num_rows = image.num_rows or self._num_rows(image.text)
+            self.count(image)
         expanded, _ = self._processor.get_text_with_replacements([text], [image.text for image in images])
         return str(expanded[0])
+
+    def count(self, image: PromptImage) -> None:
+        """Let an image know how many tokens stand for it. Raises EngineError where none does."""
+        image.num_rows = image.num_rows or self._num_rows(image.text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a chat: with the special tokens that the tokenizer adds, unless it has the first one.

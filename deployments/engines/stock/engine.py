@@ -26,7 +26,7 @@ from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.latent_previews import decoding_arguments, only_decodes, shows_previews
 from deployments.engines.stock.loading import StockModel
-from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, sample_rate
+from deployments.engines.stock.outputs import as_frames, as_pixels, as_samples, audio_channels, sample_rate
 from deployments.engines.stock.own_draws import OwnDraws
 from deployments.engines.stock.paused_call import Cancelled, PausedCall
 from deployments.engines.stock.texts import tell_texts
@@ -62,8 +62,7 @@ class StockEngine:
         """Take a request in. Raises EngineError for what the class cannot be called with."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        arguments = self.inputs.arguments_of(request)
-        self._runs[request.request_id] = _Run(self.model, request, arguments, self._ends_turn, self._clock)
+        self._runs[request.request_id] = _Run(self.model, request, self.inputs, self._ends_turn, self._clock)
 
     def make_way(self, others_step_s: float | None) -> None:
         """Take in what a step of another engine takes: a turn that others wait for is no longer, but for a block."""
@@ -111,15 +110,19 @@ class _Run:
         self,
         model: StockModel,
         request: StockRequest,
-        arguments: dict[str, Any],
+        inputs: CallInputs,
         ends_turn: Callable[[bool], bool],
         clock: Callable[[], float],
     ) -> None:
-        """`ends_turn` is asked before each call of a module (False), and of a block within one (True)."""
+        """`ends_turn` is asked before each call of a module (False), and of a block within one (True).
+
+        Raises EngineError for what the class cannot be called with.
+        """
         self.request = request
+        self._inputs, self._arguments = inputs, inputs.arguments_of(request)
         self.call = PausedCall(self._make, f"pipeline {request.request_id}")
         self.num_done = self.num_steps = 0
-        self._model, self._arguments, self._clock = model, arguments, clock
+        self._model, self._clock = model, clock
         self._ends_turn = ends_turn
         self._num_told = 0
         self._preview: np.ndarray | None = None
@@ -190,7 +193,7 @@ class _Run:
         if self.request.num_previews and self.request.texts is not None and shows_previews(self._model.cls):
             shown = {"callback_on_step_end": self._show_step}
         with _on_device(modules), self._turns(modules):
-            output = pipeline(**self._arguments, **shown)
+            output = pipeline(**{**self._arguments, **self._audio_for(pipeline)}, **shown)
         makes = read_class(self._model.cls.__name__).makes or "images"
         made = next((output[name] for name in OUTPUTS[makes] if name in output), None)
         if makes == "audio":
@@ -198,6 +201,20 @@ class _Run:
             return DiffusionOutput(self.request.request_id, 0, 0, samples=as_samples(made), sample_rate=rate)
         pixels = as_frames(made) if makes == "video" else as_pixels(made)
         return DiffusionOutput(self.request.request_id, 0, 0, pixels)
+
+    def _audio_for(self, pipeline: Any) -> dict[str, Any]:
+        """Return the request's audio as the pipeline's encoder of it takes it. Raises EngineError for too little."""
+        if not self.request.audio:
+            return {}
+        rate, least = sample_rate(pipeline), getattr(pipeline.vae, "hop_length", 1)
+        for name, sound in self.request.audio.items():
+            if sound.seconds * rate < least:
+                raise EngineError(
+                    f"{name}: {sound.seconds:g} seconds of audio, the model hears {least / rate:g} at least"
+                )
+        found = self._inputs.audio_of(self.request, rate, audio_channels(pipeline))
+        weights = next(pipeline.vae.parameters())
+        return {name: one.to(weights) if isinstance(one, torch.Tensor) else one for name, one in found.items()}
 
     def _open_pipeline(self) -> Any:
         """Return a pipeline of the request's scheduler that has its texts."""

@@ -17,7 +17,9 @@ import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, Union
 
+import numpy as np
 import PIL.Image
+import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deployments.engines.protocol import EngineError, StockRequest
@@ -32,6 +34,14 @@ _OUTPUT_TYPE: Final = "np"  # before rounding: numbers that are not finite can b
 # What is an image by its name, where the annotation knows but tensors: pipelines hand it to an image processor.
 _IMAGES: Final = ("image", "mask_image", "control_image", "control_mask")
 _VIDEO: Final = "video"  # the same for frames
+# The tensors of audio, with their axes: channels and samples, some in a batch. One of them comes with its rate.
+_AUDIO: Final[Mapping[str, int]] = {
+    "audio": 3,
+    "initial_audio_waveforms": 3,
+    "reference_audio": 2,
+    "src_audio": 2,
+}
+_AUDIO_RATES: Final[Mapping[str, str]] = {"initial_audio_waveforms": "initial_audio_sampling_rate"}
 _MAX_SHOWN: Final = 60
 _MAX_TOKENS: Final = 4096
 
@@ -51,6 +61,11 @@ class CallInputs:
         self._num_images = next((name for name in _NUM_IMAGES if name in self._parameters), None)
         kinds = {name: _picture_kinds(name, self._types.get(name)) for name in self._parameters}
         self._images = {name: kind for name, kind in kinds.items() if kind}
+        self._audio = {
+            name: axes
+            for name, axes in _AUDIO.items()
+            if name in self._parameters and torch.Tensor in _members(self._types.get(name))
+        }
 
     def arguments_of(self, request: StockRequest) -> dict[str, Any]:
         """Return the keyword arguments of a request.
@@ -59,6 +74,7 @@ class CallInputs:
         """
         given: dict[str, Any] = {"prompt": request.prompt} if "prompt" in self._parameters else {}
         given |= self._of_fields(request) | self._of_images(request) | self._of_extra(request.extra)
+        given |= self.audio_of(request)
         if lacking := [name for name in self._required() if name not in given]:
             raise EngineError(f"{self._name} needs {', '.join(lacking)}; {self.describe()}")
         if "generator" in self._parameters:
@@ -66,6 +82,24 @@ class CallInputs:
         if "output_type" in self._parameters:
             given["output_type"] = _OUTPUT_TYPE
         return given
+
+    def audio_of(self, request: StockRequest, rate: int | None = None, channels: int | None = None) -> dict[str, Any]:
+        """Return the arguments that are audio, at the rate and with the channels of a model; None: as they came.
+
+        Raises EngineError.
+        """
+        found: dict[str, Any] = {}
+        for name, sound in request.audio.items():
+            axes = self._audio.get(name)
+            if axes is None:
+                known = ", ".join(self._audio) or "none"
+                raise EngineError(f"{name}: {self._name} takes no such audio (audio that it takes: {known})")
+            fitted = sound.fitted(rate or sound.rate, channels)
+            samples = torch.from_numpy(np.array(fitted.samples))  # what came may be read-only
+            found[name] = samples if axes == samples.ndim else samples[None]
+            if (rate_name := _AUDIO_RATES.get(name)) is not None:
+                found[rate_name] = fitted.rate
+        return found
 
     def ignored(self, request: StockRequest) -> tuple[str, ...]:
         """Return warnings about what a request always brings and this class has no use for."""
@@ -78,7 +112,7 @@ class CallInputs:
 
     def describe(self) -> str:
         """Return all that a request can give, in words."""
-        fields = [name for name in self._parameters if name in FIELDS or name in self._images]
+        fields = [name for name in self._parameters if name in (*FIELDS, *self._images, *self._audio)]
         fields += ["n"] if self._num_images else []
         fields += ["seed"] if "generator" in self._parameters else []
         extras = [f"{name}{self._shown_default(name)}" for name in self._extras()][:_MAX_SHOWN]
@@ -119,6 +153,8 @@ class CallInputs:
         for name, value in extra.items():
             if name in FIELDS or name == self._num_images:
                 raise EngineError(f"extra: {name!r} is a field of the request itself, not of extra")
+            if name in self._audio:
+                raise EngineError(f"extra: {name} is audio: send it as a WAV file, in `audio` or as a data URL here")
             if name not in accepted:
                 raise EngineError(f"extra: {self._name} takes no {name!r}; {self.describe()}")
             found[name] = _checked(name, value, accepted[name])

@@ -19,6 +19,7 @@ from deployments.engines.library_seam import pipeline_arguments
 from deployments.engines.processors import load_image_processor
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
+from deployments.engines.stock.mended import mend_parts
 
 _ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
 
@@ -59,8 +60,11 @@ class StockModel:
         """
         parts = {name: copy.deepcopy(one) if _is_scheduler(one) else one for name, one in self._parts.items()}
         if scheduler or scheduler_options:
+            if "scheduler" not in parts:
+                raise EngineError(f"scheduler: a {self.cls.__name__} has its own, which a request cannot change")
             solvers = SolverFactory(self._folder, self._index)
             parts["scheduler"] = solvers.configured(scheduler, scheduler_options or {})
+        mend_parts(self.cls.__name__, parts)
         return self.cls(**parts, **self._options)
 
     def over(self, modules: Mapping[str, nn.Module], blank: Mapping[str, nn.Module]) -> StockModel:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Final
 
 import numpy as np
 import PIL.Image
 
 _RATES: Final = ("sampling_rate", "sample_rate")
-_RATE_FIRST: Final = ("vocoder", "vae")  # of several parts that have one
+_CHANNELS: Final = ("audio_channels",)
+_TOLD_FIRST: Final = ("vocoder", "vae")  # of several parts that tell
 
 
 def as_pixels(images: Any) -> np.ndarray:
@@ -67,12 +69,24 @@ def as_samples(audios: Any) -> np.ndarray:
 
 
 def sample_rate(pipeline: Any) -> int:
-    """Return the samples per second of what a pipeline makes, as its parts' configs tell. Raises ValueError."""
+    """Return the samples per second of what a pipeline hears and makes, as its parts tell. Raises ValueError."""
+    if (rate := _told(pipeline, _RATES)) is None:
+        raise ValueError("no part of the pipeline says its sample rate")
+    return rate
+
+
+def audio_channels(pipeline: Any) -> int | None:
+    """Return the channels of what a pipeline hears and makes; None where no part's config tells."""
+    return _told(pipeline, _CHANNELS)
+
+
+def _told(pipeline: Any, keys: Collection[str]) -> int | None:
+    """Return the first count by one of these names in the configs of a pipeline's parts."""
     parts = pipeline.components
-    for name in dict.fromkeys((*_RATE_FIRST, *parts)):
+    for name in dict.fromkeys((*_TOLD_FIRST, *parts)):
         config = getattr(parts.get(name), "config", None)
-        for key in _RATES:
-            rate = getattr(config, key, None)
-            if isinstance(rate, int) and rate > 0:
-                return rate
-    raise ValueError("no part of the pipeline says its sample rate")
+        for key in keys:
+            value = getattr(config, key, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None

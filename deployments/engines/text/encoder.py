@@ -19,6 +19,7 @@ from configs.model import TextPadding
 from deployments.engines.embedding_rules import Prompts, check_dimensions
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import (
     LAST,
     PENULTIMATE,
@@ -85,6 +86,14 @@ class TextEncoder:
         return next(self.module.parameters()).dtype
 
     @property
+    def image_token_id(self) -> int:
+        """Return the id of the token that stands for images. Raises EngineError for an encoder that sees none."""
+        found = getattr(self.module.config, "image_token_id", None)
+        if not isinstance(found, int):
+            raise EngineError(f"a {type(self.module).__name__} sees no images")
+        return found
+
+    @property
     def max_tokens(self) -> int:
         """Return the limit of a text for which nobody gives one."""
         return self._tokenizer.max_tokens
@@ -126,7 +135,8 @@ class TextEncoder:
             return f"logits:{','.join(map(str, text.type_ids))}"
         if text.form:
             what = text.padded_length and (text.padded_length, self._tokenizer.pad_id, self._tokenizer.pads_left)
-            return f"layers:{text.form.layers}:{text.form.num_dropped}:{what}"
+            seen = "".join(f":{image.digest.hex()}" for image in text.images)
+            return f"layers:{text.form.layers}:{text.form.num_dropped}:{what}{seen}"
         if text.as_embedding:
             pooling = self._pooling or Pooling()
             how = "pooled" if self._family.is_clip else "+".join((*pooling.modes, *["unit"] * pooling.normalize))
@@ -149,26 +159,37 @@ class TextEncoder:
         as_embedding: bool = False,
         layer: ClipLayer = PENULTIMATE,
         form: PromptForm | None = None,
+        images: tuple[PromptImage, ...] = (),
         max_second: int | None = None,
     ) -> list[TokenizedText]:
         """Return token ids per text, cut to `max_length` (None: the model's limit); each knows what it lost.
 
         "stock" is what diffusers' pipelines do: CLIP and T5 attend to padding up to `max_length`. "trimmed", and every
-        embedding, is the tokens alone. A language model reads texts in a `form`, which says what is padded.
+        embedding, is the tokens alone. A language model reads texts in a `form`, which says what is padded, and sees
+        `images` in each of them, whose tokens do not count.
         """
         check_choice("padding", padding, TextPadding)
         if form is not None:
-            return self._tokenize_prompts(texts, max_length, form)
+            return self._tokenize_prompts(texts, max_length, form, images)
         found = self._tokenizer.tokenize(texts, max_length, max_second)
         return [replace(self._as_asked(text, max_length, padding, as_embedding), layer=layer) for text in found]
 
     def _tokenize_prompts(
-        self, texts: Sequence[str | TextPair], max_length: int | None, form: PromptForm
+        self,
+        texts: Sequence[str | TextPair],
+        max_length: int | None,
+        form: PromptForm,
+        images: tuple[PromptImage, ...],
     ) -> list[TokenizedText]:
         padded_length = self._tokenizer.check_length(max_length) if form.keeps_padding else None
-        filled = [self._tokenizer.fill_form(str(text), form) for text in texts]
-        found = self._tokenizer.tokenize(filled, max_length)
-        return [replace(text, form=form, padded_length=padded_length) for text in found]
+        filled = [self._tokenizer.fill_form(str(text), form, images) for text in texts]
+        num_rows = sum(image.num_rows for image in images)
+        found = self._tokenizer.tokenize(filled, None if max_length is None else max_length + num_rows)
+        for text in found if images else ():
+            count = text.token_ids.count(self.image_token_id)
+            if count != num_rows:
+                raise EngineError(f"the prompt has {count - num_rows} tokens that stand for images: it may have none")
+        return [replace(text, form=form, images=images, padded_length=padded_length) for text in found]
 
     def learn_words(self, vectors: Mapping[str, torch.Tensor], identity: str) -> LearnedWords | None:
         """Return words by their vectors (N, D), which texts may then have; None of an encoder that takes none.
@@ -259,8 +280,10 @@ class TextEncoder:
         sound = [index for index in range(len(texts)) if index not in outcomes]
         own_limits = limits_of(self.module, self._family, limits)
         with _read_words(self.module, words):
-            for group in plan_forwards([texts[index].run_length for index in sound], own_limits):
-                places = [sound[number] for number in group]
+            alone = [[index] for index in sound if texts[index].images]  # a vision tower has its own memory
+            blind = [index for index in sound if not texts[index].images]
+            planned = plan_forwards([texts[index].run_length for index in blind], own_limits)
+            for places in alone + [[blind[number] for number in group] for group in planned]:
                 found = self._run_or_retry([texts[index] for index in places], counter, workspace)
                 outcomes |= zip(places, found, strict=True)
         return [outcomes[index] for index in range(len(texts))]
@@ -304,7 +327,7 @@ class TextEncoder:
         outputs: dict[str, torch.Tensor] = {}
         with torch.no_grad():
             if layers:
-                outputs |= run_layers(self.module, ids_BL, mask_BL, layers)
+                outputs |= run_layers(self.module, ids_BL, mask_BL, layers, **_seen(texts[0].images, device))
             if any(text.form is None for text in texts):
                 outputs |= self._family.run(
                     module=self.module, ids_BL=ids_BL, mask_BL=mask_BL, pooling=self._pooling, **more
@@ -364,6 +387,12 @@ class TextEncoder:
                 f"clip_skip: {text.layer.num_skipped} layers were to be left out of a text encoder that has "
                 f"{config.num_hidden_layers}"
             )
+
+
+def _seen(images: Sequence[PromptImage], device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the inputs of a vision tower for the images of one text."""
+    names = images[0].inputs if images else ()
+    return {name: torch.cat([image.inputs[name] for image in images]).to(device) for name in names}
 
 
 @contextlib.contextmanager

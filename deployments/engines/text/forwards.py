@@ -128,14 +128,15 @@ def _run_classifier(
 
 
 def run_layers(
-    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, layers: Sequence[int]
+    module: Any, ids_BL: torch.Tensor, mask_BL: torch.Tensor, layers: Sequence[int], **seen: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Return hidden states (B, L, D) of a language model by `layer_name`. Its head is not computed.
 
-    Raises EngineError for a layer that it has not.
+    `seen` are the inputs of its vision tower. Raises EngineError for a layer that it has not.
     """
     base = getattr(module, module.base_model_prefix, module)
-    states = base(input_ids=ids_BL, attention_mask=mask_BL, output_hidden_states=True, use_cache=False).hidden_states
+    options = {"output_hidden_states": True, "use_cache": False}
+    states = base(input_ids=ids_BL, attention_mask=mask_BL, **options, **seen).hidden_states
     if beyond := [layer for layer in layers if not -len(states) <= layer < len(states)]:
         raise EngineError(f"a text encoder of {len(states) - 1} layers has no hidden states number {beyond[0]}")
     return {layer_name(layer): states[layer] for layer in layers}

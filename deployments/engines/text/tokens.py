@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.prompt_weights import WeightedText, parse_weights
 from weights.formats.learned_words import pattern_of
@@ -36,7 +37,8 @@ class TokenizedText:
     `token_ids` have the special tokens and no padding. `padded_length`: the length to which stock pipelines pad them,
     with padding that the model attends to and that is part of the output; None runs the tokens alone.
     `as_embedding` asks for one vector instead of one per token; `layer` says whose token vectors a CLIP gives.
-    `form` says which layers of a language model give vectors, and of which tokens.
+    `form` says which layers of a language model give vectors, and of which tokens; `images` are those that it sees in
+    the text.
     `type_ids` tell the tokens of a pair's second text from those of the first, () where the model is not told.
     `num_ignored` tokens were cut off. `weights` are factors of the vectors of the tokens: those of the model are kept
     without them, and no two texts differ in them alone.
@@ -47,6 +49,7 @@ class TokenizedText:
     as_embedding: bool = False
     layer: ClipLayer = PENULTIMATE
     form: PromptForm | None = None
+    images: tuple[PromptImage, ...] = ()
     type_ids: TokenIds = ()
     num_ignored: int = field(default=0, compare=False)
     weights: tuple[float, ...] = field(default=(), compare=False)
@@ -178,10 +181,14 @@ class TextTokenizer:
                 chunks.append(TokenizedText((begin, *(id_ for id_, _ in own), end), weights=factors))
         return chunks
 
-    def fill_form(self, prompt: str, form: PromptForm) -> str:
-        """Return the text that a language model reads for a prompt. Raises EngineError."""
+    def fill_form(self, prompt: str, form: PromptForm, images: Sequence[PromptImage] = ()) -> str:
+        """Return the text that a language model reads for a prompt, of a form that shows the images, if there are any.
+
+        Raises EngineError.
+        """
         if form.template:
-            return form.template.replace("{}", prompt, 1)
+            shown = [form.image.format(number=number, image=image.text) for number, image in enumerate(images, 1)]
+            return form.template.replace("{}", "".join(shown) + prompt, 1)
         template = self._tokenizer.chat_template
         if not isinstance(template, str):
             raise EngineError("the tokenizer of this text encoder has no chat template, which its pipeline asks for")

@@ -15,8 +15,8 @@ import numpy.typing as npt
 from pydantic import Field
 
 from configs.cluster import LimitsConfig
+from deployments.engines.diffusion.input_images import resize_pixels
 from deployments.errors import InvalidRequest
-from deployments.fitted_images import resize_pixels
 from deployments.ingress.openai.image_uploads import decode_base64_within
 from deployments.ingress.service import Service
 from deployments.records import NO_PROMPT, Count, ImageRequest, RequestModel

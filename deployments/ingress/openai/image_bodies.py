@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import from_json
 
 from configs.cluster import LimitsConfig
+from deployments.engines.diffusion.input_images import resize_pixels
 from deployments.errors import InvalidRequest
-from deployments.fitted_images import resize_pixels
 from deployments.ingress.openai.client_parts import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
 from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_within, decode_image, decode_named

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -20,8 +20,8 @@ from cluster.admission.read_limiter import release_read_slot
 from configs.cluster import LimitsConfig, VideosConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_max_concurrent, current_tenant
-from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.errors import INFERENCE_ERRORS, Failure, documented, failure_of, failure_response
+from deployments.ingress.openai.audio_uploads import AudioFile, decode_audio, is_wav, split_extra
 from deployments.ingress.openai.client_parts import ClientPart, Seed, warning_header
 from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
 from deployments.ingress.openai.image_decoders import ImageReaders
@@ -30,16 +30,31 @@ from deployments.ingress.openai.kept_videos import KeptVideo, KeptVideos, Status
 from deployments.ingress.responses import Answer, TimesMs, call_aside, json_response, rounded, server_timing
 from deployments.ingress.service import Service
 from deployments.ingress.terms import Terms, current_terms
-from deployments.records import ClipOptions, ClipRequest, ClipResult, ImageProgress, UserName, VideoOptions, as_record
+from deployments.records import (
+    MAX_NAMED_IMAGES,
+    ClipOptions,
+    ClipRequest,
+    ClipResult,
+    ImageProgress,
+    Name,
+    UserName,
+    VideoOptions,
+    as_record,
+)
 from deployments.tasks import shared_task
 
 _REFERENCE: Final = "input_reference"
 _FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it
+_AUDIO: Final = (
+    "WAV files by the names of the class's parameters, in base64 or as data URLs; a data URL may be in `extra` as well"
+)
 _FILE: Final = "a PNG, JPEG or WebP file, or an MP4 or WebM of a video, in base64, or a data URL of it"
 
 _GONE: Final = {"_404": "no such video: it was deleted, has ended, or is another key's", "_503": "no video is kept now"}
 _FILE_TYPES: Final = {"mp4": "video/mp4", "webm": "video/webm"}
 _ResultT = TypeVar("_ResultT")
+_BodyT = TypeVar("_BodyT", bound="_ClipBody")
+NamedAudio = Annotated[dict[Name, str], Field(max_length=MAX_NAMED_IMAGES)]
 
 BEAT_S: Final = 4.0  # well below `LOST_S`
 
@@ -52,17 +67,11 @@ class ReferenceBody(ClientPart):
     image_url: str = Field(description="a data URL of a PNG, JPEG or WebP file, or of a video")
 
 
-class VideoBody(VideoOptions, ClientPart):
-    """OpenAI's request for a video and more. In a form, `extra` and `scheduler_options` are JSON.
-
-    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
-    form. It goes to the parameter `image` or `video` of the class.
-    """
+class _ClipBody(ClipOptions, ClientPart):
+    """What videos and audio have in common. In a form, `extra` and `scheduler_options` are JSON."""
 
     seed: Seed = None
-    size: Size = "auto"
-    input_reference: str | ReferenceBody | None = Field(None, description=_FILE)
-    images: NamedFiles = Field({}, description=f"further {NAMED}; a video (MP4 or WebM) goes as an image does")
+    audio: NamedAudio = Field({}, description=_AUDIO)
     user: UserName | None = None
 
     @field_validator("extra", "scheduler_options", mode="before")
@@ -70,9 +79,35 @@ class VideoBody(VideoOptions, ClientPart):
     def _from_json(cls, value: object) -> object:
         return from_form(value)
 
+    def hears(self, files: Mapping[str, Sequence[bytes]], limits: LimitsConfig) -> dict[str, Any]:
+        """Return the fields `audio` and `extra` of the record. Blocks: it reads WAV files. Raises InvalidRequest."""
+        extra, found = split_extra(self.extra)
+        given = [(name, AudioFile(f"audio.{name}", file)) for name, file in self.audio.items()]
+        given += [(name, AudioFile(name, file)) for name, several in files.items() for file in several]
+        for name, file in given:
+            if name in found:
+                raise InvalidRequest(f"{file.field}: more than one file of audio, expected one", file.field)
+            found[name] = file
+        return {"extra": extra, "audio": decode_audio(found, limits)}
+
+
+class VideoBody(VideoOptions, _ClipBody):
+    """OpenAI's request for a video and more. In a form, `extra` and `scheduler_options` are JSON.
+
+    `input_reference` is the image that the video begins with or follows, or the video that it is made of: a file in a
+    form. It goes to the parameter `image` or `video` of the class.
+    """
+
+    size: Size = "auto"
+    input_reference: str | ReferenceBody | None = Field(None, description=_FILE)
+    images: NamedFiles = Field({}, description=f"further {NAMED}; a video (MP4 or WebM) goes as an image does")
+
     def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
         """Return the request with the files of its form. Blocks: it decodes images. Raises InvalidRequest."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in VideoOptions.model_fields} | sides_of(self)
+        heard = {name: found for name, found in files.items() if name != _REFERENCE and all(map(is_wav, found))}
+        fields |= self.hears(heard, limits)
+        files = {name: found for name, found in files.items() if name not in heard}
         given: dict[str, Any] = {f"images.{name}": found for name, found in self.images.items()}
         given |= {name: found if len(found) > 1 else found[0] for name, found in files.items()}
         reference = self.input_reference
@@ -88,15 +123,13 @@ class VideoBody(VideoOptions, ClientPart):
         return as_record(ClipRequest, fields | {"images": images, "reports_steps": True})
 
 
-class AudioBody(ClipOptions, ClientPart):
-    """A request for audio: music and sounds by a prompt."""
+class AudioBody(_ClipBody):
+    """A request for audio: music and sounds by a prompt, or made of other audio."""
 
-    seed: Seed = None
-    user: UserName | None = None
-
-    def to_record(self) -> ClipRequest:
-        """Return the request as the service takes it."""
-        return as_record(ClipRequest, {name: getattr(self, name) for name in ClipOptions.model_fields})
+    def to_record(self, files: dict[str, list[bytes]], limits: LimitsConfig) -> ClipRequest:
+        """Return the request with the files of its form. Blocks: it reads WAV files. Raises InvalidRequest."""
+        fields = {name: getattr(self, name) for name in ClipOptions.model_fields}
+        return as_record(ClipRequest, fields | self.hears(files, limits))
 
 
 class VideoError(Answer):
@@ -162,7 +195,7 @@ def create_videos_router(
     @router.post("/v1/videos", response_model=VideoAnswer, responses=documented(*INFERENCE_ERRORS), openapi_extra=_BODY)
     async def create(request: Request) -> Response:
         """Begin a video. It is made beside this request: ask for it by its id until its status is `completed`."""
-        body, files = await _read(request, limits)
+        body, files = await _read(VideoBody, request, limits)
         record = await readers.read(body.to_record, files, limits)
         checked = await service.checked_clip(record, "video")
         warnings = body.warnings()
@@ -220,15 +253,23 @@ def create_videos_router(
     return router
 
 
-def create_audio_router(service: Service) -> APIRouter:
+def create_audio_router(service: Service, readers: ImageReaders, limits: LimitsConfig) -> APIRouter:
     """Return the route of audio."""
-    router = APIRouter(tags=["audio"], route_class=JsonRoute)
+    router = APIRouter(tags=["audio"])
+    body_schema = _body_schema(AudioBody)
     file: dict[int | str, dict[str, Any]] = {200: {"content": {"audio/wav": {}}, "description": "a WAV file"}}
 
-    @router.post("/v1/audio/generations", response_class=Response, responses=documented(*INFERENCE_ERRORS) | file)
-    async def generate(body: AudioBody) -> Response:
-        """Music or sounds of a prompt, as a WAV file."""
-        result = await service.make_clip(await service.checked_clip(body.to_record(), "audio"))
+    @router.post(
+        "/v1/audio/generations",
+        response_class=Response,
+        responses=documented(*INFERENCE_ERRORS) | file,
+        openapi_extra=body_schema,
+    )
+    async def generate(request: Request) -> Response:
+        """Music or sounds of a prompt, or made of other audio, as a WAV file."""
+        body, files = await _read(AudioBody, request, limits)
+        record = await readers.read(body.to_record, files, limits)
+        result = await service.make_clip(await service.checked_clip(record, "audio"))
         warnings = (*result.warnings, *body.warnings())
         headers = server_timing(result.timings_ms) | warning_header(warnings) | {"X-Atelier-Seed": str(result.seed)}
         return Response(result.file, media_type=result.media_type, headers=headers)
@@ -244,7 +285,7 @@ async def _asked(method: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
         raise Overloaded(f"the folder of videos cannot be used now: {error}") from None
 
 
-async def _read(request: Request, limits: LimitsConfig) -> tuple[VideoBody, dict[str, list[bytes]]]:
+async def _read(class_: type[_BodyT], request: Request, limits: LimitsConfig) -> tuple[_BodyT, dict[str, list[bytes]]]:
     """Return the fields and files of a body, JSON or a form. Raises what FastAPI raises for a field that is wrong."""
     files: dict[str, list[bytes]] = {}
     fields: Any
@@ -258,7 +299,7 @@ async def _read(request: Request, limits: LimitsConfig) -> tuple[VideoBody, dict
             fields = await call_aside(num_bytes, from_json, body)
         except ValueError as error:
             raise InvalidRequest(f"the body is neither a form nor valid JSON: {error}") from None
-    return await validated(VideoBody, fields, num_bytes), files
+    return await validated(class_, fields, num_bytes), files
 
 
 def _first_facts(body: VideoBody, seed: int | None, warnings: tuple[str, ...]) -> dict[str, Any]:
@@ -303,19 +344,22 @@ def _not_found(video_id: str, param: str = "video_id") -> Response:
     return failure_response(Failure(404, message, "invalid_request_error", "video_not_found", param))
 
 
-def _form_schema() -> dict[str, Any]:
-    schema = VideoBody.model_json_schema(ref_template="#/components/schemas/{model}")
+def _body_schema(class_: type[_ClipBody]) -> dict[str, Any]:
+    schema = class_.model_json_schema(ref_template="#/components/schemas/{model}")
     parts = schema.pop("$defs", {})
-    schema["properties"][_INPUT] = {"anyOf": [{"type": "string"}, parts["ReferenceBody"]]}
+    is_video = _REFERENCE in schema["properties"]
+    if is_video:
+        schema["properties"][_REFERENCE] = {"anyOf": [{"type": "string"}, parts["ReferenceBody"]]}
     form = json.loads(json.dumps(schema))
-    form["properties"][_INPUT] = {"type": "string", "format": "binary"}
+    if is_video:
+        form["properties"][_REFERENCE] = {"type": "string", "format": "binary"}
     for name in ("extra", "scheduler_options"):
         form["properties"][name] = {"type": "string", "description": "JSON"}
-    return {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
+    content = {"application/json": {"schema": schema}, "multipart/form-data": {"schema": form}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
-_INPUT: Final = "input_reference"
-_BODY: Final = {"requestBody": {"required": True, "content": _form_schema()}}
+_BODY: Final = _body_schema(VideoBody)
 
 
 @dataclass(slots=True)

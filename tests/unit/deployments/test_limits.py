@@ -110,6 +110,33 @@ def test_images_and_videos_by_name_are_bounded_for_handles_as_for_http(images: A
         check_image(ImageRequest(model="m", prompt="p", images=images), limits)
 
 
+def test_audio_by_name_is_bounded_for_handles_as_for_http() -> None:
+    limits, second = LimitsConfig(max_audio_s=2.5), (np.zeros((2, 8000)), 8000)
+    heard = ClipRequest(model="m", prompt="p", audio={"src_audio": second, "reference_audio": second})
+    assert heard.audio["src_audio"].samples.dtype == np.float32
+    check_clip(heard, limits, "audio")
+    with pytest.raises(InvalidRequest, match=r"audio: 3 seconds in all, at most 2\.5 are allowed"):
+        check_clip(ClipRequest(model="m", prompt="p", audio=dict.fromkeys("abc", second)), limits, "audio")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (np.zeros((1, 4)), "expected samples and how many of them are a second"),
+        ((np.zeros((1, 4)), 0), "0 samples a second, expected 1 to 192000"),
+        ((np.zeros((1, 4)), 8000.0), "8000.0 samples a second"),
+        ((np.zeros((3, 4)), 8000), "3 channels, expected 1 or 2"),
+        ((np.zeros(4), 8000), r"float64 of shape \(4,\), expected floats \(channels, samples\)"),
+        ((np.zeros((1, 4), np.int16), 8000), "int16 of shape"),
+        ((np.zeros((1, 0)), 8000), "no sample is in it"),
+        ((np.array([[0.0, np.nan]]), 8000), "samples that are not finite"),
+    ],
+)
+def test_what_is_no_audio_by_name_is_refused(given: Any, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=rf"audio\.src_audio: {words}"):
+        ClipRequest(model="m", prompt="p", audio={"src_audio": given})
+
+
 @pytest.mark.parametrize("images", [{"video": []}, {"video": np.zeros((2, 8, 8, 4), np.uint8)}, {"video": "cat.mp4"}])
 def test_what_are_no_images_by_name_is_refused(images: Any) -> None:
     with pytest.raises(InvalidRequest, match=r"images\.video: expected"):

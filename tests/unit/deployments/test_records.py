@@ -209,6 +209,52 @@ def test_options_of_the_other_kind_of_pipeline_are_refused(more: Any, class_name
         with_image_defaults(ImageRequest(**IMAGE, **more), GenerationDefaults(), class_name)
 
 
+EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
+
+
+@pytest.mark.parametrize(
+    ("more", "class_name", "words"),
+    [
+        ({}, EDIT, r"init_image: model 'm' \(QwenImageEditPipeline\) changes images, and the request has none"),
+        ({"init_image": (8, 8, 3), "images": {"image": (8, 8, 3)}}, EDIT, "images: 2 of them, and .* takes 1"),
+        (
+            {"images": {"image": (9, 8, 8, 3)}},
+            PLUS,
+            "images: 9 of them, and model 'm' .QwenImageEditPlusPipeline. take",
+        ),
+        ({"images": {"mask": (8, 8, 3)}}, PLUS, "images.mask: .* takes images.image alone"),
+        ({"init_image": (8, 8, 3), "mask_image": (8, 8)}, PLUS, "mask_image: .* takes none"),
+        ({"init_image": (8, 200, 3)}, PLUS, "images: an image of 200x8 pixels: no side may be more than 16 times"),
+    ],
+)
+def test_what_a_model_that_changes_images_cannot_take(more: dict[str, Any], class_name: str, words: str) -> None:
+    def pixels(shape: Any) -> Any:
+        if isinstance(shape, dict):
+            return {name: pixels(one) for name, one in shape.items()}
+        return np.zeros(shape, np.uint8)
+
+    request = ImageRequest(**IMAGE, **{name: pixels(shape) for name, shape in more.items()})
+    with pytest.raises(InvalidRequest, match=words):
+        with_image_defaults(request, GenerationDefaults(), class_name)
+
+
+@pytest.mark.parametrize("class_name", [EDIT, PLUS])
+def test_a_model_that_changes_images_gets_the_defaults_of_its_class(class_name: str) -> None:
+    image = np.zeros((300, 500, 3), np.uint8)
+    asked = ImageRequest(**IMAGE, init_image=image)
+    filled = with_image_defaults(asked, GenerationDefaults(strength=0.5), class_name)
+    check_image(filled, LimitsConfig(), asked)
+    assert (filled.width, filled.height) == (1312, 800)  # a million pixels in the ratio of the image
+    assert len(filled.references) == 1
+    assert filled.references[0] is image
+    assert with_image_defaults(filled, GenerationDefaults(), class_name) == filled
+    defaults = inspect.signature(getattr(diffusers, class_name).__call__).parameters
+    for name in ("true_cfg_scale", "num_inference_steps"):
+        assert getattr(filled, name) == defaults[name].default
+    own = with_image_defaults(ImageRequest(**IMAGE, init_image=image, width=64), GenerationDefaults(), class_name)
+    assert (own.width, own.height) == (64, 800)
+
+
 def test_a_stock_pipeline_gets_the_steps_of_its_class_and_the_defaults_of_its_config() -> None:
     defaults = GenerationDefaults(extra={"use_resolution_binning": False}, guidance_scale=2.0)
     filled = with_image_defaults(ImageRequest(**IMAGE), defaults, "SanaPipeline")

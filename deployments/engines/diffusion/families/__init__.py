@@ -12,7 +12,7 @@ from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.flux import Flux
 from deployments.engines.diffusion.families.flux2 import Flux2
 from deployments.engines.diffusion.families.flux2_klein import Flux2Klein
-from deployments.engines.diffusion.families.qwen_image import QwenImage
+from deployments.engines.diffusion.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
 from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
 from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion
 from deployments.engines.diffusion.families.stable_diffusion_3 import StableDiffusion3
@@ -29,6 +29,8 @@ FAMILIES: Final[Mapping[str, Family]] = {
         Flux2(),
         Flux2Klein(),
         QwenImage(),
+        QwenImageEdit(),
+        QwenImageEditPlus(),
         ZImage(),
     )
     for class_name in (family.class_name, *family.other_class_names)

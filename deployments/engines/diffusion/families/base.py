@@ -16,12 +16,15 @@ from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, En
 from deployments.engines.protocol import DiffusionRequest, EngineError, check_choice
 
 if TYPE_CHECKING:  # the ingress has no torch
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
     from deployments.engines.diffusion.image_prompts import PromptedSpan
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16
+_PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, where the pipeline's configs do not say
 NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
 
@@ -53,12 +56,13 @@ class EditDefaults:
 
 
 class ImageSize(NamedTuple):
-    """Height and width of an image in pixels, and of its latents."""
+    """Height and width of an image in pixels, and of its latents; and those of the images that stand beside it."""
 
     height: int
     width: int
     latent_height: int
     latent_width: int
+    references: tuple[ImageSize, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,7 @@ class Family(ABC):
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
+    max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
     takes_clip_skip: ClassVar[bool] = False  # its CLIPs may give the vectors of earlier layers
     refused_text_rules: ClassVar[Mapping[str, str]] = {}  # values of `text_padding` and `long_text`, and why not
@@ -325,6 +330,10 @@ class Family(ABC):
     def size_multiple(self, pixels_per_latent: int) -> int:
         """Return the pixels that width and height must be multiples of."""
 
+    def multiple_of(self, variant: Mapping[str, bool | int]) -> int:
+        """Return the `size_multiple` of a checkpoint by what its configs say."""
+        return self.size_multiple(int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT)))
+
     def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels of a latent image."""
         return int(denoiser_config["in_channels"])
@@ -372,6 +381,23 @@ class Family(ABC):
     def batch_shape(self, size: ImageSize) -> Hashable:
         """Return what images must have in common to share a forward of the denoiser, and cost the same in it."""
         return size.height, size.width
+
+    # Images beside the latents, uint8 (height, width, 3)
+
+    def sides_beside(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
+        """Return the width and height of an image beside references where nobody says them.
+
+        Raises EngineError for references that it cannot read.
+        """
+        raise NotImplementedError(f"{self.class_name} has no references")
+
+    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        """Return a reference in the size in which the reader of the prompt sees it. Raises EngineError."""
+        raise NotImplementedError(f"{self.class_name} has no references")
+
+    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        """Return a reference in the size in which the VAE encodes it. Raises EngineError."""
+        raise NotImplementedError(f"{self.class_name} has no references")
 
     # The denoiser
 

@@ -1,11 +1,15 @@
-"""Qwen-Image: two streams, of image patches and of a language model's reading of the prompt.
+"""Qwen-Image: two streams, of image patches and of a language model's reading of the prompt. Its editing models change
+images, which the language model sees and whose patches stand beside those of the latents.
 
-Source: diffusers 0.42, `pipelines/qwenimage/pipeline_qwenimage.py`, `models/transformers/transformer_qwenimage.py`.
+Source: diffusers 0.42, `pipelines/qwenimage/pipeline_qwenimage.py`, `pipeline_qwenimage_edit.py` and `_edit_plus.py`,
+`models/transformers/transformer_qwenimage.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import (
@@ -16,11 +20,14 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
 )
-from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow
+from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, num_patches
 from deployments.engines.diffusion.families.prompt_reader import PromptReader
-from deployments.engines.protocol import DiffusionRequest, PromptForm
+from deployments.engines.diffusion.input_images import resize_pixels
+from deployments.engines.protocol import DiffusionRequest, EngineError, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 # The model was trained behind these words; their own encodings, of the first 34 tokens, are left out.
@@ -31,6 +38,18 @@ READING: Final = PromptForm(
     "<|im_start|>assistant\n",
     num_dropped=34,
 )
+_EDIT_TEMPLATE: Final = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+_IMAGE: Final = "<|vision_start|>{image}<|vision_end|>"
+_AREA: Final = 1024 * 1024  # pixels of an image that is changed, and of the result
+_SMALL_AREA: Final = 384 * 384  # of one that is only seen
+_SIDE_MULTIPLE: Final = 32
+_MAX_RATIO: Final = 16  # of the sides
+_TEXT_STEP: Final = 256  # tokens
 
 
 class QwenImage(PromptReader, PackedFlow):
@@ -83,24 +102,85 @@ class QwenImage(PromptReader, PackedFlow):
     def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
         if denoiser_config.get("guidance_embeds"):
             return "a Qwen-Image with embedded guidance is not supported"
-        if denoiser_config.get("zero_cond_t") or denoiser_config.get("use_additional_t_cond"):
-            return "a Qwen-Image transformer for edits or layers is not supported"
+        if denoiser_config.get("use_additional_t_cond") or denoiser_config.get("use_layer3d_rope"):
+            return "a Qwen-Image transformer for layers is not supported"
+        if denoiser_config.get("zero_cond_t") and not self.max_references:
+            return "a Qwen-Image transformer for edits is not supported"
         return None
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.joint_attention_dim, None
 
     def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
-        shape = 1, size.latent_height // PATCH, size.latent_width // PATCH
+        beside = rows.sizes[0].references if rows.sizes else ()
+        shapes = [(1, one.latent_height // PATCH, one.latent_width // PATCH) for one in (size, *beside)]
         noise: torch.Tensor = denoiser(
             hidden_states=rows.latents,
             timestep=rows.timesteps.to(rows.latents.dtype) / 1000,
             encoder_hidden_states=rows.prompts,
             encoder_hidden_states_mask=rows.mask,
-            img_shapes=[[shape]] * len(rows),
+            img_shapes=[shapes] * len(rows),
             return_dict=False,
         )[0]
-        return noise
+        return noise[:, : num_patches(size)]
+
+
+class QwenImageEdit(QwenImage):
+    """QwenImageEditPipeline. It changes one image, which the language model sees as large as the VAE does.
+
+    A prompt longer than 1024 tokens, which stock takes whole, is cut.
+    """
+
+    class_name: ClassVar[str] = "QwenImageEditPipeline"
+    other_class_names: ClassVar[Sequence[str]] = ()
+    edits: ClassVar[Mapping[Task, EditDefaults]] = {}
+    max_references: ClassVar[int] = 1
+    default_tokens: ClassVar[int] = 1024
+    reading: ClassVar[PromptForm] = PromptForm(layers=(-1,), template=_EDIT_TEMPLATE, num_dropped=64, image=_IMAGE)
+
+    def padded_text_length(self, num_tokens: int) -> int:
+        """Return a power of two for a short text, and for one with an image, of thousands of tokens, a multiple."""
+        if num_tokens <= _TEXT_STEP:
+            return super().padded_text_length(num_tokens)
+        return math.ceil(num_tokens / _TEXT_STEP) * _TEXT_STEP
+
+    def batch_shape(self, size: ImageSize) -> Hashable:
+        return super().batch_shape(size), size.references
+
+    def sides_beside(self, references: Sequence[npt.NDArray[np.uint8]], multiple: int) -> tuple[int, int]:
+        *_, (width, height) = (_sides_of_area(image, _AREA) for image in references)
+        return width // multiple * multiple, height // multiple * multiple
+
+    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return resize_pixels(pixels, _sides_of_area(pixels, _AREA))
+
+    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        return resize_pixels(self.seen_reference(pixels), self.sides_beside([pixels], multiple))
+
+
+class QwenImageEditPlus(QwenImageEdit):
+    """QwenImageEditPlusPipeline. It changes several images into one; the language model sees them smaller."""
+
+    class_name: ClassVar[str] = "QwenImageEditPlusPipeline"
+    max_references: ClassVar[int] = 8  # stock bounds nothing; trained on up to three
+    reading: ClassVar[PromptForm] = replace(QwenImageEdit.reading, image=f"Picture {{number}}: {_IMAGE}")
+
+    def seen_reference(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        return resize_pixels(pixels, _sides_of_area(pixels, _SMALL_AREA))
+
+    def encoded_reference(self, pixels: npt.NDArray[np.uint8], multiple: int) -> npt.NDArray[np.uint8]:
+        return resize_pixels(pixels, self.sides_beside([pixels], multiple))
+
+
+def _sides_of_area(pixels: npt.NDArray[np.uint8], area: int) -> tuple[int, int]:
+    """Return the width and height of so many pixels, about, in the ratio of an image's. Raises EngineError."""
+    height, width = pixels.shape[:2]
+    if max(height, width) > _MAX_RATIO * min(height, width):
+        raise EngineError(f"an image of {width}x{height} pixels: no side may be more than {_MAX_RATIO} times the other")
+    ratio = width / height
+    exact = math.sqrt(area * ratio)
+    sides = exact, exact / ratio
+    return round(sides[0] / _SIDE_MULTIPLE) * _SIDE_MULTIPLE, round(sides[1] / _SIDE_MULTIPLE) * _SIDE_MULTIPLE
 
 
 def _by_channel(values: Sequence[float], like_BCHW: torch.Tensor) -> torch.Tensor:

@@ -183,19 +183,22 @@ def app(num_running: int, num_unplaced: int, *, is_settled: bool = False, failur
 
 
 @pytest.mark.parametrize(
-    ("looks", "problem"),
+    ("looks", "lacking", "problem"),
     [
-        ([app(1, 0), app(2, 0), app(1, 0, is_settled=True)], None),
-        ([app(1, 1), app(1, 0, failure="no such module")], "could not be replaced: no such module"),
-        ([app(1, 1), app(1, 1)], "the replicas before serve on until there is room for one more\nworker: no room"),
+        ([app(1, 0), app(2, 0), app(1, 0, is_settled=True)], True, None),
+        ([app(1, 1), app(1, 0, failure="no such module")], True, "could not be replaced: no such module"),
+        ([app(1, 1)] * 2, True, "the replicas before serve on until there is room for one more\nworker: no room"),
+        ([*[app(1, 1)] * 9, app(2, 0), app(1, 0, is_settled=True)], False, None),
     ],
+    ids=["room", "failure", "no room", "a process that begins late"],
 )
 def test_replicas_are_waited_for_until_serve_says_so_or_there_is_no_room(
-    monkeypatch: pytest.MonkeyPatch, looks: list[DeployedApp], problem: str | None
+    monkeypatch: pytest.MonkeyPatch, looks: list[DeployedApp], lacking: bool, problem: str | None
 ) -> None:
     found = iter(looks)
+    lines = {"worker": "worker: no room"} if lacking else {}
     monkeypatch.setattr(applying, "deployed_app", lambda name: next(found))
-    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: {"worker": "worker: no room"})
+    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: lines)
     monkeypatch.setattr(applying, "_POLL_S", 0.0)
     if problem is None:
         _await_replicas(config(), no_room_s=0.0)
@@ -226,6 +229,15 @@ def test_what_the_controller_goes_by_reaches_the_registry_which_it_asks(
     monkeypatch.setattr(applying, "_ask", ask)
     assert carry_out("registry", before, wanted, lambda line: None) == []
     assert calls == expected
+
+
+def test_a_replica_that_has_a_place_and_never_begins_is_not_waited_for_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(applying, "deployed_app", lambda name: app(1, 1))
+    monkeypatch.setattr("deployments.cli.running.unplaced_lines", lambda config, app: {})
+    with pytest.raises(SessionError, match=r"no process of another has begun for 0\.01 s"):
+        _await_replicas(config(), no_room_s=0.0, no_start_s=0.01)
 
 
 @pytest.mark.parametrize(("scaling", "expected"), [(None, 1), ({"max_workers": 5}, 4)])

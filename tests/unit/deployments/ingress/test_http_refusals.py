@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
+import PIL.Image
 import pytest
 import pytest_asyncio
 from ray.exceptions import RayActorError, RayTaskError
@@ -259,6 +263,27 @@ async def test_a_body_that_is_no_json_object_is_a_400(refusing: httpx.AsyncClien
     response = await refusing.post(f"/v1/{path}", content=content, headers={"content-type": "application/json"})
     assert problem(response)["type"] == "invalid_request_error"
     assert response.status_code == 400
+
+
+async def test_a_model_that_changes_images_is_given_as_many_as_it_takes(replicas: Replicas) -> None:
+    replicas.states["flux"] = replace(replicas.states["flux"], class_name="QwenImageEditPipeline")
+    service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas)
+    file, asked = io.BytesIO(), {**IMAGE, "width": 16, "height": 8}
+    PIL.Image.new("RGB", (8, 8)).save(file, "PNG")
+    image = base64.b64encode(file.getvalue()).decode()
+    async with client_over(create_http_app(service, CONFIG)) as http:
+        for given, words in (
+            ({}, "init_image: model 'flux' (QwenImageEditPipeline) changes images, and the request has none"),
+            ({"images": {"image": [image] * 2}}, "images: 2 of them, and model 'flux' (QwenImageEditPipeline) takes 1"),
+        ):
+            response = await http.post(f"/v1/{IMAGES}", json=asked | given)
+            assert response.status_code == 400
+            assert problem(response)["message"] == words
+        assert not replicas.requests
+        for given in ({"init_image": image}, {"images": {"image": [image]}}):
+            response = await http.post(f"/v1/{IMAGES}", json=asked | given)
+            assert response.status_code == 200, response.text
+            assert len(replicas.requests.pop().references) == 1
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,7 @@ async def test_a_leased_model_keeps_its_tensors_under_pressure(store: WeightStor
 
 
 async def test_many_switches_leave_nothing_behind(store: WeightStore) -> None:
-    host = Host(store, "cpu-private", Host(store, "cpu").bytes_of("digits-sdxl") + 1000)
+    host = Host(store, "cpu-private", Host(store, "cpu").bytes_of("digits-sdxl") + 1000, kv_cache_bytes=2**16)
     for _ in range(30):
         await host.use(random.choice(NAMES))
         arena = host.arena

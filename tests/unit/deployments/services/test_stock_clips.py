@@ -166,6 +166,8 @@ WAN = check_class("WanPipeline")
         ("CogVideoXPipeline", {"num_frames": 9}, {"num_frames": 9}, 8),
         ("StableAudioPipeline", {"seconds": 2.5}, {"audio_end_in_s": 2.5}, 10),
         ("AudioLDM2Pipeline", {"seconds": 2.5}, {"audio_length_in_s": 2.5}, 10),
+        ("LongCatAudioDiTPipeline", {"seconds": 2.5}, {"audio_duration_s": 2.5}, 10),
+        ("StableAudio3AudioToAudioPipeline", {"seconds": 2.5}, {"duration": 2.5}, 10),
     ],
 )
 def test_durations_become_parameters_of_the_class(class_name: str, more: Any, extra: Any, fps: float) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import struct
+import wave
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,16 @@ import torch
 from kit.seeding import seeded_rng
 from PIL import Image
 from unit.deployments.engine_loops import stream_images
+from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_clips import wan
+from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.ingress.http_fakes import CONFIG, STATUSES, Replicas, client_over
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import VideosConfig, WorkerConfig
+from configs.model import GenerationDefaults
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 from deployments.modules.cache import ModuleCache
@@ -34,6 +39,7 @@ from deployments.text.fallback import FallbackEncoder
 
 pytestmark = pytest.mark.slow  # imports diffusers
 PIX2PIX = "StableDiffusionInstructPix2PixPipeline"
+VARY = "StableAudio3AudioToAudioPipeline"
 
 
 class Worker(Replicas):
@@ -44,7 +50,8 @@ class Worker(Replicas):
         self._images = ImageService(cache, WorkerConfig(), DeviceThread())
         self._encode = FallbackEncoder(cache, DeviceThread(), warnings=()).condition
         for name, class_name in classes.items():
-            self.states[name] = replace(STATUSES["flux"], id=name, class_name=class_name)
+            entry = STATUSES["flux"].entry.model_copy(update={"defaults": GenerationDefaults()})
+            self.states[name] = replace(STATUSES["flux"], id=name, class_name=class_name, entry=entry)
 
     async def on_stream_images(self, request: Any) -> AsyncIterator[Any]:
         async with stream_images(self._images, request, self._encode) as pieces:
@@ -61,6 +68,7 @@ class Worker(Replicas):
 @pytest.fixture
 def stock(tmp_path: Path) -> dict[str, Any]:
     builders = {"wan": wan, "pix": PIPELINES[PIX2PIX][0]}
+    builders["vary"] = lambda: assembled(VARY, **FURTHER_CASES[VARY].parts())
     return {name: saved(build, tmp_path / name) for name, build in builders.items()}
 
 
@@ -69,7 +77,7 @@ async def client(
     stock: dict[str, Any], tmp_path: Path, open_host: Callable[..., ModuleCache]
 ) -> AsyncIterator[openai.AsyncOpenAI]:
     cache = open_host(ComponentBuilder(WorkerConfig()), {name: tmp_path / name for name in stock})
-    worker = Worker(cache, {"wan": "WanPipeline", "pix": PIX2PIX})
+    worker = Worker(cache, {"wan": "WanPipeline", "pix": PIX2PIX, "vary": VARY})
     ingress = CONFIG.ingress.model_copy(update={"videos": VideosConfig(folder=tmp_path / "videos")})
     config, watch = CONFIG.model_copy(update={"ingress": ingress}), RegistrySnapshot(lambda: worker)
     handle = FakeHandle(worker)
@@ -117,3 +125,28 @@ async def test_an_image_and_further_parameters_reach_the_class(
     np.testing.assert_array_equal(found, np.asarray(made))
     with pytest.raises(openai.BadRequestError, match=f"{PIX2PIX} takes no 'image_scale'; it takes"):
         await client.images.generate(model="pix", prompt="a cat", extra_body={**more, "extra": {"image_scale": 1.2}})
+
+
+async def test_audio_is_made_of_the_file_of_a_form(client: openai.AsyncOpenAI, stock: dict[str, Any]) -> None:
+    """Written by another program: one channel of floats, at the model's own rate."""
+    samples, rate = seeded_rng().uniform(-1, 1, (1, 100)).astype("<f4"), stock["vary"].vae.config.sampling_rate
+    head = struct.pack("<4sIHHIIHH", b"fmt ", 16, 3, 1, rate, 4 * rate, 4, 32)
+    body = b"WAVE" + head + struct.pack("<4sI", b"data", samples.nbytes) + samples.tobytes()
+    form = {"model": "vary", "prompt": "a harp", "seconds": "1", "seed": "7", "num_inference_steps": "2"}
+    answer = await client._client.post(
+        "/v1/audio/generations",
+        data=form | {"extra": '{"init_noise_level": 0.4}'},
+        files={"audio": ("piano.wav", struct.pack("<4sI", b"RIFF", len(body)) + body)},
+    )
+    assert answer.status_code == 200, answer.text
+    with wave.open(io.BytesIO(answer.content)) as file:
+        found = np.frombuffer(file.readframes(file.getnframes()), "<i2").reshape(-1, file.getnchannels()).T
+    made = stock["vary"](
+        "a harp", duration=1.0, audio=torch.from_numpy(samples.repeat(2, axis=0))[None], init_noise_level=0.4,
+        num_inference_steps=2, generator=torch.Generator("cpu").manual_seed(7), output_type="np",
+    ).audios[0]  # fmt: skip
+    np.testing.assert_allclose(found / 32767, np.clip(made, -1, 1), atol=0.51 / 32767)
+    unheard = {"model": "vary", "prompt": "a harp", "seconds": 1}
+    without = await client._client.post("/v1/audio/generations", json=unheard)
+    assert without.status_code == 400
+    assert f"{VARY}: `audio` (reference waveform) is required" in without.json()["error"]["message"]

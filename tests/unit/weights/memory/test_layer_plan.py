@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import random
 import re
+from typing import Any
 
 import pytest
 
 from weights.errors import BudgetExceeded, WeightsError
-from weights.memory.layer_plan import AUTO, DecoderSizes, LayerPlan, decoder_sizes, host_names, layer_of, plan_layers
+from weights.memory.layer_plan import (
+    AUTO,
+    DecoderSizes,
+    LayerPlan,
+    decoder_sizes,
+    host_names,
+    largest_caches,
+    layer_of,
+    plan_layers,
+)
 
 
 def sizes_of(chance: random.Random) -> DecoderSizes:
@@ -46,6 +56,40 @@ def test_every_plan_keeps_each_device_within_its_bytes_and_leaves_no_layer_off_t
                 plan_layers(sizes, budgets, AUTO, "m", has_host=False)
         else:
             assert plan_layers(sizes, budgets, AUTO, "m", has_host=False) == plan
+
+
+def test_the_largest_caches_fill_the_devices_and_send_no_layer_to_the_host() -> None:
+    chance = random.Random(random.getrandbits(30))
+    grown = 0
+    for _ in range(300):
+        count, weights, rest = chance.randint(2, 30), chance.randint(100, 999), chance.randint(0, 300)
+        budgets = [chance.randint(500, 20_000) for _ in range(chance.randint(1, 3))]
+        host_bytes = chance.choice([None, chance.randint(0, 9000)])
+
+        def sizes_of(nbytes: int, count: int = count, weights: int = weights, rest: int = rest) -> DecoderSizes:
+            return DecoderSizes([weights] * count, rest, [nbytes * n // count for n in range(count + 1)], "norm")
+
+        def hosts(nbytes: int, sizes_of: Any = sizes_of, budgets: Any = budgets, host_bytes: Any = host_bytes) -> int:
+            return len(plan_layers(sizes_of(nbytes), budgets, AUTO, "m", has_host=host_bytes is not None).on(None))
+
+        found = largest_caches(sizes_of, budgets, 100, host_bytes)
+        assert found >= 100
+        try:
+            fewest = hosts(100)
+        except BudgetExceeded:
+            assert found == 100
+            continue
+        assert hosts(found) == fewest
+        if found > 100:
+            grown += 1
+            assert not fewest or sizes_of(found).caches[fewest] <= (host_bytes or 0)
+        more = found + max(2, found // 100)
+        is_full = fewest and sizes_of(more).caches[fewest] > (host_bytes or 0)
+        try:
+            assert is_full or hosts(more) > fewest
+        except BudgetExceeded:
+            assert host_bytes is None or not fewest
+    assert grown > 100
 
 
 def test_a_number_takes_the_last_layers_and_a_pattern_those_of_whole_names() -> None:

@@ -21,6 +21,7 @@ from deployments.engines.servable import why_unservable
 from weights.errors import AdapterError, FormatError
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.ip_adapter import count_tokens
 from weights.layouts import write_inline
 from weights.store import WeightStore
 
@@ -85,6 +86,16 @@ def test_an_image_as_a_prompt_equals_stock(
     ours = equals_stock(prompted.ours, request, conditioning, stock, {"a": opened(folder)})
     plain = prompted.ours.generate(make_request(guidance_scale=guidance, num_images=1), conditioning)
     assert np.abs(ours[0].astype(int) - plain[0].astype(int)).max() > 4
+
+
+@pytest.mark.parametrize("kind", ["plain", "plus", "full"])
+def test_the_tokens_of_an_image_are_known_before_there_is_one(sdxl: Any, tmp_path: Path, kind: Kind) -> None:
+    """By the adapter as it is built, and by the shapes that its manifest has."""
+    folder = write_ip_adapter(tmp_path / "a", sdxl.ours.denoiser, kind)
+    prompter, (component,) = opened(folder), read_checkpoint(folder).components
+    (tokens,) = prompter.tokens_of(image_of(9, 12), with_negative=False)
+    stored = {name: ref.shape for name, ref in component.tensors.items()}
+    assert prompter.num_tokens == count_tokens(stored) == tokens.shape[1]
 
 
 def test_several_images_of_two_adapters_share_a_forward_and_other_rows_stay_the_same(

@@ -7,7 +7,7 @@ import shutil
 import sys
 import threading
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ import PIL.Image
 import pytest
 import torch
 from safetensors.torch import load_file
-from unit.deployments.engines.stock.tiny_classes import CASES, assembled
+from unit.deployments.engines.stock.tiny_classes import CASES, Case, assembled
+from unit.deployments.engines.stock.tiny_further import FURTHER_CASES
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
 from deployments.engines.build import build_module
@@ -244,8 +245,8 @@ def test_images_go_to_the_parameters_of_their_names(tmp_path: Path) -> None:
         StockEngine(load(tmp_path)).add_request(replace(request, images={"mask_image": image[:, :, 0]}))
 
 
-def assembled_case(class_name: str, folder: Path) -> tuple[Any, StockModel]:
-    stock = saved(lambda: assembled(class_name, **CASES[class_name].parts()), folder)
+def assembled_case(class_name: str, folder: Path, cases: Mapping[str, Case] = CASES) -> tuple[Any, StockModel]:
+    stock = saved(lambda: assembled(class_name, **cases[class_name].parts()), folder)
     return stock, load(folder)
 
 
@@ -327,6 +328,44 @@ def test_a_request_may_choose_the_scheduler(aura: Any) -> None:
     np.testing.assert_array_equal(output.images, expected)
     with pytest.raises(EngineError, match="scheduler 'DDIMScheduler': expected one that fits"):
         run(StockEngine(model), aura_request(scheduler="DDIMScheduler"))
+
+
+def test_a_class_with_a_scheduler_of_its_own_lets_no_request_choose(tmp_path: Path) -> None:
+    """Diffusers neither saves nor reads this one's: it has a default, as options have."""
+    model = assembled_case("LongCatAudioDiTPipeline", tmp_path, FURTHER_CASES)[1]
+    for chosen in ({"scheduler": "FlowMatchHeunDiscreteScheduler"}, {"scheduler_options": {"shift": 3.0}}):
+        with pytest.raises(EngineError, match="scheduler: a LongCatAudioDiTPipeline has its own"):
+            run(StockEngine(model), StockRequest("r", 1, PROMPT, **chosen))
+
+
+@pytest.mark.parametrize("skip", [{}, {"clip_skip": 2}, {"clip_skip": None}])
+def test_layers_of_a_clip_are_skipped_though_it_lacks_what_diffusers_asks_it_for(skip: Any, tmp_path: Path) -> None:
+    """The text that diffusers is given instead is that of the layer before the last, or two before, behind the norm."""
+    stock, model = assembled_case("I2VGenXLPipeline", tmp_path, FURTHER_CASES)
+    with pytest.raises(AttributeError, match="text_model"):
+        stock(PROMPT, PIL.Image.new("RGB", (32, 32)), 32, 32, clip_skip=1)
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8)
+    layer = skip.get("clip_skip", 1) or 0
+    embeds = []
+    for text in (PROMPT, ""):
+        most = stock.tokenizer.model_max_length
+        tokens = stock.tokenizer(text, padding="max_length", max_length=most, truncation=True, return_tensors="pt")
+        with torch.no_grad():
+            states = stock.text_encoder(tokens.input_ids, output_hidden_states=True).hidden_states
+            embeds.append(stock.text_encoder.final_layer_norm(states[-1 - layer]))
+    torch.manual_seed(7)  # the latents of the image are drawn without the generator
+    expected = stock(
+        image=PIL.Image.fromarray(image), height=32, width=32, num_frames=3, num_inference_steps=STEPS,
+        generator=torch.Generator("cpu").manual_seed(7), prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1],
+        output_type="np",
+    ).frames[0]  # fmt: skip
+    fields = {"height": 32, "width": 32, "num_inference_steps": STEPS}
+    output, _ = run(
+        StockEngine(model), StockRequest("r", 7, PROMPT, 1, fields, {"image": image}, {"num_frames": 3, **skip})
+    )
+    np.testing.assert_array_equal(output.images, (expected * 255).round().astype(np.uint8))
+    weights = model.modules["text_encoder"].state_dict()  # which has no end where a part is a part of itself
+    assert weights.keys() == stock.text_encoder.state_dict().keys()
 
 
 @pytest.mark.parametrize(

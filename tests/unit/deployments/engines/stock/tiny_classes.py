@@ -66,11 +66,11 @@ def small(cls: Any, **own: Any) -> Any:
     return stirred(cls(**{name: size for name, size in SIZES.items() if name in known} | own))
 
 
-def stirred(module: Any) -> Any:
+def stirred(module: Any, std: float = 0.1) -> Any:
     """The same, without weights that are zero from the start: what they multiply would show nowhere."""
     for weights in module.parameters():
         if not weights.any():
-            torch.nn.init.normal_(weights, std=0.1)
+            torch.nn.init.normal_(weights, std=std)
     return module
 
 
@@ -160,11 +160,12 @@ def part(class_name: str, name: str, annotation: Any) -> Any:
 
 
 class Case(NamedTuple):
-    """How a pipeline is made, the arguments of a call beside prompt, steps and seed, and the images that it gets."""
+    """How a pipeline is made, the arguments of a call beside prompt, steps and seed, its images and its audio."""
 
     parts: Callable[[], Mapping[str, Any]]
     options: Mapping[str, Any]
     images: tuple[str, ...] = ()
+    audio: tuple[str, ...] = ()
 
 
 def of_types() -> dict[str, Any]:

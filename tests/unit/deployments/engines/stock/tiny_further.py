@@ -19,6 +19,7 @@ from unit.deployments.engines.stock.tiny_classes import (
     Case,
     changed,
     clip_vision,
+    ddim,
     fibo,
     flow,
     hunyuan_video,
@@ -194,12 +195,33 @@ def stable_audio_3() -> dict[str, Any]:
         num_memory_tokens=2,
     )
     return {
-        "vae": decoder,
+        "vae": stirred(decoder, std=1.0),
         "transformer": stirred(net),
         "text_encoder": transformers.T5GemmaEncoderModel(t5gemma()),
         "tokenizer": byte_tokenizer(),
         "duration_embedder": StableAudio3DurationEmbedder(output_dim=16, fourier_dim=16),
     }
+
+
+def longcat_audio() -> dict[str, Any]:
+    decoder = diffusers.LongCatAudioDiTVae(
+        channels=8, c_mults=[1, 2], strides=[2, 2], latent_dim=8, encoder_latent_dim=16, downsampling_ratio=4,
+        sample_rate=100,
+    )  # fmt: skip
+    net = diffusers.LongCatAudioDiTTransformer(dit_dim=16, dit_depth=1, dit_heads=2, dit_text_dim=16, latent_dim=8)
+    return {"vae": decoder, "transformer": stirred(net), "tokenizer": t5_tokenizer()}
+
+
+def i2vgen() -> dict[str, Any]:
+    net = small(
+        diffusers.I2VGenXLUNet,
+        block_out_channels=(8, 16),
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"),
+        up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+        attention_head_dim=4,
+        num_attention_heads=None,
+    )
+    return {"unet": net, "image_encoder": clip_vision(), "scheduler": ddim()}
 
 
 def latent_upscale() -> dict[str, Any]:
@@ -281,7 +303,7 @@ def ace_step() -> dict[str, Any]:
         num_timbre_encoder_hidden_layers=1,
     )
     decoder = diffusers.AutoencoderOobleck(
-        encoder_hidden_size=6,
+        encoder_hidden_size=8,
         downsampling_ratios=[1, 2],
         decoder_channels=4,
         decoder_input_channels=4,
@@ -308,6 +330,14 @@ FURTHER_CASES: dict[str, Case] = {
     "MotifVideoPipeline": Case(motif, {**VIDEO, "num_frames": 5}),
     "PRXPipeline": Case(lambda: prx(vae=vae(shift_factor=0.1)), PLAIN),
     "PRXPixelPipeline": Case(lambda: prx(3), PLAIN),
+    "I2VGenXLPipeline": Case(i2vgen, {**SIZE, "num_frames": 3, "clip_skip": None}, IMAGE),
+    "LongCatAudioDiTPipeline": Case(longcat_audio, {"audio_duration_s": 1.0}),
+    "StableAudio3AudioToAudioPipeline": Case(
+        stable_audio_3, {"duration": 1.0, "init_noise_level": 0.6}, audio=("audio",)
+    ),
+    "StableAudio3InpaintPipeline": Case(
+        stable_audio_3, {"duration": 1.0, "mask_start_seconds": 0.3, "mask_end_seconds": 0.7}, audio=("audio",)
+    ),
     "StableAudio3Pipeline": Case(stable_audio_3, {"duration": 1.0}),
     "ZImageOmniPipeline": Case(z_image_omni, SIZE),
     "BriaFiboEditPipeline": Case(

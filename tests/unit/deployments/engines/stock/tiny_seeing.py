@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 import diffusers
+import pytest
 import transformers
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus
 from unit.deployments.engines.stock.tiny_classes import AGAIN, CHAT, IMAGE, PAINT, SIZE, Case, changed, small, stirred
 from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, clip, flux2_klein, qwen_image, vae
+
+from deployments.engines.diffusion import families
 
 _TOKENS: Final = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _ROLES: Final = (
@@ -15,6 +20,7 @@ _ROLES: Final = (
     "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
 )
 PATCH: Final = 14
+_SMALL_AREA: Final = 128 * 128
 
 
 def seeing_tokenizer(**settings: Any) -> Any:
@@ -91,6 +97,18 @@ def qwen_edit(**own: Any) -> dict[str, Any]:
         "processor": processor(),
         **own,
     }
+
+
+def edit_small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let both stock and the family scale images to 128x128 pixels, and not to a million."""
+    monkeypatch.setattr(families.qwen_image, "_AREA", _SMALL_AREA)
+    for module in (pipeline_qwenimage_edit, pipeline_qwenimage_edit_plus):
+        calculate: Any = module.calculate_dimensions
+        monkeypatch.setattr(module, "calculate_dimensions", partial(_calculated, calculate))
+
+
+def _calculated(calculate: Any, area: int, ratio: float) -> Any:
+    return calculate(_SMALL_AREA if area == 1024 * 1024 else area, ratio)
 
 
 def longcat() -> dict[str, Any]:

@@ -32,7 +32,7 @@ from deployments.ingress.openai import videos as video_routes
 from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
 from deployments.ingress.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
-from deployments.services.clips import encode_video
+from deployments.services.clips import encode_audio, encode_video
 
 WAN: dict[str, Any] = {"model": "wan", "prompt": "a cat"}
 FACTS = {"model": "wan", "prompt": "a cat", "size": "auto", "seconds": "auto", "seed": 1, "warnings": []}
@@ -356,6 +356,71 @@ async def test_audio_is_answered_at_once(http: httpx.AsyncClient, makers: Makers
         answer = await http.post("/v1/audio/generations", json=body)
         assert answer.status_code == 400
         assert words in problem(answer)["message"]
+
+
+def wav(value: float, rate: int = 8000) -> bytes:
+    return encode_audio(np.full((2, 5), value, np.float32), rate)
+
+
+def url_of(file: bytes) -> str:
+    return "data:audio/wav;base64," + base64.b64encode(file).decode()
+
+
+async def test_audio_is_made_of_audio_in_a_form_or_in_json(http: httpx.AsyncClient, makers: Makers) -> None:
+    asked = {"model": "sound", "prompt": "rain"}
+    name = "initial_audio_waveforms"
+    extra = {"audio_start_in_s": 1, "reference_audio": url_of(wav(0.25, 16_000))}
+    answers = [
+        await http.post("/v1/audio/generations", data=asked | {"seconds": "2"}, files={name: ("a.wav", wav(0.5))}),
+        await http.post("/v1/audio/generations", json=asked | {"audio": {name: url_of(wav(0.5))}, "extra": extra}),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    first, second = makers.requests
+    for request in (first, second):
+        np.testing.assert_allclose(request.audio[name].samples, np.full((2, 5), 0.5), atol=1e-4)
+        assert request.audio[name].rate == 8000
+    assert (first.seconds, second.extra) == (2.0, {"audio_start_in_s": 1})
+    assert (second.audio["reference_audio"].rate, set(first.audio)) == (16_000, {name})
+
+
+async def test_a_video_may_be_made_of_audio_beside_an_image(http: httpx.AsyncClient, makers: Makers) -> None:
+    files = {"input_reference": ("a.png", png()), "speech": ("a.wav", wav(0.5))}
+    assert (await http.post("/v1/videos", data=WAN, files=files)).status_code == 200
+    assert (await http.post("/v1/videos", json=WAN | {"audio": {"speech": url_of(wav(0.5))}})).status_code == 200
+    await until(lambda: makers.num_ended == 2)
+    for request in makers.requests:
+        np.testing.assert_allclose(request.audio["speech"].samples, np.full((2, 5), 0.5), atol=1e-4)
+    assert [list(request.images) for request in makers.requests] == [["image"], []]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"audio": {"audio": "http://elsewhere/a.wav"}}, "audio.audio: an address, which is not fetched"),
+        ({"audio": {"audio": "UklG"}}, "audio.audio: 3 bytes that are no WAV file"),
+        ({"audio": {"audio": ["UklG"]}}, "audio"),
+        ({"audio": "UklG"}, "audio"),
+        ({"extra": {"audio": "data:audio/mpeg;base64,SUQz"}}, "extra.audio: 3 bytes that are no WAV file"),
+        ({"extra": {"a": url_of(wav(0))}, "audio": {"a": url_of(wav(0))}}, "audio.a: more than one file of audio"),
+        ({"audio": {"a": url_of(encode_audio(np.zeros((1, 301)), 1))}}, "audio.a: 301 seconds of audio, at most 300"),
+        ({"audio": {str(n): url_of(wav(0)) for n in range(9)}}, "audio"),
+    ],
+)
+async def test_audio_that_cannot_be_read_is_refused(
+    http: httpx.AsyncClient, makers: Makers, more: Any, words: str
+) -> None:
+    for path, model in (("/v1/audio/generations", "sound"), ("/v1/videos", "wan")):
+        answer = await http.post(path, json={"model": model, "prompt": "rain", **more})
+        assert answer.status_code == 400
+        assert words in problem(answer)["message"]
+    assert not makers.requests
+
+
+async def test_a_file_that_is_no_audio_is_none(http: httpx.AsyncClient) -> None:
+    files = {"audio": ("a.png", png())}
+    answer = await http.post("/v1/audio/generations", data={"model": "sound", "prompt": "rain"}, files=files)
+    assert answer.status_code == 400
+    assert "bytes that are no WAV file" in problem(answer)["message"]
 
 
 async def test_models_say_where_they_are_asked(http: httpx.AsyncClient) -> None:
