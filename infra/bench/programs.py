@@ -31,7 +31,7 @@ from configs.batching import BatchingConfig
 from deployments.batching.batcher import Batcher
 from deployments.engines.programs.bound import BoundProgram, BoundPrograms, ServedProgram
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
-from infra.bench.onnx_bert import write_onnx_bert
+from infra.bench.onnx_bert import onnx_bytes
 from weights.intake import import_model
 from weights.programs.exported import externalize_program
 from weights.programs.signature import COMPONENT
@@ -47,7 +47,7 @@ _MIN_CALLS: Final = 5
 PARTS: Final = {  # what each tells, and what it should be
     "merging": "merging: forwards that requests of many clients share",
     "bert": "bert: compiled / module at most 0.8",
-    "rebind": "rebind: CPU ms of a switch to a fine-tune, at most 2",
+    "rebind": "rebind: CPU ms of a switch to a fine-tune, compiled at most 2",
     "unet": "unet: compiled / module at most 0.5",
     "shared": "shared: memory of two processes / that of their weights, at most 1.02",
 }
@@ -138,7 +138,7 @@ def _put_berts(programs: Programs) -> dict[str, BertModel]:
     for name, bert in berts.items():
         programs.export(name, bert, ids, dict.fromkeys(ids, sizes))
         path = programs.folder / f"{name}-onnx.onnx"
-        write_onnx_bert(bert, path)
+        path.write_bytes(onnx_bytes(bert))
         import_model(programs.store, path.stem, path)
     return berts
 

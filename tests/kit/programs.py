@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from transformers import BertConfig, BertModel
 
-from infra.bench.onnx_bert import write_onnx_bert
+from infra.bench.onnx_bert import onnx_bytes
 
 MAX_ROWS, MAX_LENGTH, VOCABULARY, WIDTH, NUM_CLASSES = 8, 48, 60, 16, 3
 
@@ -57,9 +56,7 @@ def export_classifier(module: nn.Module, min_rows: int = 1) -> ExportedProgram:
 
 def onnx_bert(module: BertModel) -> onnx.ModelProto:
     """Export a BERT as `export_bert` does, to ONNX, with its ranges."""
-    file = io.BytesIO()
-    write_onnx_bert(module, file)
-    model = onnx.load_model_from_string(file.getvalue())
+    model = onnx.load_model_from_string(onnx_bytes(module))
     ranges = {"rows": (1, MAX_ROWS), "length": (1, MAX_LENGTH)}
     onnx.helper.set_model_props(model, {"ranges": json.dumps(ranges)})
     return model
