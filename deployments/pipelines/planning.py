@@ -6,7 +6,8 @@ config is loaded, by `plan_pipeline` when the models are known. Both report what
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -25,7 +26,7 @@ from configs.pipeline import (
 )
 from deployments.pipelines.edge_types import MODEL_KINDS, TOKENIZER, EdgeType, Parameter, Ports, edge_type, ports_of
 from deployments.pipelines.functions import fill_template, missing_fields
-from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, StagePlan, form_units
+from deployments.pipelines.plans import PIPELINE_INPUT, Action, Edge, PipelinePlan, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature
 from deployments.pipelines.stage_functions import FunctionUnusable, find_function
 
@@ -75,6 +76,17 @@ def plan_pipeline(
     )
     units = form_units(config.id, stages, list(outputs.values()), max_batch_size)
     return PipelinePlan(config.id, signature, checked.inputs, tuple(units), outputs, output_types)
+
+
+def plan_segments(
+    configs: Iterable[PipelineConfig], models: Mapping[str, ModelRecord], max_batch_size: int
+) -> list[SegmentPlan]:
+    """Return the segments of all pipelines that can run with these models: a replica needs memory for them."""
+    segments: list[SegmentPlan] = []
+    for config in configs:
+        with contextlib.suppress(PipelineUnusable):  # who asks for it is told why
+            segments += plan_pipeline(config, models, max_batch_size).segments()
+    return segments
 
 
 def _stage_plan(checked: _CheckedPipeline, stage: StageConfig) -> StagePlan:

@@ -1,16 +1,17 @@
 """Segments of pipelines inside one replica: their intermediate tensors stay on the device. Free of Ray.
 
-The places of tensors were decided when the pipeline was planned (`plans.py`): a run allocates one block for all whose
+The places of tensors were decided when the pipeline was planned (`plans.py`); a run allocates none of those whose
 sizes are known. Requests larger than the plan run in chunks.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -22,6 +23,50 @@ from deployments.errors import GenerationFailed, named_failures, stage_warnings
 from deployments.pipelines.edge_types import TOKENS, Batch, EdgeType
 from deployments.pipelines.plans import WITH_TENSORS, Edge, SegmentCall, SegmentPlan, SegmentResult, StagePlan
 from deployments.pipelines.stage_functions import find_function
+
+
+class _ArenaPool:
+    """Device memory for intermediate tensors, allocated before requests come.
+
+    `num_arenas` runs at once have an arena each. All segments share them, so each is as large as the largest needs.
+
+    Further runs, and those of a segment nobody has prepared, get temporary memory, which is counted.
+    """
+
+    def __init__(self, num_arenas: int, device: torch.device) -> None:
+        self.num_temporary = 0
+        self.nbytes = 0
+        self._num_arenas = num_arenas
+        self._device = device
+        self._free: list[torch.Tensor] = []
+
+    def prepare_arenas(self, nbytes: int) -> None:
+        """Allocate arenas of `nbytes`. Smaller ones that are in use are not taken back."""
+        if nbytes > self.nbytes:
+            self.nbytes = nbytes
+            self._free = [self._allocated(nbytes) for _ in range(self._num_arenas)]
+
+    @contextlib.contextmanager
+    def arena(self, nbytes: int) -> Iterator[torch.Tensor]:
+        """Lend an arena: at least `nbytes` of uint8."""
+        if self._free and 0 < nbytes <= self.nbytes:
+            taken = self._free.pop()
+        else:
+            self.num_temporary += nbytes > 0
+            taken = self._allocated(nbytes)
+        try:
+            yield taken
+        except BaseException:
+            # A thread or kernel of the run that failed may still write here: this memory is nobody's any more.
+            if len(taken) == self.nbytes > 0 and len(self._free) < self._num_arenas:
+                self._free.append(self._allocated(self.nbytes))
+            raise
+        if len(taken) == self.nbytes > 0 and len(self._free) < self._num_arenas:
+            self._free.append(taken)
+
+    def _allocated(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
 
 _Value = Batch | torch.Tensor | list[torch.Tensor]
 
@@ -54,29 +99,36 @@ class SegmentOps(Protocol):
         """Return the warnings of the calls since the last time."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class SegmentStats:
-    """Figures since the replica began. `num_unplanned`: tensors whose size was not known before they were there."""
+    """Figures since the replica began. `num_temporary`: arenas beyond the prepared ones, tensors of unknown size."""
 
-    num_calls: int = 0
-    num_chunks: int = 0
-    num_unplanned: int = 0
+    num_calls: int
+    num_chunks: int
+    num_temporary: int
+    arena_bytes: int
 
 
 class SegmentRunner:
-    """The runner of one replica. Lives on one event loop.
+    """The runner of one replica. `num_arenas` calls at once run without allocating. Lives on one event loop."""
 
-    A run has its block while it waits for the weights of its stages. HAZARD: so the block is no part of the workspace
-    that the device's books lend (`weights/memory/device_arena.py`): a run that waits for room would wait for itself.
-    """
+    def __init__(self, device: torch.device | str = "cpu", num_arenas: int = 8) -> None:
+        self._pool = _ArenaPool(num_arenas, torch.device(device))
+        self._num_calls = self._num_chunks = self._num_unplanned = 0
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._device = torch.device(device)
-        self.stats = SegmentStats()
+    def prepare_segment(self, plan: SegmentPlan) -> None:
+        """Allocate the memory of a segment now, rather than with its first request."""
+        self._pool.prepare_arenas(plan.memory.nbytes)
+
+    def segment_stats(self) -> SegmentStats:
+        """Return the figures so far."""
+        num_temporary = self._pool.num_temporary + self._num_unplanned
+        return SegmentStats(self._num_calls, self._num_chunks, num_temporary, self._pool.nbytes)
 
     async def run_segment(self, call: SegmentCall, upstream: Sequence[SegmentResult], ops: SegmentOps) -> SegmentResult:
         """Run a segment. Raises ServiceErrors that begin with the stage's name."""
-        self.stats.num_calls += 1
+        self.prepare_segment(call.plan)
+        self._num_calls += 1
         given = dict(call.inputs)
         timings_ms: dict[str, float] = {}
         warnings: list[str] = []
@@ -87,14 +139,14 @@ class SegmentRunner:
         spent_ms: dict[str, float] = defaultdict(float)
         collected: dict[Edge, list[Batch]] = defaultdict(list)
         for start in range(0, call.num_items, call.plan.max_batch_size):
-            self.stats.num_chunks += 1
+            self._num_chunks += 1
             rows = slice(start, min(start + call.plan.max_batch_size, call.num_items))
             chunk = {edge: batch[rows] for edge, batch in given.items()}
-            arena = torch.empty(call.plan.memory.nbytes, dtype=torch.uint8, device=self._device)
-            work = _Chunk(call.plan, chunk, rows, arena, ops, spent_ms, warnings)
-            for edge, batch in (await work.run_stages()).items():
-                collected[edge].append(batch)
-            self.stats.num_unplanned += sum(edge not in call.plan.buffers for edge in _model_edges(call.plan))
+            with self._pool.arena(call.plan.memory.nbytes) as arena:
+                work = _Chunk(call.plan, chunk, rows, arena, ops, spent_ms, warnings)
+                for edge, batch in (await work.run_stages()).items():
+                    collected[edge].append(batch)
+                self._num_unplanned += sum(edge not in call.plan.buffers for edge in _model_edges(call.plan))
         outputs = {edge: _joined(batches) for edge, batches in collected.items()}
         # Results of one earlier segment may come along several ways.
         return SegmentResult(outputs, timings_ms | spent_ms, tuple(dict.fromkeys(warnings)))

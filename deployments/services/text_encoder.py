@@ -30,6 +30,7 @@ from deployments.engines.text.tokens import TextPair
 from deployments.errors import as_service_errors
 from deployments.modules.cache import ComponentFactory, ModuleCache
 from deployments.modules.footprints import FootprintBook
+from deployments.pipelines.planning import plan_segments
 from deployments.pipelines.plans import SegmentCall, SegmentResult
 from deployments.pipelines.runner import run_together
 from deployments.pipelines.segments import SegmentRunner
@@ -84,6 +85,11 @@ class TextEncoderService(ModelReplica):
         self._serve_adapter = ServeAdapter(self._batcher, settings.max_ongoing_requests)
         self._encoders = CachedEncoders(self._cache, self._run_batch)
         self._segments = SegmentRunner(settings.torch_device)
+        if config.pipelines:
+            records = await self._call_registry(WeightRegistry.list_models)
+            models = {record.id: record for record in records}
+            for segment in plan_segments(config.pipelines, models, settings.batching.max_batch_size):
+                self._segments.prepare_segment(segment)
         self._metrics = RequestMetrics()
 
     async def condition(self, request: ConditioningRequest) -> Conditioning:
@@ -198,7 +204,7 @@ class TextEncoderService(ModelReplica):
             "batching": asdict(self._batcher.batching_stats()),
             "batching_config": self._batching.model_dump(mode="json"),
             "padding": asdict(self._padding.encode_stats()),
-            "segments": asdict(self._segments.stats),
+            "segments": asdict(self._segments.segment_stats()),
             "programs": self._programs.graph_stats(),
         }
 

@@ -78,6 +78,12 @@ def test_shared_components_are_stored_once(cluster: Cluster) -> None:
     assert not set(flux.extents_of(["transformer"])) & set(inverted.extents_of(["transformer"]))
 
 
+def test_a_text_encoder_has_memory_for_pipelines_before_it_is_asked(cluster: Cluster) -> None:
+    (encoder,) = httpx.get(f"{cluster.url}/admin/cluster").json()["text_encoders"]
+    assert encoder["segments"]["arena_bytes"] > 0
+    assert encoder["segments"]["num_temporary"] == 0
+
+
 def test_a_truncated_file_takes_down_its_own_model_only(cluster: Cluster) -> None:
     model = cluster.openai.models.retrieve("truncated")
     assert model.state == "unavailable"

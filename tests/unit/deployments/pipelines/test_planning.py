@@ -17,7 +17,7 @@ from configs.pipeline import PipelineConfig
 from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
-from deployments.pipelines.planning import PipelineUnusable, check_pipeline, plan_pipeline
+from deployments.pipelines.planning import PipelineUnusable, check_pipeline, plan_pipeline, plan_segments
 from deployments.pipelines.plans import Edge, SegmentPlan, StagePlan, form_units
 from deployments.pipelines.records import Signature, TensorSpec
 from weights.feature_sizes import FeatureSizes
@@ -90,6 +90,13 @@ def test_scores_have_the_labels_of_their_stage_or_of_its_head() -> None:
     labelled = replace(MODELS["head"], features=FeatureSizes(8, 3, names["head"]))
     pipelines = Pipelines([config], None, lambda: MODELS | {"head": labelled})  # type: ignore[arg-type]
     assert pipelines.labels("p") == found
+
+
+def test_a_replica_knows_at_its_start_what_memory_pipelines_need() -> None:
+    late = pipeline(stage("vector", {"text": "$text"}, model="late"), out="$vector")
+    (segment,) = plan_segments([late, CLASSIFIER], MODELS, 4)
+    assert (segment.pipeline, segment.memory.live_bytes) == ("p", 4 * 8 * 4 + 4 * 3 * 4)
+    assert plan_segments([CLASSIFIER], {}, 4) == []
 
 
 def test_optional_inputs_are_optional_outside() -> None:

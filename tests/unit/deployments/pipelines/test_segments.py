@@ -23,7 +23,7 @@ from deployments.pipelines.plans import (
     StagePlan,
     form_units,
 )
-from deployments.pipelines.segments import SegmentRunner
+from deployments.pipelines.segments import SegmentRunner, _ArenaPool
 
 WIDTH, HIDDEN, CLASSES = 6, 5, 3
 LONGEST = 40  # characters
@@ -131,20 +131,23 @@ async def test_warnings_name_stage_and_item_and_come_once() -> None:
     assert (await runner.run_segment(call(["short"]), (), ops)).warnings == ()
 
 
-async def test_intermediate_tensors_lie_where_they_were_planned() -> None:
-    ops, runner = Ops(), SegmentRunner()
+async def test_intermediate_tensors_lie_in_the_arena() -> None:
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
+    runner.prepare_segment(PLAN)
+    stats = runner.segment_stats()
+    assert stats.arena_bytes == PLAN.memory.nbytes < 4 * (256 * 3)
     for _ in range(3):
-        ops.pointers.clear()
         await runner.run_segment(call(["x", "y"]), (), ops)
-        vector, hidden = ops.pointers  # the inputs of two heads
-        offsets = PLAN.memory.offsets
-        assert hidden - vector == offsets[Edge("hidden", "output")] - offsets[Edge("vector", "embedding")] != 0
-    assert runner.stats.num_unplanned == 0
+    assert len(set(ops.pointers)) == 2  # the inputs of two heads, at the same place every time
+    first, second = sorted(set(ops.pointers))
+    offsets = sorted(PLAN.memory.offsets[edge] for edge in (Edge("vector", "embedding"), Edge("hidden", "output")))
+    assert second - first == offsets[1] - offsets[0]
+    assert runner.segment_stats().num_temporary == 0
 
 
 async def test_intermediate_results_are_copies() -> None:
     """A vector that leaves the segment is not written over by the next request."""
-    ops, runner = Ops(), SegmentRunner()
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
     vector = Edge("vector", "embedding")
     plan = segment([vector, SCORES])
     first = await runner.run_segment(call(["one"], plan), (), ops)
@@ -155,7 +158,7 @@ async def test_intermediate_results_are_copies() -> None:
 
 
 async def test_runs_side_by_side_do_not_share_memory() -> None:
-    ops, runner = Ops(), SegmentRunner()
+    ops, runner = Ops(), SegmentRunner(num_arenas=1)
     ops.hold = asyncio.Event()
     texts = [[f"{index}a", f"{index}b"] for index in range(5)]
     runs = [asyncio.create_task(runner.run_segment(call(some), (), ops)) for some in texts]
@@ -164,6 +167,20 @@ async def test_runs_side_by_side_do_not_share_memory() -> None:
     ops.hold.set()
     for some, result in zip(texts, await asyncio.gather(*runs), strict=True):
         np.testing.assert_allclose(result.outputs[SCORES], [ops.expected(text) for text in some], rtol=1e-4)
+    assert runner.segment_stats().num_temporary == 4
+
+
+def test_memory_of_a_failed_run_is_not_used_again() -> None:
+    """A thread or kernel of a run that was cancelled may write there still."""
+    pool = _ArenaPool(1, torch.device("cpu"))
+    pool.prepare_arenas(1000)
+    with pytest.raises(KeyError), pool.arena(1000) as failed:
+        raise KeyError
+    with pool.arena(1000) as fresh:
+        assert fresh.data_ptr() != failed.data_ptr()
+    with pool.arena(500) as again:
+        assert again.data_ptr() == fresh.data_ptr()
+    assert pool.num_temporary == 0
 
 
 async def test_tensors_of_unknown_size_are_counted() -> None:
@@ -172,7 +189,7 @@ async def test_tensors_of_unknown_size_are_counted() -> None:
     assert Edge("hidden", "output") not in plan.buffers
     result = await runner.run_segment(call(["x"], plan), (), ops)
     np.testing.assert_allclose(result.outputs[SCORES], [ops.expected("x")], rtol=1e-4)
-    assert runner.stats.num_unplanned == 1
+    assert runner.segment_stats().num_temporary == 1
 
 
 async def test_inputs_come_from_earlier_segments_too() -> None:
@@ -218,7 +235,7 @@ async def test_scores_of_texts_and_of_pairs_are_planned_tensors(query: str | Non
     for unit in form_units("p", plans, [score, classes], 4):
         assert isinstance(unit, SegmentPlan)
         found |= (await runner.run_segment(call(texts, unit), (), ops)).outputs
-    assert runner.stats.num_unplanned == 0
+    assert runner.segment_stats().num_temporary == 0
     assert found[score].shape == (6,)
     ranks = [ops.embedding(f"{query or text}{text}".encode())[0] for text in texts]
     np.testing.assert_allclose(found[score], ranks, rtol=1e-5)

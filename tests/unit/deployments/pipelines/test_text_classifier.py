@@ -98,5 +98,5 @@ async def test_labels_and_scores_are_those_of_the_stock_library() -> None:
     scores = logits.softmax(-1).numpy()
     np.testing.assert_allclose(result.outputs["scores"].data, scores, atol=1e-5)
     assert [label.decode() for label in result.outputs["label"].data] == [LABELS[row.argmax()] for row in scores]
-    assert ask.segments.stats.num_chunks == 3
-    assert ask.segments.stats.num_unplanned == 0
+    assert ask.segments.segment_stats().num_chunks == 3
+    assert ask.segments.segment_stats().num_temporary == 0
