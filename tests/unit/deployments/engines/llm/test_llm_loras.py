@@ -296,7 +296,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(crowd, prompt_of, run_a
 
     for bad, message in (
         (lora({"model.layers.7.self_attn.q_proj": pair}), "'model.layers.7.self_attn.q_proj' .* are not in Llama"),
-        (lora({"model.layers.0.mlp.up_proj": pair}), r"do not fit a Linear of \(in, out\) sizes \(32, 48\)"),
+        (lora({"model.layers.0.mlp.up_proj": pair}), r"\(in, out\) sizes \(32, 32\) do not fit a Linear of \(32, 48\)"),
         (lora({"model.embed_tokens": pair}), "is a Embedding, expected a linear"),
         (lora({"to_q": pair}, "unet"), "is not a LoRA of a language model"),
     ):
