@@ -189,7 +189,7 @@ def _lora_of(found: re.Match[str]) -> dict[str, Any]:
         raise InvalidRequest(f"prompt: {found[0]!r} is not <lora:name:scale>", "prompt") from None
 
 
-class OptionsBody(RequestModel, extra="ignore"):
+class OptionsBody(RequestModel, extra="ignore", strict=True):
     """Options to set. Those without a meaning here have no effect."""
 
     sd_model_checkpoint: Name | None = None

@@ -191,6 +191,7 @@ async def test_several_ingress_replicas_keep_no_choice(open_app: OpenApp) -> Non
         assert answer.status_code == 400
         assert "override_settings" in answer.json()["detail"]
         assert (await http.post(f"{PATH}/options", json={"CLIP_stop_at_last_layers": 2})).status_code == 200
+        assert (await http.post(f"{PATH}/options", json={"CLIP_stop_at_last_layers": True})).status_code == 400
 
 
 async def test_progress_and_interruption(open_http: Any) -> None:
