@@ -25,7 +25,7 @@ _LEAST_SHARE: Final = 0.1
 _DRAINED: Final = 0.5  # of a full queue: those who are refused together come back to room for many of them
 
 
-class FairWait:
+class _FairWait:
     """The longest wait that lets requests of all kinds in.
 
     In an overload, short requests would be let in until only they can still be in time. So no request may wait for a
@@ -58,7 +58,7 @@ class Pool:
         self.has_ended = False  # a request, since slots were looked at
         self.num_by_model: Counter[str] = Counter()  # waiting
         self.maybe_open: set[str] = set()  # of these, the models that were not found to have no room since
-        self.fair_wait = FairWait()
+        self.fair_wait = _FairWait()
         self.failures = LoadFailures()
 
     def is_at_hand(self, model: str) -> bool:

@@ -25,7 +25,7 @@ from cluster.admission.tenant_turns import Lane, OpenModels, TenantTurns, newest
 _MOST_STALE: Final = 64  # entries of a crowd's heap, beside a few for each tenant
 
 
-class Crowd:
+class _Crowd:
     """The requests that wait, for one model or for all, counted by tenant.
 
     The heap has an entry for each tenant that is at least as long as the tenant's line; what is longer is put right
@@ -87,8 +87,8 @@ class Lanes:
         self._ages: OrderedDict[int, Waiting] = OrderedDict()  # by arrival
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
-        self._crowd = Crowd(weight_of)
-        self._crowds: dict[str, Crowd] = {}  # by model
+        self._crowd = _Crowd(weight_of)
+        self._crowds: dict[str, _Crowd] = {}  # by model
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -126,7 +126,7 @@ class Lanes:
         self._class(demand.priority).add(waiting)
         self._waiting[waiting.ticket] = self._ages[waiting.ticket] = waiting
         self._crowd.add(demand.tenant)
-        self._crowds.setdefault(demand.model, Crowd(self.weight_of)).add(demand.tenant)
+        self._crowds.setdefault(demand.model, _Crowd(self.weight_of)).add(demand.tenant)
 
     def add_returned(self, waiting: Waiting) -> None:
         """Add a request whose replica died, before all others."""

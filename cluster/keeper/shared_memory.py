@@ -32,7 +32,7 @@ class Store(Protocol):
     def populate(self) -> None: ...
 
 
-class StoreWriter:
+class _StoreWriter:
     """The extents that are being written into the store, beside those that are held there. Thread-safe."""
 
     def __init__(self, store: Store, held: HeldExtents) -> None:
@@ -105,7 +105,7 @@ class NodeMemory:
         self.held = held
         self._node_id = node_id
         self._is_audited = bool(audit_bytes_per_s)
-        self.writer = StoreWriter(store, held)
+        self.writer = _StoreWriter(store, held)
         self.damage = DamageLog()
         self.adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
         self.audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
