@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaPart
+from cluster.admission.records import PoolClaims, PoolPart, ReplicaPart
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotSplit
 from cluster.placement.slot_split import split_pool
 from cluster.processes import ProcessMark

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from cluster.admission.slot_records import PoolClaims, SlotClaim
+from cluster.admission.records import PoolClaims, SlotClaim
 
 ARRIVALS_S: Final = 2.0  # of arrivals count as if they waited: who refuses many gets as much as who lets many wait
 MAX_SLOTS: Final = 10_000  # of a replica

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kit.seeding import seeded_random
 
-from cluster.admission.slot_records import PoolClaims, ReplicaUse, SlotClaim
+from cluster.admission.records import PoolClaims, ReplicaUse, SlotClaim
 from cluster.placement.slot_split import PoolSplit, _fill, split_pool
 
 SLOT = 0.25

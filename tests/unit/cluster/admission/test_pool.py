@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.admission.demand import Demand
-from cluster.admission.forecast import _FairWait
+from cluster.admission.pool import _FairWait
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Refused
+from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
