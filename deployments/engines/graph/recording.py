@@ -309,7 +309,9 @@ def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: t
 
 def fake_copy(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> nn.Module:
     """Return a copy of a module with fake tensors on `device`. Nobody may change the module meanwhile."""
-    twin = copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
+    attributes = (one for part in module.modules() for one in vars(part).values() if isinstance(one, torch.Tensor))
+    kept = (*module.parameters(), *module.buffers(), *attributes)  # a product of parameters, say, cannot be copied
+    twin = copy.deepcopy(module, {id(one): one for one in kept})
     fake_weights(twin, mode, device)
     return twin
 
