@@ -294,6 +294,8 @@ class Controller:
 
     def _use(self, config: ControllerConfig) -> None:
         """Go by other values from the next decision on. Whether there are decisions is of the start."""
+        if config != self._config:
+            self._changed.set()
         self._config, self._deciding.policy = config, _POLICIES[config.policy]
         if self._scaling is not None and config.scaling is not None:
             self._scaling.policy = ScalingPolicy(**config.scaling.model_dump())
@@ -309,6 +311,7 @@ class Controller:
                     asked = await replicas.target()
                     if (found := self._config.scaling) is not None:
                         self._scaling = Scaling(ScalingPolicy(**found.model_dump()), asked)
+                        self._changed.set()
                 elif self._scaling is not None and (target := self._scaling.target) != asked:
                     await replicas.set_target(target)
                     logger.info("%d workers instead of %d: %s", target, asked, self._scaling.reason)
