@@ -344,7 +344,7 @@ class DenoisePipeline:
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
-        if self._replays is None or rows.adapters or rows.controls:
+        if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
             return self._forward(rows, height, width)
         inputs = rows.tensors()
         shapes = tuple((one.shape, one.dtype) for one in inputs)
