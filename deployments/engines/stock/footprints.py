@@ -160,7 +160,12 @@ def shape_of(request: StockRequest) -> str:
     plain = stretched(request)
     audio = {name: (sound.rate, sound.samples.shape) for name, sound in plain.audio.items()}
     return repr((plain.prompt, plain.num_images, sorted(plain.fields.items()), _form(plain.images), audio)) + repr(
-        (sorted(plain.extra.items()), plain.scheduler, sorted(plain.scheduler_options.items()), bool(plain.num_previews))
+        (
+            sorted(plain.extra.items()),
+            plain.scheduler,
+            sorted(plain.scheduler_options.items()),
+            bool(plain.num_previews),
+        )
     )
 
 
