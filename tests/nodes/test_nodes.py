@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
 SPARE: Final = "spare"
+LISTENING: Final = (sys.executable, "-c", f"import socket; socket.create_server(('0.0.0.0', {PORT})).accept()")
 DEADLINE_S: Final = 3.0
 CHANGED: Final = (
     "models.second-adder",
@@ -199,7 +201,7 @@ def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
 def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
     """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
     first = {one.pid for name in NAMES for one in cluster.replicas(name)}
-    cluster.join(SPARE)
+    join_beside_a_server(cluster)
     said: list[str] = []
     disturbed(cluster, "twelve values applied", lambda: said.append(cluster.apply(changed_fields())))
     assert [key for key in CHANGED if key not in said[0]] == []
@@ -210,6 +212,22 @@ def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
     assert "nothing to change" in cluster.apply(kept)
     disturbed(cluster, "the node that had room drains", lambda: cluster.end_by_sigterm(SPARE))
     cluster.wait_whole()
+
+
+def join_beside_a_server(cluster: ThreeNodes) -> None:
+    """Let the spare node join with its port taken: it is named until what has it ends."""
+    cluster.join(SPARE, *LISTENING)
+    node = cluster.nodes[SPARE]
+
+    def problems() -> list[str] | None:
+        found: list[str] | None = cluster.asked(f"{cluster.url()}/admin/cluster").get("node_problems")
+        return found
+
+    (problem,) = wait_until(problems, "a node that is named")
+    assert f"node {node.address} cannot listen on 0.0.0.0:{PORT} (Address already in use)" in problem
+    (server,) = node.processes(" ".join(LISTENING[:2]))
+    server.kill()
+    wait_until(lambda: problems() == [], "a node that has no problem")
 
 
 def changed_fields() -> dict[str, Any]:
