@@ -52,6 +52,8 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
+ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
+
 # The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
 WorkingMemory = Callable[[Component, Path], int]
 
@@ -221,7 +223,7 @@ class PartsPlanner:
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
         if room_bytes and not self._is_on_node:
-            parts[PartName(ROOM, is_adapter=True)] = _room_part(manifest, room_bytes)
+            parts[ROOM_PART] = _room_part(manifest, room_bytes)
         if merging is not None:
             parts = merged_parts(parts, merging, self._size_of) or parts
         if self._layers is not None:

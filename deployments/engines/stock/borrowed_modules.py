@@ -32,7 +32,9 @@ class BorrowedModules:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         everything = list(dict.fromkeys(part for module in modules for part in module.modules()))
-        self._tables: list[dict[Any, Any]] = [vars(part) for part in everything if part in modules or _changes_itself(part)]
+        self._tables: list[dict[Any, Any]] = [
+            vars(part) for part in everything if part in modules or _changes_itself(part)
+        ]
         self._tables += [forward_hooks_of(part) for part in everything]
         self._tables += [buffers for part in everything if (buffers := buffers_of(part))]
         parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())

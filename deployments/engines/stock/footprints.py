@@ -1,4 +1,4 @@
-"""What the modules of a stock pipeline take of a device: its `__call__` is rehearsed over modules without weights.
+"""The memory that calls of a stock pipeline's modules take: its `__call__` is rehearsed over modules without weights.
 
 The code between modules runs as it is, on the host and over zeros, so that every module is called with the shapes that
 it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros.
@@ -160,7 +160,12 @@ def shape_of(request: StockRequest) -> str:
     plain = stretched(request)
     audio = {name: (sound.rate, sound.samples.shape) for name, sound in plain.audio.items()}
     return repr((plain.prompt, plain.num_images, sorted(plain.fields.items()), _form(plain.images), audio)) + repr(
-        (sorted(plain.extra.items()), plain.scheduler, sorted(plain.scheduler_options.items()), bool(plain.num_previews))
+        (
+            sorted(plain.extra.items()),
+            plain.scheduler,
+            sorted(plain.scheduler_options.items()),
+            bool(plain.num_previews),
+        )
     )
 
 
