@@ -25,7 +25,7 @@ from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.node_threads import NodeThreads
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.engines.upscaling.networks import build_upscaler
+from deployments.engines.upscaling import build_upscaler
 from deployments.modules.footprints import FootprintBook, structure_of
 from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text

@@ -53,8 +53,7 @@ from deployments.engines.text.footprints import EncoderTwin, TextFootprints
 from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
 from deployments.engines.text.forwards import text_kind
 from deployments.engines.text.tokens import TokenizedText
-from deployments.engines.upscaling.networks import build_upscaler
-from deployments.engines.upscaling.tiles import pixel_bytes
+from deployments.engines.upscaling import build_upscaler, pixel_bytes
 from weights.adapters import LoraPair
 from weights.externalize import externalize
 from weights.memory.device_arena import DeviceArena
