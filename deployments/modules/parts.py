@@ -209,9 +209,9 @@ class PartsPlanner:
     ) -> dict[PartName, Part]:
         """Return the wanted parts of a model and of adapters, with what each takes of the budget.
 
-        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block by block where there is no room for all; else only where there is none
-        for it alone. Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where
-        `gpu_layers` wants them.
+        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block
+        by block where there is no room for all; else only where there is none for it alone. Raises WeightsError,
+        BudgetExceeded among them, for a language model whose layers cannot be where `gpu_layers` wants them.
         """
         beside = adapters or {}
         parts = {
