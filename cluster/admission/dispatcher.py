@@ -10,11 +10,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cluster.admission.demand import Demand
 from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import AdmissionSnapshot, Placement, Refusal, Refused, Started
-from cluster.admission.slot_records import PoolClaims, PoolPart
+from cluster.admission.records import (
+    AdmissionSnapshot,
+    Demand,
+    Placement,
+    PoolClaims,
+    PoolPart,
+    Refusal,
+    Refused,
+    Started,
+)
 from cluster.errors import ClusterError
 from configs.admission import AdmissionConfig
 

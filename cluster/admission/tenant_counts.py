@@ -7,29 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cluster.admission.demand import Demand, Waiting
+from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
 
 MAX_TENANT_LOADS: Final = 256
-Key = tuple[str, str, str]  # pool, model, tenant
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLoad:
-    """One tenant's requests for one model. `waited_s` is what those that started waited in all, a sum."""
-
-    pool: str
-    model: str
-    tenant: str
-    waiting: int = 0
-    oldest_age_s: float = 0.0
-    started: int = 0
-    waited_s: float = 0.0
-    refused: int = 0
-
-    @property
-    def key(self) -> Key:
-        """Pool, model and tenant."""
-        return self.pool, self.model, self.tenant
 
 
 @dataclass(slots=True)
@@ -39,7 +19,7 @@ class _Counts:
     refused: int = 0
 
 
-def _key_of(demand: Demand) -> Key:
+def _key_of(demand: Demand) -> TenantKey:
     """Return where a request is counted."""
     return demand.pool, demand.model, demand.tenant
 
@@ -48,7 +28,7 @@ class TenantCounts:
     """The counts of the pairs that were asked for last, `MAX_TENANT_LOADS` of them."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[Key, _Counts] = OrderedDict()
+        self._counts: OrderedDict[TenantKey, _Counts] = OrderedDict()
 
     def note_start(self, demand: Demand, waited_s: float) -> None:
         """Count a request that starts."""
@@ -70,8 +50,8 @@ class TenantCounts:
 
     def loads(self, waiting: Iterable[Waiting], now_s: float) -> tuple[TenantLoad, ...]:
         """Return what is known, beside how many of the `waiting` are whose, and since when the first of them."""
-        counts: Counter[Key] = Counter()
-        oldest_s: dict[Key, float] = {}
+        counts: Counter[TenantKey] = Counter()
+        oldest_s: dict[TenantKey, float] = {}
         for one in waiting:
             key = _key_of(one.demand)
             counts[key] += 1
@@ -86,7 +66,7 @@ class TenantCounts:
 
 def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     """Return the loads of several queues as of one."""
-    found: dict[Key, TenantLoad] = {}
+    found: dict[TenantKey, TenantLoad] = {}
     for one in loads:
         known = found.get(one.key)
         found[one.key] = one if known is None else _both(known, one)

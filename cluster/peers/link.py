@@ -14,7 +14,7 @@ from typing import Any, Final
 import ray
 
 from cluster.peers.client import PeerClient
-from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, PeerServer
 from cluster.ray_calls import get
 from weights.residency.claims import RENEW_S

@@ -14,13 +14,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.admission.records import Placement, Refusal
-from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.admission.records import OnDemandSwitch, Placement, Refusal
+from cluster.placement.autoscaling import Scaling
 from cluster.placement.observing import Observations, Observed
 from cluster.placement.on_demand import chances_of, waits_there
 from cluster.placement.overrides import Overrides
 from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
-from cluster.placement.scaling import Scaling
 from cluster.placement.state import Decision, SwitchPlan, WorkerState
 from cluster.placement.switching import SwitchingPolicy, plan_switches
 

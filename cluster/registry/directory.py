@@ -16,7 +16,7 @@ from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
 from weights.feature_sizes import FeatureSizes
 from weights.formats.checkpoint import Checkpoint
 from weights.formats.learned_words import WORDS_CLASS
-from weights.formats.peft import PEFT_CLASS
+from weights.formats.lora import PEFT_CLASS
 from weights.manifest import ModelKind
 from weights.programs.signature import ProgramSignature
 

@@ -8,9 +8,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import ModelLoad, Placement, Started
+from cluster.admission.records import Demand, ModelLoad, Placement, Started
 from cluster.load_failures import retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import chances_of, waits_there

@@ -7,10 +7,9 @@ import math
 from collections.abc import Awaitable, Iterator
 from typing import Final
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
-from cluster.admission.read_limiter import release_read_slot
-from cluster.admission.records import Refusal
+from cluster.admission.fair_slots import release_read_slot
+from cluster.admission.records import Demand, Refusal
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from deployments.errors import DeadlineExceeded, ModelUnavailable, QueueFull, ServiceError
 from deployments.ingress.terms import Terms

@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
 from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from cluster.text_routes import route_of

@@ -2,7 +2,7 @@
 
 Thin over huggingface_hub: HF_TOKEN (or its token file), HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there, and
 the token appears in no message. A path names a folder or a file of the repository. Of all files only those are taken
-that a model is made of (`served_files`), and each is checked against its hash: sha256 of a large one, else git's own.
+that a model is made of (`_served_files`), and each is checked against its hash: sha256 of a large one, else git's own.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HubRepository:
         if not names:
             raise StoreError(f"{self.url}: no such file or folder in {self._name.repository}")
         try:
-            return [self._object(files[below + name], name) for name in served_files(names)]
+            return [self._object(files[below + name], name) for name in _served_files(names)]
         except ValueError as error:
             raise StoreError(f"{self.url}: {error}") from None
 
@@ -224,7 +224,7 @@ def _refusal(response: Any) -> str:
     return f"the hub answered {status}"
 
 
-def served_files(names: Collection[str]) -> list[str]:
+def _served_files(names: Collection[str]) -> list[str]:
     """Return, sorted, the files of a repository that its model is made of.
 
     Of weights: safetensors before all others, one variant (the plain one, else fp16, else bf16), of several files in

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
-from cluster.placement.slot_link import QueuesAway
+from cluster.placement.link import QueuesAway
 from cluster.telemetry import node_exporters
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig

@@ -20,8 +20,8 @@ from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 DEMO_MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")

@@ -17,10 +17,9 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout, Manifest
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
-from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

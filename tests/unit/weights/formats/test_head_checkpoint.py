@@ -14,11 +14,11 @@ from weights.errors import FormatError
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.dense_head import read_dense_config
-from weights.inspection import summarize
 from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
+from weights.maintenance import summarize
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 IN, OUT = 5, 7  # fixed: they are in the names of tests, which every process must collect alike
 TANH = "torch.nn.modules.activation.Tanh"

@@ -15,10 +15,9 @@ import torch
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.maintenance import gc, rebuild_index, remove_model
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.index import StoreIndex, Unneeded
 from weights.store import WeightStore
-from weights.verification import verify
 
 HEADER_BYTES = 100  # sqlite.org/fileformat.html
 PAGE_BYTES = 4096
