@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +32,7 @@ from weights.formats import dense_head, encoder_files
 from weights.formats.lora import changes_text_encoders
 from weights.manifest import Component
 from weights.programs.signature import is_program
+from weights.residency.recent import Recent
 
 MAX_TOKENIZERS: Final = 32
 
@@ -156,7 +156,7 @@ class TextEncoderBuilder:
         self.programs = BoundPrograms(device=device)
         self._footprints = footprints
         self._lock = threading.Lock()
-        self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
+        self._tokenizers: Recent[Path, Any] = Recent(MAX_TOKENIZERS)
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
@@ -217,6 +217,4 @@ class TextEncoderBuilder:
     def _keep(self, folder: Path, tokenizer: Any) -> None:
         """Keep a tokenizer for one encoder at a time: each call reconfigures it."""
         with self._lock:
-            self._tokenizers[folder] = tokenizer
-            while len(self._tokenizers) > MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
+            self._tokenizers.note(folder, tokenizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ import numpy.typing as npt
 from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.text.loading import load_tokenizer
+from weights.residency.recent import Recent
 
 FOLDER: Final = "processor"
 MAX_READERS: Final = 8
@@ -27,7 +27,7 @@ class ImageReaders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readers: OrderedDict[Path, ImageReader] = OrderedDict()
+        self._readers: Recent[Path, ImageReader] = Recent(MAX_READERS)
 
     def read(self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]) -> tuple[PromptImage, ...]:
         """Return images, uint8 (height, width, 3), as the encoder of that config sees them. Blocks.
@@ -36,10 +36,7 @@ class ImageReaders:
         """
         folder = skeleton / FOLDER
         with self._lock:
-            reader = self._readers.pop(folder, None) or ImageReader.load(folder, load_tokenizer(folder), config)
-            self._readers[folder] = reader
-            while len(self._readers) > MAX_READERS:
-                self._readers.popitem(last=False)
+            reader = self._readers.used(folder, lambda: ImageReader.load(folder, load_tokenizer(folder), config))
             found = tuple(map(reader.read, images))
             for image in found:
                 reader.count(image)

@@ -11,7 +11,6 @@ kernel that is no operation of torch, or a number that was read from an input, e
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,6 +19,7 @@ import torch
 
 from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
+from weights.residency.recent import Recent
 from weights.torch_seam import is_written_to, out_form
 
 MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
@@ -132,7 +132,7 @@ class Replays:
     min_forwards: int = MIN_FORWARDS
     max_bytes: int = MAX_BYTES
     workspace: torch.UntypedStorage = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8).untyped_storage())
-    _known: OrderedDict[Hashable, _Counted] = field(default_factory=OrderedDict)
+    _known: Recent[Hashable, _Counted] = field(default_factory=lambda: Recent(MAX_KEYS))
 
     def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
         """Return `forward(inputs)`, or the same bits of a replay.
@@ -140,10 +140,7 @@ class Replays:
         `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
         are. Raises what `forward` raises, and AssertionError where a checked replay differs.
         """
-        known = self._known.setdefault(key, _Counted())
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KEYS:
-            self._known.popitem(last=False)
+        known = self._known.used(key, _Counted)
         known.count += 1
         if known.is_refused or known.count < self.min_forwards:
             return forward(inputs)
