@@ -322,10 +322,18 @@ class ServedModels:
         if summary is not None:
             before = self.directory.get(entry.id)
             self._serve(entry, summary)
+            if before and before.serves and before.fingerprint != summary.fingerprint:
+                self._compare_adapters(entry.id)
             if before and before.entry:
                 await self._leave_source(before.entry)
         else:
             await self._failed(entry, problem)
+
+    def _compare_adapters(self, base: str) -> None:
+        """Look again at the adapters of a model whose version is another now: they were found to fit the one before."""
+        for record in [record for record in self.directory if base in record.base]:
+            if wanted := self._wanted.get(record.id):
+                self._begin(wanted)
 
     async def _keep_served_version(self, id_: str) -> None:
         """Cache the served manifest: requests for that version may come when the store has the next one already."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from cluster.request_ids import part_id
+from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
@@ -158,15 +159,20 @@ class StockService:
         encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
         wants = is_pipeline_component if planner is None else is_denoise_component
         try:
+            cache = self._module_cache
+            planned = await in_thread(cache.plan_call, manifest, wants, stock) if cache.footprints else {}
+            room_bytes = cache.footprints.inside(max(planned.values())) if cache.footprints and planned else 0
             if source.is_first:
                 await encoding
-            async with self._module_cache.lease(asked.model, wants, version=manifest.fingerprint) as lease:
-                loaded: _LoadedModel = lease.bound(lambda: _LoadedModel(self._device), f"stock {manifest.fingerprint}")
+            async with cache.lease(asked.model, wants, version=manifest.fingerprint, room_bytes=room_bytes) as lease:
+                loaded: _LoadedModel = lease.bound(
+                    lambda: _LoadedModel(self._device, cache.forward_memory), f"stock {manifest.fingerprint}"
+                )
                 engine, loop = await loaded.engine_of(lease, planner)
                 encoded = await encoding
                 self.num_running += 1
                 try:
-                    output = await loop.run_request(encoded.request, on_output)
+                    output = await loop.run_request(replace(encoded.request, forward_bytes=planned), on_output)
                 finally:
                     self.num_running -= 1
         finally:
@@ -238,8 +244,9 @@ async def _encode(
 class _LoadedModel:
     """The engine over one lease's modules. Its tokenizers and configs are read once, by the first request."""
 
-    def __init__(self, device: DeviceThread) -> None:
+    def __init__(self, device: DeviceThread, memory: LendingMemory | None) -> None:
         self._device = device
+        self._memory = memory
         self._loading: asyncio.Task[tuple[StockEngine, _StockLoop]] | None = None
 
     async def engine_of(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
@@ -251,7 +258,7 @@ class _LoadedModel:
     async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
         # The lease's modules, and not the lease: they stay for as long as this does.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
-        engine = StockEngine(model, lambda: loop.is_wanted)
+        engine = StockEngine(model, lambda: loop.is_wanted, memory=self._memory)
         loop = EngineLoop(self._device, engine, engine.make_way, "stock")
         return engine, loop
 

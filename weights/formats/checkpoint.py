@@ -251,6 +251,16 @@ def check_lora_base(lora: Checkpoint, base: AdapterBase) -> None:
         check_named_base(lora.path, shapes, base)
 
 
+def is_controlnet(path: Path) -> bool:
+    """Return whether it is the folder of a ControlNet, as its config says. Raises FormatError."""
+    file = path / "config.json"
+    return file.is_file() and _is_control_class(read_json(file))
+
+
+def _is_control_class(config: Mapping[str, Any]) -> bool:
+    return str(config.get("_class_name")).endswith("ControlNetModel")
+
+
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
     """Check that the layers that a ControlNet has in common with a denoiser, the `part`, have the shapes of that one's.
 
@@ -330,7 +340,7 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     config = read_json(path / "config.json")
     if dense_head.is_dense_config(config):
         return _dense_head(path, allow_torch)
-    if str(config.get("_class_name")).endswith("ControlNetModel"):
+    if _is_control_class(config):
         return _controlnet(path, str(config["_class_name"]), allow_torch)
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit.tiny_models import save_controlnet
+from kit.waiting import until
 from safetensors.torch import save_file
 
 from cluster.errors import ModelUnservable
@@ -94,6 +96,54 @@ async def test_an_adapter_waits_for_its_base_and_is_not_served_from_the_store_fo
     assert "expected a LoRA for 'base', a StableDiffusionXLPipeline" in found.error
     assert (await models.find_model("base")).state == "ready"
     assert (await models.register(AdapterConfig(id="style", path=write(TEXT), base=("base",)))).state == "ready"
+
+
+@pytest.fixture(scope="module")
+def outline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A ControlNet of digits-sdxl, in float32; that model's file is in bfloat16."""
+    return save_controlnet(DEMO / "digits-sdxl" / "unet", tmp_path_factory.mktemp("outline"))
+
+
+def types_of(store: WeightStore, model: str) -> set[str]:
+    return {tensor.dtype for part in store.manifest(model).components.values() for tensor in part.tensors.values()}
+
+
+def test_a_controlnet_has_the_dtype_of_its_models(process: ImportProcess, outline: Path, tmp_path: Path) -> None:
+    other = SDXL.model_copy(update={"id": "other", "dtype": "float16"})
+    for model in (SDXL, other):
+        process.import_model(model)
+    store = WeightStore(tmp_path / "store")
+    entry = AdapterConfig(id="outline", path=outline, base=("digits-sdxl",))
+    process.import_model(entry)
+    assert types_of(store, "outline") == {"BF16"}
+    assert process.import_model(entry).fingerprint == store.manifest("outline").fingerprint  # found as it is
+    process.import_model(entry.model_copy(update={"base": ("other",)}))
+    assert types_of(store, "outline") == {"F16"}
+    said = r"a ControlNet in float32, and 'digits-sdxl' is in bfloat16: register it without a dtype"
+    for refused in ({"dtype": "float32"}, {"base": ("digits-sdxl", "other")}):
+        with pytest.raises(ModelUnservable, match=said):
+            process.import_model(entry.model_copy(update={"id": "second", **refused}))
+    assert "second" not in store.model_names()
+
+
+async def test_a_controlnet_follows_its_model_to_another_dtype(
+    process: ImportProcess, outline: Path, tmp_path: Path
+) -> None:
+    store = WeightStore(tmp_path / "store")
+    entries = {"digits-sdxl": SDXL, "outline": AdapterConfig(id="outline", path=outline, base=("digits-sdxl",))}
+    models = ServedModels(entries, store, Registrations(tmp_path / "one"), process.import_model, epoch="e")
+    await models.begin_imports()
+    before = await models.find_model("outline")
+    assert types_of(store, "outline") == {"BF16"}
+    await models.register(SDXL.model_copy(update={"dtype": "float32"}))
+
+    async def is_another() -> bool:
+        record = await models.find_model("outline")
+        return record.state == "ready" and record.fingerprint != before.fingerprint
+
+    await until(is_another)
+    assert (await models.find_model("outline")).error == ""
+    assert types_of(store, "outline") == {"F32"}
 
 
 def test_a_controlnet_of_flux_is_none_for_sdxl(process: ImportProcess, tmp_path: Path) -> None:

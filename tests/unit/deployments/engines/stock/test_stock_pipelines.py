@@ -45,13 +45,19 @@ def one_thread() -> Iterator[None]:
 
 
 def load(folder: Path) -> StockModel:
-    """A model as a worker has it: modules without initialization around the folder's tensors."""
+    """A model as a worker has it: modules without initialization around the folder's tensors.
+
+    HAZARD: the last bits of torch's products depend on where in memory a tensor begins. In a mapped file that is where
+    its header ends, so that diffusers' own `from_pretrained` differs from the pipeline that was saved; in packs all are
+    aligned, as in memory of torch's.
+    """
     checkpoint = read_checkpoint(folder)
     modules = {}
     for part in checkpoint.components:
         tensors = {}
         for file in part.files:
-            tensors |= load_file(folder / part.folder / file)
+            mapped = load_file(folder / part.folder / file)
+            tensors |= {name: tensor.clone() for name, tensor in mapped.items()}
         modules[part.name] = build_module(part.library, part.class_name, folder / part.folder, tensors)
     return StockModel(checkpoint.class_name or "", folder, modules)
 
