@@ -10,13 +10,14 @@ from ray.exceptions import RayActorError
 
 from cluster.errors import ModelUnknown
 from cluster.registry.actor import WeightRegistry
-from cluster.registry.directory import ModelRecord, listed
+from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.stock.known import PipelineSource, is_stock_class, knows_class, read_class
 from deployments.engines.stock.text_parts import text_parts
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.admitted import pools_of
+from weights.errors import listed
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 from weights.programs.signature import ProgramSignature
 
