@@ -227,11 +227,17 @@ class DeviceArena:
             return True
 
     def room_bytes(self) -> float:
-        """Return the bytes that a forward may take now: what is free, and what may be evicted for it."""
+        """Return the bytes that a forward may take now: what is free and not lent, and what may be evicted for it."""
         with self._lock:
             movable_bytes = self._table.movable_bytes
             unused_bytes = self._budget_bytes - self._lingering_bytes() - self._table.used_bytes + self._workspace_bytes
-            return max(0.0, min(self.beside_bytes + unused_bytes, self._space.free_bytes()) + movable_bytes)
+            room_bytes = self.beside_bytes + unused_bytes - self._lent.total()
+            return max(0.0, min(room_bytes, self._space.free_bytes()) + movable_bytes)
+
+    @property
+    def is_lending(self) -> bool:
+        """Return whether a forward is under way that has something lent."""
+        return bool(self._lent)
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[None]:

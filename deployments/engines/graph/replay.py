@@ -11,7 +11,6 @@ kernel that is no operation of torch, or a number that was read from an input, e
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -20,6 +19,7 @@ import torch
 
 from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
+from weights.residency.recent import Recent
 from weights.torch_seam import is_written_to, out_form
 
 MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
@@ -179,7 +179,7 @@ class Replays:
     is_checked: bool = False
     min_forwards: int = MIN_FORWARDS
     binder: Binder = field(default_factory=HostCalls)
-    _known: OrderedDict[Hashable, _Counted] = field(default_factory=OrderedDict)
+    _known: Recent[Hashable, _Counted] = field(default_factory=lambda: Recent(MAX_KEYS))
 
     def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
         """Return `forward(inputs)`, or the same bits of a replay.
@@ -187,10 +187,7 @@ class Replays:
         `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
         are. Raises what `forward` raises, and AssertionError where a checked replay differs.
         """
-        known = self._known.setdefault(key, _Counted())
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KEYS:
-            self._known.popitem(last=False)
+        known = self._known.used(key, _Counted)
         known.count += 1
         if known.bound is not None and not known.bound.is_current:
             known.bound, known.is_tried, known.count = None, False, 1

@@ -18,6 +18,10 @@ class LendingMemory(Protocol):
     def room_bytes(self) -> float:
         """Return what a forward may take now; infinity where nobody counts."""
 
+    @property
+    def is_lending(self) -> bool:
+        """Return whether a forward is under way that has something lent."""
+
     def lend(self, nbytes: int) -> AbstractContextManager[None]:
         """Count so many bytes as a forward's within the block."""
 

@@ -28,7 +28,7 @@ from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_o
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.text.loading import load_text_encoder
-from deployments.text.image_readers import ImageReaders
+from deployments.text.encoders import ImageReaders
 from weights.formats.checkpoint import read_checkpoint
 
 EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
