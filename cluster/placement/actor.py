@@ -23,22 +23,21 @@ from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import OverrideRefused
 from cluster.logs import configure_logs
-from cluster.placement.autoscaling import ScalingPolicy
+from cluster.placement.autoscaling import Scaling, ScalingPolicy
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
 from cluster.placement.observing import WORKERS, CatalogEntry, Observations
 from cluster.placement.on_demand import why_on_demand
 from cluster.placement.overrides import OverrideChange, Overrides, changed
 from cluster.placement.reports import Orders, SlotAnswer, SlotReport, SlotUpdate, Update, WorkerReport
-from cluster.placement.scaling import Scaling
 from cluster.placement.slot_desk import SlotDesk
 from cluster.placement.state import SloClass, SwitchPlan, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST
 from cluster.ray_calls import connect_actor
 from cluster.ray_seam.serve_control import ServeReplicas
 from cluster.registry.actor import WeightRegistry, connect_registry
+from cluster.registry.extent_locations import HeldComponents
 from cluster.registry.node_keepers import node_addresses
 from cluster.registry.snapshot import RegistrySnapshot
-from cluster.registry.whole_groups import HeldComponents
 from cluster.telemetry import ControllerMetrics
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig

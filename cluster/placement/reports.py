@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cluster.admission.ended_requests import EndedRequests
-from cluster.admission.records import Placement
-from cluster.admission.slot_records import PoolClaims, PoolPart
+from cluster.admission.records import Placement, PoolClaims, PoolPart
 from cluster.processes import ProcessMark
 from configs.admission import AdmissionConfig
 

@@ -29,7 +29,7 @@ from cluster.ending import end_control_plane, named_everywhere
 from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.logs import configure_logs
-from cluster.peers.messages import Located, Question
+from cluster.peers.protocol import Located, Question
 from cluster.placement.overrides import Overrides
 from cluster.ray_calls import call_actor, get
 from cluster.ray_seam.serve_control import draining_nodes

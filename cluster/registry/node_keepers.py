@@ -26,8 +26,7 @@ from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
 from cluster.node_code import running_code
-from cluster.peers.messages import ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import PeerAddress, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
 from weights.manifest import ExtentRef
 

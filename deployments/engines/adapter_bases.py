@@ -20,8 +20,7 @@ from weights.formats.adapter_base import AdapterBase, float_dtype
 from weights.formats.checkpoint import Checkpoint, check_lora_base, check_same_layers
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
-from weights.formats.lora import changes_text_encoders, is_convertible
-from weights.formats.peft import PEFT_CLASS
+from weights.formats.lora import PEFT_CLASS, changes_text_encoders, is_convertible
 from weights.formats.pipeline_parts import pipeline_variant
 
 _PIXELS_PER_LATENT = 8  # of a VAE whose config does not say

@@ -6,17 +6,13 @@ each (encoder, ids, padding) is computed once. What a request must compute goes 
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from configs.model import LongText, TextPadding
@@ -24,12 +20,10 @@ from deployments.engines.config_files import read_config
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.texts import EncodeItem, lacking_encoders
-from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.loading import load_tokenizer
 from deployments.engines.text.prompt_weights import from_compel, has_weights, without_weights
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
@@ -37,13 +31,12 @@ from deployments.modules.cache import Lease, ModuleCache
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
-from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder, text_modules, words_of
+from deployments.text.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
 from weights.formats.learned_words import words_in
 from weights.manifest import Component
 
-MAX_READERS: Final = 8
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
 Text = str | TextPair | tuple[int, ...]
@@ -111,33 +104,6 @@ TextJob = EncodeJob | StockTextJob
 # One batch of jobs for one encoder, the request's priority and its timeout in seconds -> encodings in order.
 RunBatch = Callable[[Sequence[TextJob], int, float | None], Awaitable[Sequence[Encoding]]]
 _Parts = Mapping[EncodingKey, tuple[TextItem, TokenizedText]]
-
-
-class ImageReaders:
-    """The processors of pipelines by their folders, each with a tokenizer of its own. Thread-safe.
-
-    An encoder of the same weights may be another pipeline's as well, which has another processor or none.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._readers: OrderedDict[Path, ImageReader] = OrderedDict()
-
-    def read(self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]) -> tuple[PromptImage, ...]:
-        """Return images, uint8 (height, width, 3), as the encoder of that config sees them. Blocks.
-
-        Raises EngineError where the pipeline has no processor, or one that does not take them.
-        """
-        folder = skeleton / "processor"
-        with self._lock:
-            reader = self._readers.pop(folder, None) or ImageReader.load(folder, load_tokenizer(folder), config)
-            self._readers[folder] = reader
-            while len(self._readers) > MAX_READERS:
-                self._readers.popitem(last=False)
-            found = tuple(map(reader.read, images))
-            for image in found:
-                reader.count(image)
-        return found
 
 
 class CachedEncoders:

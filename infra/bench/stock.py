@@ -138,9 +138,7 @@ async def _measure_steps(host: _Host, name: str, pipeline: Any, effort: Effort) 
     for round_ in range(-1, effort.rounds):
         for who, count in sorted(taken, reverse=round_ % 2 == 1):
             gc.collect()
-            one = await _measure_request(
-                host, name, None if who == "ours" else pipeline, f"{count} cats", count, effort
-            )
+            one = await _measure_request(host, name, None if who == "ours" else pipeline, count, effort)
             if round_ >= 0:
                 taken[who, count].append(one)
     return {"class": name, **_step_figures(taken, effort)}

@@ -20,21 +20,31 @@ from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
 from weights.formats.adapter_base import AdapterBase
 from weights.formats.encoder_files import read_stages
-from weights.formats.folder import files_below
+from weights.formats.folder import (
+    LORA_FILE,
+    check_index,
+    files_below,
+    is_plain_name,
+    read_json,
+    safetensors_files,
+    torch_files,
+)
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
-from weights.formats.lora import check_named_base, is_lora, read_lora_configs
-from weights.formats.peft import (
+from weights.formats.lora import (
     PEFT_CLASS,
     PEFT_CONFIG,
     PEFT_FILE,
+    check_named_base,
     check_peft_base,
+    is_lora,
     is_peft,
     peft_targets,
+    read_lora_configs,
     read_peft_config,
 )
 from weights.formats.published_quantization import read_quantized
@@ -43,14 +53,6 @@ from weights.formats.tensors import SourceTensor, split_rows
 from weights.formats.untrusted import shown
 from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
-from weights.formats.weight_files import (
-    LORA_FILE,
-    check_index,
-    is_plain_name,
-    read_json,
-    safetensors_files,
-    torch_files,
-)
 from weights.manifest import ModelKind, WeightFormat
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Refusal, Refused, Started
+from cluster.admission.records import Demand, Refusal, Refused, Started
 
 POOL = "worker"
 

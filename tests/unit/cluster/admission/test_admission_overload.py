@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from unit.cluster.admission.simulated_replicas import POOL, Simulation
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement, Refusal, Started
+from cluster.admission.records import Demand, Placement, Refusal, Started
 from configs.admission import AdmissionConfig
 
 SECONDS_PER_WORK = 0.05

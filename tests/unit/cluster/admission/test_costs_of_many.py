@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from unit.counting import operations
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement
+from cluster.admission.records import Demand, Placement
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

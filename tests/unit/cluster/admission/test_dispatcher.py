@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from kit.seeding import seeded_random
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
-from cluster.admission.records import Placement, Refusal
+from cluster.admission.records import Demand, Placement, Refusal
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Refused
+from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement, Started
-from cluster.admission.replica_slots import OnDemandSwitch
-from cluster.admission.slot_records import PoolPart, ReplicaPart
+from cluster.admission.records import Demand, OnDemandSwitch, Placement, PoolPart, ReplicaPart, Started
 from configs.admission import AdmissionConfig
 
 POOL = "worker"

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Started
+from cluster.admission.records import Demand, Started
 from cluster.admission.service_times import ServiceTimes
 from configs.admission import AdmissionConfig
 

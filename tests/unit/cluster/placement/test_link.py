@@ -14,19 +14,18 @@ from kit.waiting import until
 from ray.exceptions import ActorUnavailableError
 from unit.cluster.placement.reporting import POOL, need, versions, worker
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
 from cluster.errors import OverrideRefused
 from cluster.placement import actor as module
 from cluster.placement import link as link_module
 from cluster.placement import slot_book
 from cluster.placement.actor import Controller
-from cluster.placement.link import ControllerLink, Link, link_queue
+from cluster.placement.link import ControllerLink, Link, SlotLink, link_queue
 from cluster.placement.overrides import OverrideChange, Overrides
 from cluster.placement.reports import OrderOutcome, Orders, WorkerReport
-from cluster.placement.slot_link import SlotLink
 from cluster.placement.switching import THROUGHPUT_FIRST
-from cluster.registry.whole_groups import GroupNews
+from cluster.registry.extent_locations import GroupNews
 from configs.admission import AdmissionConfig, ControllerConfig
 from configs.cluster import ClusterConfig
 

@@ -9,12 +9,11 @@ import pytest
 from pydantic import ValidationError
 from unit.cluster.placement.reporting import load, need, queue, versions, worker
 
-from cluster.placement.autoscaling import ScalingPolicy, can_leave
+from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, ScalingPolicy, _stop_order, can_leave
 from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
 from cluster.placement.overrides import Overrides
-from cluster.placement.scaling import LONGEST_DRAIN_S, STOP_S, Scaling, _stop_order
 from cluster.placement.state import ClusterState, Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import LATENCY_FIRST
 from configs.admission import ControllerConfig

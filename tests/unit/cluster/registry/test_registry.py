@@ -22,8 +22,7 @@ from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
 from cluster.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
-from cluster.peers.messages import Located, Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap

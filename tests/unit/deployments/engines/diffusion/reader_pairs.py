@@ -20,7 +20,7 @@ from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipel
 from deployments.engines.protocol import DiffusionRequest
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.loading import load_text_encoder
-from deployments.text.encode import ImageReaders
+from deployments.text.encoders import ImageReaders
 
 Image = npt.NDArray[np.uint8]
 

@@ -11,7 +11,7 @@ from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Held, Rep
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.placement.slot_link import SlotLink
+from cluster.placement.link import SlotLink
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service

@@ -12,9 +12,8 @@ from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.errors import OverrideRefused
-from cluster.placement.autoscaling import ScalingPolicy
+from cluster.placement.autoscaling import Scaling, ScalingPolicy
 from cluster.placement.overrides import OverrideChange, Overrides, changed
-from cluster.placement.scaling import Scaling
 from deployments.ingress.admin.controller import ControllerCalls, DecisionsAnswer, create_controller_router
 from deployments.ingress.error_forms import install_error_handlers
 
