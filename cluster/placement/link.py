@@ -23,15 +23,18 @@ from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import ClusterError
-from cluster.placement.actor import PLAN_LIVES_S, Controller
+from cluster.placement.actor import Controller
 from cluster.placement.reports import SlotReport, WorkerReport
 from cluster.placement.slot_book import SILENT_S
+from cluster.placement.state import STALE_S
 from cluster.processes import ProcessMark
 from cluster.ray_calls import call_actor
 from configs.admission import AdmissionConfig
 
 CALL_S: Final = 5.0
-LISTEN_S: Final = PLAN_LIVES_S / 3  # a placement is renewed so often
+# So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
+LISTEN_S: Final = STALE_S / 2
+REST_S: Final = 2.0  # between two reports at rest that differ by nothing but what time changes
 PAUSE_S: Final = 0.2
 GAP_S: Final = 0.01  # between two reports, whatever happens
 
@@ -148,14 +151,26 @@ class ControllerLink(Link):
         self._report = report
         self._apply = apply
         self._revision = ""
+        self._told: WorkerReport | AdmissionSnapshot | None = None  # what the controller has heard and still knows
+        self._told_s = -math.inf
 
     async def report_once(self) -> None:
-        """Report."""
-        await call_actor(await self.handle(), Controller.report, self.name, await self._report())
+        """Report. At rest, what the controller knows is told again after `REST_S` only: to listen says that it holds."""
+        report, now_s = await self._report(), time.monotonic()
+        lasting = report.lasting
+        if report.is_at_rest and lasting == self._told and now_s < self._told_s + REST_S:
+            return
+        self._told = None
+        await call_actor(await self.handle(), Controller.report, self.name, report)
+        self._told, self._told_s = lasting, now_s
 
     async def receive_once(self) -> None:
         """Wait for a decision, and apply it."""
-        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        try:
+            update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        except BaseException:  # the next controller knows nothing
+            self._told = None
+            raise
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)
