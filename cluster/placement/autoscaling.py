@@ -158,7 +158,7 @@ def _apply_delay(
     return current, ScalingMemory(since_s, highest, memory.idle_since_s), why
 
 
-def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
 
     Where no other worker stays, nobody could take a model over.
@@ -349,7 +349,7 @@ class Scaling:
             self.target -= num_undone
             self._let_go(self._num_working - plan.target, state, up_s, now_s)
         for name, since_s in list(self.leaving.items()):
-            if not can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
+            if not _can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
                 break  # Serve stops them in this order
             del self.leaving[name]
             self.spares.append(name)

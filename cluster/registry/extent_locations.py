@@ -44,7 +44,7 @@ class _HeldGroups:
     changed: int = 0
 
 
-class WholeGroups:
+class _WholeGroups:
     """The groups that one asker has named."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ResidencyMap:
         self._chance = chance
         self._nodes: dict[str, _Node] = {}
         self._holders: dict[str, list[str]] = {}
-        self._groups = WholeGroups()
+        self._groups = _WholeGroups()
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         """Take in what a node has got and given up."""
@@ -232,7 +232,7 @@ class ResidencyMap:
     def follow_groups(
         self, revision: Revision, added: Mapping[str, Sequence[str]], removed: Sequence[str]
     ) -> GroupNews:
-        """Return which groups of extents nodes hold whole, as far as it has changed; see `WholeGroups.follow`."""
+        """Return which groups of extents nodes hold whole, as far as it has changed; see `_WholeGroups.follow`."""
         held = {node_id: node.extents for node_id, node in self._nodes.items()}
         return self._groups.follow(revision, added, removed, held, f"{self._chance.getrandbits(64):x}")
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 from unit.cluster.placement.reporting import load, need, queue, versions, worker
 
-from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, ScalingPolicy, _stop_order, can_leave
+from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, ScalingPolicy, _can_leave, _stop_order
 from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
@@ -233,7 +233,7 @@ def test_at_random_no_worker_is_stopped_that_may_not_go() -> None:
             assert policy.min_workers <= scaling.target <= max(policy.max_workers, before)
             while len(born) > scaling.target:  # Serve, at once
                 newest = max(born, key=lambda name: (born[name], [-ord(letter) for letter in name]))
-                assert can_leave(state, state.workers[newest]) or newest not in running
+                assert _can_leave(state, state.workers[newest]) or newest not in running
                 del born[newest]
             while len(born) < scaling.target:
                 born[next(names)] = now_s + 0.001 * len(born)

@@ -7,7 +7,7 @@ import random
 
 from unit.cluster.placement.random_states import random_records
 
-from cluster.placement.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, can_leave, target_replicas
+from cluster.placement.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, _can_leave, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.state import ClusterState, Components, ModelState, WorkerState
 
@@ -116,12 +116,12 @@ def test_the_least_missed_leave_and_sole_holders_hand_over() -> None:
     assert len(plan.leaving) == 4
     # Three may go without a word; the fourth holds what nobody else has.
     assert plan.hand_overs == (("w1", "rare"),)
-    assert can_leave(state, workers[3])
-    assert not can_leave(state, workers[1])
+    assert _can_leave(state, workers[3])
+    assert not _can_leave(state, workers[1])
     handed = state_of([hot, rare, dead], [*workers, worker("w5", rare)])
-    assert can_leave(handed, handed.workers["w1"])
+    assert _can_leave(handed, handed.workers["w1"])
     running = worker("w3", dead, running={"dead": 1})
-    assert not can_leave(state_of([hot, rare, dead], [running]), running)
+    assert not _can_leave(state_of([hot, rare, dead], [running]), running)
 
 
 def test_bounds_hold_and_broken_clocks_do_no_harm() -> None:
