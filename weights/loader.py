@@ -16,9 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weights.errors import WeightsError
-from weights.loading.external_memory import bytes_tensors, given_extents
 from weights.loading.stage_transforms import StageTransform, apply_stage
-from weights.loading.views import Tensors, attach, view_of
+from weights.loading.views import Tensors, attach, bytes_tensors, given_extents, view_of
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.memory.devices import open_device
 from weights.provider import ExtentProvider, LocalExtents
