@@ -278,13 +278,25 @@ def test_upscalers(device: torch.device, tensors: dict[str, torch.Tensor]) -> No
     assert 0.99 <= pixel_bytes(module) * 96 * 128 / measured <= 1.02
 
 
+def test_a_device_without_its_index_is_the_current_one(device: torch.device) -> None:
+    module, mode = torch.nn.Linear(8, 8), fake_mode()
+    fake_weights(module, mode, device)
+    with mode:
+        given = torch.empty(64, 8, device=device)
+    found = [
+        record(lambda: module(given), Recorder(named, is_fake=True), {}, mode).eager_peak()
+        for named in (device, torch.device(device.type))
+    ]
+    assert found == [64 * 8 * 4] * 2
+
+
 # pipelines that diffusers' own code runs, every call of a module
 
 STOCK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {**PIPELINES, **VIDEOS, **AUDIOS}
 UNPLANNED = {"Lumina2Pipeline": {"transformer.forward"}}  # it asks for values
 SEVERAL = ("AuraFlowPipeline", "CogView3PlusPipeline", "DDPMPipeline", "DanceDiffusionPipeline", "HunyuanDiTPipeline")
 SECOND: dict[str, dict[str, Any]] = {  # of those that take no other size
-    **dict.fromkeys((*SEVERAL, *NEED_IMAGES), {}),
+    **{name: {} for name in (*SEVERAL, *NEED_IMAGES)},
     "DiTPipeline": {"class_labels": [7, 3]},
     "StableAudioPipeline": {"audio_end_in_s": 0.7},
 }

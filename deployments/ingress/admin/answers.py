@@ -135,7 +135,8 @@ class BatchingAnswer(Answer):
 class HealthAnswer(Answer):
     """The state of the service. `models_ready` of `models` can be asked.
 
-    `starting`: none yet. `loading`: others are still entering the store. `degraded`: others cannot be asked.
+    `starting`: none yet. `loading`: others are still entering the store, or wait for their first replica. `degraded`:
+    others cannot be asked.
     """
 
     status: Literal["starting", "loading", "ok", "degraded"]
