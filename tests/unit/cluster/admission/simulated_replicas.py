@@ -15,10 +15,10 @@ from cluster.admission.records import Demand, Refusal, Refused, Started
 POOL = "worker"
 
 
-def ask(tenant: str = "default", **fields: Any) -> Demand:
+def ask(tenant: str = "default", priority: int = 2, **fields: Any) -> Demand:
     """Return a request for a whole replica, without a deadline but for what `fields` say."""
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "priority": 2, "tenant": tenant}
-    return Demand(**(values | {"deadline_s": math.inf} | fields))
+    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "deadline_s": math.inf}
+    return Demand(**(values | {"tenant": tenant, "priority": priority} | fields))
 
 
 @dataclass

@@ -62,7 +62,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
         assert not target.exists()
     with pytest.raises(ZeroDivisionError), replaced(target) as staged:
         staged.write_bytes(bytes([1 // 0]))
-    with pytest.raises(OSError, match="No space"), replaced(target) as staged:
+    with pytest.raises(OSError, match="No space"), replaced(target) as staged:  # noqa: PT012
         staged.write_bytes(b"a part")
         raise OSError(errno.ENOSPC, "No space left on device")
     assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"one")]
