@@ -10,9 +10,9 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -49,6 +49,11 @@ class ModelSummary:
     variant: Mapping[str, bool | int]
     widened: tuple[str, ...] = ()
     signature: ProgramSignature | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the extents, by the names that they have in a `ModelRecord` too."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "extents"}
 
 
 def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ()) -> ModelSummary:
