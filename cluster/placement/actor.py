@@ -23,7 +23,7 @@ from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import OverrideRefused
 from cluster.logs import configure_logs
-from cluster.placement.autoscaling import Scaling, ScalingPolicy
+from cluster.placement.autoscaling import Scaling
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
 from cluster.placement.observing import WORKERS, CatalogEntry, Observations
 from cluster.placement.on_demand import why_on_demand
@@ -300,7 +300,7 @@ class Controller:
             self._changed.set()
         self._config, self._deciding.policy = config, _POLICIES[config.policy]
         if self._scaling is not None and config.scaling is not None:
-            self._scaling.policy = ScalingPolicy(**config.scaling.model_dump())
+            self._scaling.policy = config.scaling
         elif config.scaling is None:
             self._scaling = None
 
@@ -312,7 +312,7 @@ class Controller:
                 if self._scaling is None and self._config.scaling is not None:
                     asked = await replicas.target()
                     if (found := self._config.scaling) is not None:
-                        self._scaling = Scaling(ScalingPolicy(**found.model_dump()), asked)
+                        self._scaling = Scaling(found, asked)
                         self._changed.set()
                 elif self._scaling is not None and (target := self._scaling.target) != asked:
                     await replicas.set_target(target)

@@ -91,11 +91,11 @@ class Link:
         for task in self._tasks:
             task.cancel()
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Report, and take in the answer."""
         raise NotImplementedError
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for what the controller decides, and apply it."""
         raise NotImplementedError
 
@@ -123,13 +123,13 @@ class Link:
                     await self._changed.wait()
             self._changed.clear()
             async with asyncio.timeout(CALL_S):
-                await self.report_once()
+                await self._report_once()
             await asyncio.sleep(self._gap_s)
 
     async def _listen(self) -> None:
         while True:
             async with asyncio.timeout(CALL_S):
-                await self.receive_once()
+                await self._receive_once()
 
 
 class ControllerLink(Link):
@@ -154,7 +154,7 @@ class ControllerLink(Link):
         self._told: WorkerReport | AdmissionSnapshot | None = None  # at rest, and known to the controller
         self._told_s = -math.inf
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
         report, now_s = await self._report(), time.monotonic()
         lasting = report.lasting if report.is_at_rest else None
@@ -164,7 +164,7 @@ class ControllerLink(Link):
         await call_actor(await self.handle(), Controller.report, self.name, report)
         self._told, self._told_s = lasting, now_s
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
         try:
             update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
@@ -233,7 +233,7 @@ class SlotLink(Link):
         """Return the requests of all ingresses that have ended, from a number on. Raises QueuesAway."""
         return await self._ask(Controller.ended_requests, number)
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Tell what is here. Two in a row that fail show that the controller is away."""
         began_s = self._clock()
         try:
@@ -254,7 +254,7 @@ class SlotLink(Link):
             self._queue.slots_changed.set()  # it joins by the next report
         self._queue.hold_slots(began_s + SILENT_S)
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for news, and apply them."""
         session = self._session
         update = await call_actor(
