@@ -45,14 +45,14 @@ class BoundForward(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether it would run, over the weights that the module has now."""
+        """Return whether it would run, and over the weights that the module has now."""
 
     def run(self, inputs: Inputs) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
 
 
 class Binder(Protocol):
-    """What makes a forward one that is run again: recorded calls on the host, a graph on a card (`card_graphs.py`)."""
+    """Binds forwards, so that they are run again: to recorded calls on the host, to a graph on a card."""
 
     def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
         """Return `forward` bound, and its result for these inputs.
