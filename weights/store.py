@@ -34,7 +34,15 @@ from typing import Final, TypeVar
 
 from pydantic_core import PydanticSerializationError
 
-from weights.errors import ExtentCorrupt, FormatError, ModelNotStored, StoreError, StoreVersionError, WeightsError
+from weights.errors import (
+    ExtentCorrupt,
+    FormatError,
+    ModelNotStored,
+    StoreError,
+    StoreVersionError,
+    WeightsError,
+    listed,
+)
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.tensors import FileTensor
@@ -155,9 +163,7 @@ class WeightStore:
         """Return the manifest of `model`. Raises ModelNotStored with the known names: that looks at all of them."""
         if manifest := self.find_manifest(model):
             return manifest
-        names = self.model_names()
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        known = (", ".join(names[:_MAX_NAMED]) or "none") + more
+        known = listed(self.model_names(), _MAX_NAMED)
         raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})")
 
     def find_manifest(self, model: str) -> Manifest | None:

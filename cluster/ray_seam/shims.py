@@ -82,6 +82,12 @@ HANDLES: Final = Shim(
     used=("ray.serve._private.common:RequestMetadata._by_reference",),  # what the option of a handle sets
     is_needed=False,
 )
+CHANNELS: Final = Shim(
+    "connections between replicas that nobody answers: they are given up soon",
+    "a node that is gone holds calls up for 20 s",
+    public={f"grpc.aio:{name}": "ray._private.grpc_utils" for name in ("insecure_channel", "secure_channel")},
+    is_needed=False,
+)
 REQUEST_CONTEXT: Final = Shim(
     "ids of requests in log lines and in calls of replicas",
     "the ingress answers no request",
@@ -137,6 +143,7 @@ ALL: Final = (
     RAY_LOOPBACK,
     ROUTER,
     HANDLES,
+    CHANNELS,
     REQUEST_CONTEXT,
     SERVE_CONTROL,
     DEMANDS,

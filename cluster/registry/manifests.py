@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
 from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
+from weights.residency.recent import Recent
 from weights.store import WeightStore
 
 FOLDER: Final = "summaries"  # in the store
@@ -172,8 +172,7 @@ class ManifestCache:
 
     def __init__(self, store: WeightStore, max_manifests: int = MAX_MANIFESTS) -> None:
         self._store = store
-        self._max_manifests = max_manifests
-        self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
+        self._readings: Recent[tuple[str, str], _Reading] = Recent(max_manifests)
 
     def has(self, model: str, fingerprint: str) -> bool:
         """Return whether that version is in the cache."""
@@ -190,7 +189,7 @@ class ManifestCache:
         reading = self._readings.get(key)
         if reading is None or reading.mark != mark:
             reading = _Reading(mark, asyncio.ensure_future(self._read(model, fingerprint, reading)))
-        self._remember(key, reading)
+        self._readings.note(key, reading)
         try:
             manifest = await asyncio.shield(reading.manifest)
         except Exception:
@@ -208,12 +207,6 @@ class ManifestCache:
             if manifest.fingerprint == fingerprint:
                 return manifest
         return await before.manifest
-
-    def _remember(self, key: tuple[str, str], reading: _Reading) -> None:
-        self._readings[key] = reading
-        self._readings.move_to_end(key)
-        while len(self._readings) > self._max_manifests:
-            self._readings.popitem(last=False)
 
     def _forget(self, key: tuple[str, str], reading: _Reading) -> None:
         if self._readings.get(key) is reading:

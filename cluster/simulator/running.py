@@ -217,9 +217,9 @@ def _percentile(ordered: list[float], share: float) -> float:
     return ordered[math.ceil(share * len(ordered)) - 1] if ordered else 0.0
 
 
-def why_not_recorded(world: World) -> str:
-    """Return in a sentence why a run is too large for a page; "" where it is not."""
-    sizes = {"requests": len(world.scenario.requests), "models": len(world.models), "workers": len(world.workers)}
+def why_not_recorded(scenario: Scenario) -> str:
+    """Return in a sentence why a run of it would be too large for a page; "" where it would not."""
+    sizes = {name: len(getattr(scenario, name)) for name in ("requests", "models", "workers")}
     bounds = {"requests": MAX_REQUESTS, "models": MAX_MODELS, "workers": MAX_WORKERS}
     return next(
         (f"{sizes[name]} {name}; a page shows at most {most}" for name, most in bounds.items() if sizes[name] > most),

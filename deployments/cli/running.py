@@ -37,6 +37,7 @@ from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line
 from deployments.preflight import device_mistakes
 from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+from weights.errors import listed
 from weights.externalize import unpacked_bytes
 
 if TYPE_CHECKING:
@@ -280,7 +281,7 @@ def widened_line(records: Sequence[ModelRecord]) -> str | None:
     if not types:
         return None
     models = [record.id for record in records]
-    shown = ", ".join(models[:MAX_MODELS]) + (f" and {len(models) - MAX_MODELS} more" * (len(models) > MAX_MODELS))
+    shown = listed(models, MAX_MODELS)
     return (
         f"{shown}: run in float32, for this processor computes {' and '.join(types)} about ten times slower "
         f"(dtype: auto; dtype: {types[-1]} keeps the type of the files)"
@@ -291,7 +292,7 @@ def unpacked_line(records: Sequence[ModelRecord]) -> str | None:
     """Return a line about the models whose quantized weights have no packed form here, None where there are none."""
     sizes = {record.id: unpacked_bytes(record.widened) for record in records}
     found = [f"{id_} ({decimal(nbytes)})" for id_, nbytes in sizes.items() if nbytes]
-    shown = ", ".join(found[:MAX_MODELS]) + (f" and {len(found) - MAX_MODELS} more" * (len(found) > MAX_MODELS))
+    shown = listed(found, MAX_MODELS)
     return (
         f"{shown}: quantized in a way that nothing here computes with, so the weights are stored unpacked"
         if found

@@ -33,10 +33,9 @@ class ManifestVersions:
     and `repair` move a version's bytes and leave its fingerprint, which the file's mark tells.
     """
 
-    def __init__(self, fetch: FetchManifest, models: Path, max_manifests: int = MAX_MANIFESTS) -> None:
+    def __init__(self, fetch: FetchManifest, models: Path) -> None:
         self._fetch = fetch
         self._models = models
-        self._max_manifests = max_manifests
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
         self._latest: dict[str, str] = {}
 
@@ -87,7 +86,7 @@ class ManifestVersions:
             self._latest[model] = manifest.fingerprint
         self._known[model, manifest.fingerprint] = _Known(mark, manifest)
         self._known.move_to_end((model, manifest.fingerprint))
-        while len(self._known) > self._max_manifests:
+        while len(self._known) > MAX_MANIFESTS:
             (gone, version), _ = self._known.popitem(last=False)
             if self._latest.get(gone) == version:
                 del self._latest[gone]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,10 +36,8 @@ TEXTS = ("a handwritten two", "the", "x " * 40, "What is 12 + 7?", "a")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        names = ("digits-flux", "digits-sdxl", "adder", "texts-bert", "texts-head")
-        return demo_store(tmp_path_factory.mktemp("engines") / "store", *names)
+    names = ("digits-flux", "digits-sdxl", "adder", "texts-bert", "texts-head")
+    return demo_store(tmp_path_factory.mktemp("engines") / "store", *names)
 
 
 @pytest.fixture

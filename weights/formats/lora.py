@@ -35,7 +35,9 @@ _OLD_MATRICES: Final = tuple(
     for name in ("lora_", "lora.", "lora1.", "lora2.", "lora_linear_layer.")
     for half in ("down", "up")
 )
-_MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight")
+_NAMED_MATRICES: Final = (".lora_A.default.weight", ".lora_B.default.weight")  # by PEFT, with its adapter's name
+_MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight")
+_COMFYUI_PREFIX: Final = "diffusion_model."
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"
@@ -106,9 +108,12 @@ def is_lora(names: Iterable[str]) -> bool:
 
 def is_convertible(names: Iterable[str]) -> bool:
     """Return whether a file with tensors of these names is a LoRA in a layout that stock converts: kohya's, XLabs',
-    ComfyUI's, or that of diffusers before PEFT.
+    ComfyUI's, DiffSynth's, or that of diffusers before PEFT.
     """
-    return any(is_kohya(name) or name.endswith(_OLD_MATRICES) for name in names)
+    return any(
+        is_kohya(name) or name.startswith(_COMFYUI_PREFIX) or name.endswith((*_OLD_MATRICES, *_NAMED_MATRICES))
+        for name in names
+    )
 
 
 def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: AdapterBase) -> None:

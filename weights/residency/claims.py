@@ -25,10 +25,8 @@ class _LoadingClaim:
 class LoadingClaims:
     """The loaders of missing entries. Not thread-safe: the order of calls is what makes the first the first."""
 
-    def __init__(self, clock: Callable[[], float], *, claim_s: float = CLAIM_S, slow_s: float = SLOW_S) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._claim_s = claim_s
-        self._slow_s = slow_s
         self._claims: dict[str, dict[str, _LoadingClaim]] = {}  # by key and holder
         self._by_holder: dict[str, set[str]] = {}
 
@@ -45,7 +43,7 @@ class LoadingClaims:
         if not found:
             return None
         holder, oldest = min(found.items(), key=lambda item: item[1].since_s)
-        num_allowed = 1 + int((self._clock() - oldest.since_s) // self._slow_s).bit_length()
+        num_allowed = 1 + int((self._clock() - oldest.since_s) // SLOW_S).bit_length()
         return holder if len(found) >= num_allowed else None
 
     def claim(self, key: str, holder: str) -> bool:
@@ -57,7 +55,7 @@ class LoadingClaims:
                 return False
             self._by_holder.setdefault(holder, set()).add(key)
         since_s = found[holder].since_s if holder in found else now_s
-        self._claims.setdefault(key, found)[holder] = _LoadingClaim(since_s, now_s + self._claim_s)
+        self._claims.setdefault(key, found)[holder] = _LoadingClaim(since_s, now_s + CLAIM_S)
         return True
 
     def renew(self, keys: Iterable[str], holder: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -72,8 +71,7 @@ def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style: Path, one_file: Path) -> LocalModels:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def models(tmp_path: Path, outline: Path, style: Path, one_file: Path) -> LocalModels:
     config = {
         "store": {"path": str(tmp_path / "store")},
         "models": [

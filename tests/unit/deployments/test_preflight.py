@@ -156,11 +156,8 @@ def test_a_controlnet_of_another_dtype_is_a_mistake_where_it_asks_for_one(mistak
 
 
 @pytest.mark.slow
-def test_adapters_are_compared_with_models_that_the_store_has(
-    mistakes: Callable[..., Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_compared_with_models_that_the_store_has(mistakes: Callable[..., Found], tmp_path: Path) -> None:
     """A LoRA in the layout of kohya's trainer, whose layers are known beside the model alone."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     sdxl = {"id": "sdxl", "path": str(DEMO / "digits-sdxl"), "dtype": "float32"}
     layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
     tensors = {f"{layer}.lora_down.weight": torch.zeros(2, 32), f"{layer}.lora_up.weight": torch.zeros(80, 2)}

@@ -24,12 +24,6 @@ from weights.store import WeightStore
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 
 
-@pytest.fixture(autouse=True)
-def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip flushes: no test of this file could see what they are good for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
 def pack_of(store: WeightStore, manifest: Manifest, component: str, name: str) -> tuple[Path, int, int]:
     ref = manifest.components[component].tensors[name]
     extent = manifest.extents[ref.extent]

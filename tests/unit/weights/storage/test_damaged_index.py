@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import sqlite3
@@ -50,8 +49,7 @@ class Sound(NamedTuple):
 
 
 @pytest.fixture
-def sound(tmp_path: Path, write_model, monkeypatch: pytest.MonkeyPatch) -> Sound:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # hundreds of stores are written, and no power fails
+def sound(tmp_path: Path, write_model) -> Sound:
     store = WeightStore(tmp_path / "store")
     shared = {f"s{i}": torch.rand(8) for i in range(60)}
     for name in "ab":
