@@ -174,12 +174,12 @@ def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, Lora
         component, _, option = key.partition(".")
         options.setdefault(component, {})[option] = value
     return {
-        component: check_lora_options(file, f"metadata says {shown(component)[1:-1]}.", values)
+        component: _check_lora_options(file, f"metadata says {shown(component)[1:-1]}.", values)
         for component, values in options.items()
     }
 
 
-def check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> LoraConfig:
+def _check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> LoraConfig:
     """Check the options of PEFT's LoraConfig that decide on scales; `prefix` goes before their names in messages.
 
     Raises AdapterError as `read_lora_configs` does.
@@ -294,7 +294,7 @@ def read_peft_config(file: Path) -> LoraConfig:
             raise AdapterError(f"{file}: {option}={shown(options[option])}: {what} is not supported")
     if options["lora_alpha"] is None:
         raise AdapterError(f"{file}: lora_alpha is null, expected a number")
-    return check_lora_options(file, "", options)
+    return _check_lora_options(file, "", options)
 
 
 def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: bool = False) -> dict[str, LoraTarget]:
