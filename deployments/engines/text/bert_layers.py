@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.graph.recording import is_fake
 from deployments.engines.library_seam import attends_by_sdpa, has_known_layers
 from deployments.engines.nn.few_rows import multiply_few
+from weights.torch_seam import is_fake
 
 
 def has_bert_layers(module: Any) -> bool:
