@@ -47,12 +47,12 @@ def serve_logging(form: LogFormat) -> dict[str, Any]:
 def bound_access_log() -> None:
     """Bound the access log of this process, and keep prompts out of it. A second time does nothing."""
     logger = logging.getLogger(_SERVE)
-    if not any(isinstance(known, AccessLogFilter) for known in logger.filters):
-        logger.addFilter(AccessLogFilter())
-        logger.addFilter(without_texts)
+    if not any(isinstance(known, _AccessLogFilter) for known in logger.filters):
+        logger.addFilter(_AccessLogFilter())
+        logger.addFilter(_without_texts)
 
 
-class AccessLogFilter(logging.Filter):
+class _AccessLogFilter(logging.Filter):
     """Lets lines about requests pass up to a rate; the next line that passes says how many did not."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class AccessLogFilter(logging.Filter):
         return True
 
 
-def without_texts(record: logging.LogRecord) -> bool:
+def _without_texts(record: logging.LogRecord) -> bool:
     """Write the exception of a record without what its messages have in quotes; the record is always written."""
     if record.exc_info and isinstance(error := record.exc_info[1], BaseException):
         record.exc_text = "\n".join(_traceback_lines(error))  # where there is one, formatters take it
@@ -129,7 +129,7 @@ class _OwnLines(logging.Handler):
 
     def __init__(self, form: LogFormat) -> None:
         super().__init__()
-        self.addFilter(without_texts)
+        self.addFilter(_without_texts)
         self.setFormatter(_JsonLines() if form == "json" else logging.Formatter(_TEXT))
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -19,10 +19,10 @@ from configs.errors import ConfigError
 ENDPOINT: Final = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"  # OpenTelemetry's own, which the exporter reads
 _EXPORTER: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 MAX_LINKS: Final = 64  # requests that shared a batch; the SDK keeps 128
-_PROCESSORS: Final = f"{__name__}.span_processors"
+_PROCESSORS: Final = "cluster.tracing.span_processors"
 
 
-class Span(Protocol):
+class TraceSpan(Protocol):
     """The part of OpenTelemetry's spans that is used here."""
 
     def set_attribute(self, key: str, value: Any) -> None:
@@ -46,7 +46,7 @@ class _NoSpan:
         pass
 
 
-NO_SPAN: Final[Span] = _NoSpan()
+NO_SPAN: Final[TraceSpan] = _NoSpan()
 _tracer: Any = None  # of this process, while the config asks for traces
 
 
@@ -64,7 +64,7 @@ def begin_tracing(settings: TracingConfig | None, tracer: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Span]:
+def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[TraceSpan]:
     """Let what runs in the block be a part of the current trace. One that fails says so by its exception's name."""
     if _tracer is None:
         yield NO_SPAN
@@ -79,7 +79,7 @@ def span(name: str, attributes: Mapping[str, Any] | None = None) -> Iterator[Spa
 
 
 @contextlib.contextmanager
-def called(name: str, carrier: Mapping[str, str]) -> Iterator[Span]:
+def called(name: str, carrier: Mapping[str, str]) -> Iterator[TraceSpan]:
     """Let the block be a part of its caller's trace, whose `traceparent` `carrier` has: for what Serve does not see."""
     if _tracer is None:
         yield NO_SPAN
@@ -95,7 +95,7 @@ def called(name: str, carrier: Mapping[str, str]) -> Iterator[Span]:
         detach(token)
 
 
-def link(one: Span, others: Iterable[Span]) -> None:
+def link(one: TraceSpan, others: Iterable[TraceSpan]) -> None:
     """Link a span with those of its batch-mates, and them with it."""
     if one is NO_SPAN:
         return

@@ -126,7 +126,7 @@ class Change:
     concerns: tuple[Concern, ...]
 
 
-def concerns_of(key: str) -> tuple[Concern, ...]:
+def _concerns_of(key: str) -> tuple[Concern, ...]:
     """Return whom a key concerns, by the longest rule that it begins with. Raises KeyError for one without a rule."""
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
@@ -160,8 +160,8 @@ def with_live_values(before: ClusterConfig, after: ClusterConfig) -> ClusterConf
 def values_of(config: ClusterConfig, *concerns: Concern) -> dict[str, Any]:
     """Return the values that concern one of these, JSON-able, by key. The same in every process."""
     wanted = set(concerns)
-    found = {key: value for key, value in _values(config) if wanted.intersection(concerns_of(key))}
-    lists = [kind for kind in _LISTS if wanted.intersection(concerns_of(kind))]
+    found = {key: value for key, value in _values(config) if wanted.intersection(_concerns_of(key))}
+    lists = [kind for kind in _LISTS if wanted.intersection(_concerns_of(kind))]
     return found | {kind: [_plain(entry) for entry in getattr(config, kind)] for kind in lists}
 
 
@@ -178,7 +178,7 @@ def _values(config: BaseModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _value_changes(key: str, before: Any, after: Any) -> Iterator[Change]:
     """Yield what differs of a value: of two mappings each entry."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
-        yield Change(key, before, after, concerns_of(key))
+        yield Change(key, before, after, _concerns_of(key))
         return
     for name in dict.fromkeys([*before, *after]):
         was, now = before.get(name), after.get(name)
@@ -187,7 +187,7 @@ def _value_changes(key: str, before: Any, after: Any) -> Iterator[Change]:
 
 
 def _entry_changes(kind: str, before: Iterable[Any], after: Iterable[Any]) -> Iterator[Change]:
-    concerns = concerns_of(kind)
+    concerns = _concerns_of(kind)
     old, new = {entry.id: entry for entry in before}, {entry.id: entry for entry in after}
     for id_ in dict.fromkeys([*old, *new]):
         was, now = old.get(id_), new.get(id_)

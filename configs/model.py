@@ -333,7 +333,7 @@ class ModelConfig(StrictModel):
 class AdapterConfig(StrictModel):
     """A LoRA as diffusers, kohya or PEFT save it, the folder of a ControlNet or an IP-Adapter, and its models.
 
-    A ControlNet needs the dtype of its models.
+    A ControlNet that asks for no dtype gets that of its models.
 
     A LoRA that most requests have is cheaper merged: those that name it alone and at `merged_scale` run it as private
     copies of the layers that it changes, in forwards of their own. Others have it on the side, which any LoRAs share.

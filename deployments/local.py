@@ -7,13 +7,14 @@ disk instead of a node's shared memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from cluster.registry.directory import wanted_dtype
-from cluster.registry.importing import like_of, vae_of
+from cluster.registry.directory import Entry, misplaced, wanted_dtype
+from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, vae_of
 from cluster.registry.manifests import variant_of
 from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.model import AdapterConfig, ModelConfig
@@ -36,7 +37,9 @@ from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
 from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
-from weights.formats.checkpoint import read_checkpoint
+from weights.errors import WeightsError
+from weights.formats.adapter_base import AdapterBase
+from weights.formats.checkpoint import Checkpoint, read_checkpoint
 from weights.formats.learned_words import WORDS_CLASS, words_in
 from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
@@ -52,12 +55,17 @@ class LocalModels:
     """The models of a cluster config in this process."""
 
     def __init__(self, config: ClusterConfig) -> None:
+        """Raises ModelUnavailable for an adapter that does not fit its models, by headers and configs."""
         self._config = config
         self._store = WeightStore(config.store.path)
         with as_service_errors():
             for settings in (config.text_encoder, config.worker):
                 for name in (settings.device, *settings.other_devices):
                     open_device(name, config.simulated)
+            self._auto_dtype = auto_dtype(config.worker.device, processor_flags())
+            for adapter in config.adapters:
+                if isinstance(adapter.path, Path) and adapter.path.exists():
+                    self._check_servable(adapter)
 
     def generate(self, request: ImageRequest, on_step: OnStep | None = None) -> ImageResult:
         """Return images. Raises the ServiceErrors of `deployments.errors`.
@@ -140,18 +148,38 @@ class LocalModels:
             raise UnknownModel(f"no model {model!r} (known: {', '.join(self._config.entries)})", "model")
         component = entry.component if isinstance(entry, ModelConfig) else None
         options = self._config.store.object_storage.options()
-        dtype = wanted_dtype(entry, auto_dtype(self._config.worker.device, processor_flags()))
         if isinstance(entry, ModelConfig) and isinstance(entry.like, str):
             await self._manifest(entry.like)  # in the store, so that the next line finds it
         like, vae = like_of(entry, self._store), vae_of(entry)
         is_here = isinstance(entry.path, Path) and entry.path.exists()
-        if is_here and (
-            reason := why_unservable(read_checkpoint(Path(entry.path), component=component, like=like, vae=vae))
-        ):
-            raise ModelUnavailable(f"model {model!r}: {reason}")
+        dtype = self._check_servable(entry) if is_here else wanted_dtype(entry, self._auto_dtype)
         return import_model(
             self._store, entry.id, entry.path, component=component, dtype=dtype, like=like, vae=vae, options=options
         )
+
+    def _check_servable(self, entry: Entry) -> str:
+        """Return the dtype that a local model or adapter gets. Raises ModelUnavailable for what cannot be served."""
+        checkpoint, path = self._read(entry), Path(entry.path)
+        bases = self._bases(entry) if isinstance(entry, AdapterConfig) else []
+        dtype = dtype_of(entry, path, bases, self._auto_dtype)
+        if reason := misplaced(entry, checkpoint) or why_unservable(checkpoint, bases, dtype):
+            raise ModelUnavailable(f"model {entry.id!r}: {reason}")
+        return dtype
+
+    def _bases(self, adapter: AdapterConfig) -> list[AdapterBase]:
+        """Return the models that an adapter is for, as they will be in the store, or are there of another source."""
+        found = {base.model: base for base in bases_of(adapter, self._store)}
+        for id_ in adapter.base:
+            entry = self._config.entries[id_]
+            with contextlib.suppress(WeightsError):  # its own requests are told
+                if isinstance(entry.path, Path):
+                    found[id_] = base_of(id_, self._read(entry), wanted_dtype(entry, self._auto_dtype))
+        return [*found.values()]
+
+    def _read(self, entry: Entry) -> Checkpoint:
+        component = entry.component if isinstance(entry, ModelConfig) else None
+        like = like_of(entry, self._store)
+        return read_checkpoint(Path(entry.path), component=component, like=like, vae=vae_of(entry))
 
 
 class _UnleasedExtents(LocalExtents):

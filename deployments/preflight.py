@@ -19,7 +19,7 @@ import psutil
 from cluster.errors import ModelUnservable
 from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
-from cluster.registry.importing import bases_of, like_of, owned_program, vae_of
+from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
 from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
 from configs.errors import Problem
@@ -178,10 +178,12 @@ def _kept_source(store: WeightStore | None, entry: Entry, auto: str, like: BaseP
         return _kept_program(store, entry) if entry.path.exists() else None
     if store is None:
         return None
+    bases = bases_of(entry, store)
+    dtype = dtype_of(entry, entry.path, bases, auto)
     found = SummaryFiles(store).find(
         entry.id,
-        source_mark(entry.path, mark_settings(_component(entry), wanted_dtype(entry, auto), like, vae_of(entry))),
-        bases_of(entry, store),
+        source_mark(entry.path, mark_settings(_component(entry), dtype, like, vae_of(entry))),
+        bases,
     )
     return None if found is None else _of_summary(entry, found)
 
@@ -196,17 +198,7 @@ def _kept_program(store: WeightStore | None, entry: Entry) -> ReadSource:
 
 
 def _of_summary(entry: Entry, found: ModelSummary) -> ReadSource:
-    record = ModelRecord(
-        entry.id,
-        "ready",
-        kind=found.kind,
-        nbytes=found.nbytes,
-        entry=entry,
-        features=found.features,
-        class_name=found.class_name,
-        signature=found.signature,
-    )
-    return ReadSource(record, None, {})
+    return ReadSource(ModelRecord(entry.id, "ready", entry=entry, **found.facts), None, {})
 
 
 def _component(entry: Entry) -> str | None:
@@ -241,26 +233,24 @@ def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSour
 
 
 def _adapter_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
-    store = _store_of(config)
+    store, auto = _store_of(config), auto_dtype(config.worker.device, processor_flags())
     for index, adapter in enumerate(config.adapters):
         if adapter.id not in sources or (checkpoint := sources[adapter.id].checkpoint) is None:
             continue
         stored = {base.model: base for base in bases_of(adapter, store)}
+        bases: dict[str, AdapterBase] = {}
+        for id_ in adapter.base:
+            if id_ in sources and (read := sources[id_].checkpoint):
+                bases[id_] = base_of(id_, read, wanted_dtype(config.entries[id_], auto))
+            elif id_ in sources and id_ in stored:
+                bases[id_] = stored[id_]
+        dtype = dtype_of(adapter, checkpoint.path, [*bases.values()], auto)
         for place, id_ in enumerate(adapter.base):
-            if id_ not in sources:
-                continue
-            read = sources[id_].checkpoint
-            base = stored.get(id_) if read is None else _as_base(id_, read)
             try:
-                if base:
-                    check_base(checkpoint, base)
+                if id_ in bases:
+                    check_base(checkpoint, bases[id_], dtype)
             except AdapterError as error:
                 yield ("adapters", index, "base", place), str(error)
-
-
-def _as_base(id_: str, checkpoint: Checkpoint) -> AdapterBase:
-    parts = {part.name: part for part in checkpoint.components}
-    return AdapterBase(id_, checkpoint.kind, checkpoint.class_name, checkpoint.root, parts)
 
 
 def _pipeline_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:

@@ -1,7 +1,9 @@
-"""For all tests: random draws that a failure can repeat, a browser, and the same half precision on every processor."""
+"""For all tests: random draws that a failure can repeat, a browser, no waits for a disk, and the same half precision on
+every processor.
+"""
 
 import os
 
-pytest_plugins = ["kit.seeding", "kit.browser"]
+pytest_plugins = ["kit.seeding", "kit.browser", "kit.unsynced"]
 # With AMX a product in half precision is another beside other rows (docs/operations.md says how to have it alike).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")

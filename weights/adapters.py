@@ -3,7 +3,7 @@
 Reads the layout that diffusers and PEFT save: `<component>.<module path>.lora_A.weight` (rank, in) and
 `.lora_B.weight` (out, rank), optionally `.alpha` scalars and `.lora_magnitude_vector` (out,), optionally the training
 config as JSON in the safetensors metadata. Layouts that stock's loaders convert, kohya's say, are taken as they are;
-what PEFT saves of a language model is in `weights/formats/peft.py`. Source: diffusers 0.42, `loaders/peft.py` and
+what PEFT saves of a language model is in `weights/formats/lora.py`. Source: diffusers 0.42, `loaders/peft.py` and
 `utils/peft_utils.py:get_peft_kwargs`.
 """
 
@@ -17,12 +17,22 @@ import torch
 from safetensors.torch import load_file
 
 from weights.errors import AdapterError, FormatError
+from weights.formats.folder import LORA_FILE
 from weights.formats.learned_words import check_words, is_words
-from weights.formats.lora import MAX_NAME_CHARS, LoraConfig, is_convertible, is_finite, read_lora_configs
-from weights.formats.peft import PEFT_CONFIG, PEFT_FILE, is_peft, peft_targets, read_peft_config
+from weights.formats.lora import (
+    MAX_NAME_CHARS,
+    PEFT_CONFIG,
+    PEFT_FILE,
+    LoraConfig,
+    is_convertible,
+    is_finite,
+    is_peft,
+    peft_targets,
+    read_lora_configs,
+    read_peft_config,
+)
 from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
-from weights.formats.weight_files import LORA_FILE
 
 __all__ = ["LoraAdapter", "LoraPair", "load_adapter", "parse_adapter", "parse_named"]
 

@@ -86,6 +86,11 @@ def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) // elements * nbytes
 
 
+def config_name(dtype: str) -> str:
+    """Return the config's name of a floating type, "" of any other."""
+    return next((name for name, type_ in _BY_CONFIG_NAME.items() if type_ == dtype), "")
+
+
 def auto_without(types: Iterable[str]) -> str:
     """Return the name of an `auto` by which tensors of these types become float32, and all others stay."""
     names = sorted(types)

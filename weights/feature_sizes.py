@@ -14,8 +14,8 @@ from weights.errors import FormatError
 from weights.formats import dense_head
 from weights.formats.classifier import read_labels
 from weights.formats.encoder_files import read_stages
+from weights.formats.folder import read_json
 from weights.formats.untrusted import is_size
-from weights.formats.weight_files import read_json
 from weights.manifest import ModelKind
 
 

@@ -1,12 +1,29 @@
-"""Slots that few have at a time: waiters of one tenant are served FIFO, and the tenants in turn."""
+"""Slots that few have at a time: waiters of one tenant are served FIFO, and the tenants in turn.
+
+Read slots are such: few requests are read at once, so that the event loop has time for probes and answers under
+overload. A request has its slot from its whole body until it is in the admission queue, or until its answer. A request
+that would spend most of its time on waiting for a slot is refused: what is read should still be done in time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from typing import Final
 
+from cluster.admission.dispatcher import NotAdmitted
+from cluster.admission.records import Refusal
 from cluster.errors import ClusterError
+
+# Who has a slot hardly pauses, and all of them go on between two looks of the event loop at its sockets.
+NUM_READ_SLOTS: Final = 3
+_MOST_SHARE: Final = 0.5  # of a request's time that it may wait to be read
+_SHORT_S: Final = 0.25  # a wait for which nobody is refused who has more time than that
+_NEW: Final = 0.05  # weight of a new interval in the mean of those between two slots
 
 
 class SlotsFull(ClusterError):
@@ -90,3 +107,78 @@ class FairSlots:
             self.num_waiting -= 1
             if not line:
                 del self._lines[tenant]
+
+
+class _Slot:
+    def __init__(self, slots: FairSlots) -> None:
+        self._slots: FairSlots | None = slots
+
+    def release(self) -> None:
+        """Let the next request be read. A second time does nothing."""
+        if self._slots is not None:
+            self._slots.release()
+            self._slots = None
+
+
+_current_slot: ContextVar[_Slot | None] = ContextVar("_current_slot", default=None)
+
+
+def release_read_slot() -> None:
+    """Let another request be read, if the current one has a slot: from now on it waits for something else."""
+    if (slot := _current_slot.get()) is not None:
+        slot.release()
+
+
+class ReadLimiter:
+    """The read slots of one event loop. At most `max_waiting()` requests wait for one."""
+
+    def __init__(self, max_waiting: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self._slots = FairSlots(NUM_READ_SLOTS, max_waiting)
+        self._interval_s = 0.0  # between two slots that requests waited for
+        self._given_s = 0.0  # when the last one was given out
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of requests that wait for a slot."""
+        return self._slots.num_waiting
+
+    @contextlib.asynccontextmanager
+    async def slot(self, tenant: str, ends_s: float) -> AsyncIterator[None]:
+        """Wait for a slot and hold it, no longer than the context lasts, for a request whose time `ends_s` on `clock`.
+
+        Raises NotAdmitted.
+        """
+        began_s = self.clock()
+        longest_s = max(_SHORT_S, _MOST_SHARE * (ends_s - began_s))
+        has_to_wait = self._slots.are_taken
+        if began_s >= ends_s:
+            raise NotAdmitted(Refusal("expired"))
+        if has_to_wait and self._wait_s(tenant) > min(longest_s, ends_s - began_s):
+            raise NotAdmitted(self._overloaded(tenant, longest_s))
+        try:
+            await self._slots.acquire(tenant)
+        except SlotsFull as full:
+            raise NotAdmitted(Refusal("queue_full", self._wait_s(tenant), limit=full.num_waiting)) from None
+        slot = _Slot(self._slots)
+        _current_slot.set(slot)
+        try:
+            now_s = self.clock()
+            if has_to_wait:
+                self._interval_s += _NEW * (now_s - self._given_s - self._interval_s)
+            self._given_s = now_s
+            if now_s >= ends_s:
+                raise NotAdmitted(Refusal("expired"))
+            if now_s - began_s > longest_s:
+                raise NotAdmitted(self._overloaded(tenant, longest_s))
+            yield
+        finally:
+            slot.release()
+
+    def _wait_s(self, tenant: str) -> float:
+        """Return how long one of the tenant who comes now waits, at the pace of the last ones."""
+        return self._slots.num_ahead(tenant) * self._interval_s
+
+    def _overloaded(self, tenant: str, longest_s: float) -> Refusal:
+        """Return a refusal with the time until a newcomer waits no longer than that: those before it are read then."""
+        return Refusal("unread", max(0.0, self._wait_s(tenant) - longest_s))

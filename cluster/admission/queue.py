@@ -1,8 +1,8 @@
 """The admission queue: which requests may wait, which one starts where and when, and which ones leave. Pure.
 
 Requests wait here until a replica can start them. One is refused when it comes
-- because the queue is full, of its model or of all (`lanes.py` says who goes when tenants or priorities differ),
-- because it would not be done by its deadline, by what requests took so far (`forecast.py`, `service_times.py`).
+- because the queue is full, of its model or of all (`Lanes` says who goes when tenants or priorities differ),
+- because it would not be done by its deadline, by what requests took so far (`pool.py`, `service_times.py`).
 Requests that wait already leave as soon as they cannot be done in time any more. A refusal says when the queue would
 have room for the request, if no others came.
 
@@ -19,20 +19,24 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.admission.demand import Demand, Waiting
 from cluster.admission.ended_requests import EndedLog
-from cluster.admission.forecast import Forecast, Pool
+from cluster.admission.pool import Forecast, Pool
 from cluster.admission.records import (
     AdmissionSnapshot,
+    Demand,
     ModelLoad,
     Placement,
+    PoolClaims,
+    PoolPart,
     Refusal,
     Refused,
+    ReplicaUse,
+    SlotClaim,
     Started,
+    Waiting,
 )
 from cluster.admission.replica_slots import NO_PART, Assignment, Ended, Options, held_until_s
 from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
-from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaUse, SlotClaim
 from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
 from configs.admission import AdmissionConfig

@@ -1,16 +1,166 @@
-"""Records of the admission queue: what `pump` returns, what a controller reads, and how it orders the queue."""
+"""Records of admission: requests, what `pump` returns, a controller's view and its orders, and slots. Pure.
+
+Of several ingresses, each has its slots: amounts of them are shares of a replica, and those of one that requests take
+add up to 1.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster.admission.replica_slots import OnDemandSwitch, ReplicaLoad
-from cluster.admission.tenant_counts import TenantLoad
+from cluster.admission.service_times import WORK_BOUNDS
 
+TenantKey = tuple[str, str, str]  # pool, model, tenant
 Reason = Literal["model_full", "queue_full", "late", "crowded", "hopeless", "expired", "unservable", "unread"]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """A request, as far as admission goes.
+
+    `work` is in a unit of its `model` (pixels x steps, tokens). `share` is the part of a replica that it takes while
+    it runs, above 0 and at most 1. `deadline_s` is a time of the queue's clock. `is_inner`: it is a part of a request
+    that was admitted before, and no bound may refuse it. Raises ValueError for work or a share that no statistic can
+    count. `version` is the model's: what is known of replicas that could not load it holds for that one.
+    """
+
+    pool: str
+    model: str
+    work: float
+    share: float
+    priority: int
+    tenant: str
+    deadline_s: float
+    is_inner: bool = False
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        if not WORK_BOUNDS[0] <= self.work <= WORK_BOUNDS[1]:
+            raise ValueError(f"work is {self.work!r}; expected a number from {WORK_BOUNDS[0]:g} to {WORK_BOUNDS[1]:g}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"share is {self.share!r}; expected a number above 0, at most 1")
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A request that waits since `arrived_s`, the `number`th that came. `cost_s`: replica seconds that it may take."""
+
+    ticket: int
+    demand: Demand
+    number: int
+    arrived_s: float
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaUse:
+    """One ingress's slots of a replica: `used` by what runs, and `limit`, its own. `running` are requests by model.
+
+    `load_s` are the replica seconds that they may take. `is_listed`: the ingress would start more there.
+    """
+
+    used: float
+    limit: float
+    running: Mapping[str, int]
+    load_s: float
+    is_listed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SlotClaim:
+    """Requests of one priority and tenant that run or wait: the shares that they take in all.
+
+    `replicas` are those where they run or may start, None for any. `oldest_age_s` is how long the first of those that
+    wait has waited, and `next_share` what it takes.
+    """
+
+    priority: int
+    tenant: str
+    weight: float
+    share: float
+    replicas: tuple[str, ...] | None = None
+    oldest_age_s: float = 0.0
+    next_share: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolClaims:
+    """One ingress in one pool. `least_share` is the least that a request took, 1 before the first.
+
+    `share_per_s` came of late, refused requests as well. `num_started` counts requests since the ingress began.
+    """
+
+    replicas: Mapping[str, ReplicaUse] = field(default_factory=dict)
+    running: tuple[SlotClaim, ...] = ()
+    waiting: tuple[SlotClaim, ...] = ()
+    least_share: float = 1.0
+    share_per_s: float = 0.0
+    num_started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPart:
+    """One ingress's part of a replica, and what the others do there: `others` are their running requests by model."""
+
+    limit: float
+    others: Mapping[str, int] = field(default_factory=dict)
+    others_used: float = 0.0
+    others_load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolPart:
+    """One ingress's part of a pool. `capacity` is how many replicas it can count on: parts go back and forth by whole
+    slots. `is_wanted`: others wait for slots.
+    """
+
+    replicas: Mapping[str, ReplicaPart]
+    capacity: float
+    is_wanted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OnDemandSwitch:
+    """A worker that a model may start on without an order: it switches by itself, in `switch_s`.
+
+    `is_beside`: the model fits beside all that is ready there, so nothing goes for it, and nothing has to end first.
+    """
+
+    switch_s: float
+    is_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """A replica: the part of it that is used, running requests by model, and the models believed to be at hand."""
+
+    name: str
+    used: float
+    running: dict[str, int]
+    recent: tuple[str, ...]
+    is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLoad:
+    """One tenant's requests for one model. `waited_s` is what those that started waited in all, a sum."""
+
+    pool: str
+    model: str
+    tenant: str
+    waiting: int = 0
+    oldest_age_s: float = 0.0
+    started: int = 0
+    waited_s: float = 0.0
+    refused: int = 0
+
+    @property
+    def key(self) -> TenantKey:
+        """Pool, model and tenant."""
+        return self.pool, self.model, self.tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +263,13 @@ class AdmissionSnapshot:
     replicas: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     tenants: Mapping[str, int] = field(default_factory=dict)
     shares: tuple[TenantLoad, ...] = ()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not any(load.waiting or load.running for load in self.models)
+
+    @property
+    def lasting(self) -> AdmissionSnapshot:
+        """The snapshot without what time alone changes: rates, which fade."""
+        return replace(self, models=tuple(replace(load, rate_short=0.0, rate_long=0.0) for load in self.models))

@@ -20,9 +20,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from cluster.admission.demand import Demand, Waiting
+from cluster.admission.records import Demand, OnDemandSwitch, ReplicaLoad, ReplicaPart, ReplicaUse, Waiting
 from cluster.admission.service_times import BatchLatency
-from cluster.admission.slot_records import ReplicaPart, ReplicaUse
 
 MAX_RECENT: Final = 4  # models that a replica is believed to have at hand: the ones that it ran last
 LOSS_SWITCHES: Final = 0.5  # of a model that goes and is wanted next; half of them would have gone anyway until then
@@ -30,17 +29,6 @@ JOIN_DELAYS: Final = 2.0  # who joins a batch is delayed by each of the others, 
 HOLD_TIMES: Final = 4.0  # so many times its switch and its run a request waits for others' batches to end
 NO_PART: Final = ReplicaPart(0.0)
 _ROUNDING: Final = 1e-9  # of shares that add up to 1
-
-
-@dataclass(frozen=True, slots=True)
-class OnDemandSwitch:
-    """A worker that a model may start on without an order: it switches by itself, in `switch_s`.
-
-    `is_beside`: the model fits beside all that is ready there, so nothing goes for it, and nothing has to end first.
-    """
-
-    switch_s: float
-    is_beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,17 +66,6 @@ class Ended:
     replica: str
     busy_s: float
     latency_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaLoad:
-    """A replica: the part of it that is used, running requests by model, and the models believed to be at hand."""
-
-    name: str
-    used: float
-    running: dict[str, int]
-    recent: tuple[str, ...]
-    is_gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cluster.admission.demand import Demand, Waiting
+from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
+from weights.residency.recent import Recent
 
 MAX_TENANT_LOADS: Final = 256
-Key = tuple[str, str, str]  # pool, model, tenant
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLoad:
-    """One tenant's requests for one model. `waited_s` is what those that started waited in all, a sum."""
-
-    pool: str
-    model: str
-    tenant: str
-    waiting: int = 0
-    oldest_age_s: float = 0.0
-    started: int = 0
-    waited_s: float = 0.0
-    refused: int = 0
-
-    @property
-    def key(self) -> Key:
-        """Pool, model and tenant."""
-        return self.pool, self.model, self.tenant
 
 
 @dataclass(slots=True)
@@ -39,7 +20,7 @@ class _Counts:
     refused: int = 0
 
 
-def _key_of(demand: Demand) -> Key:
+def _key_of(demand: Demand) -> TenantKey:
     """Return where a request is counted."""
     return demand.pool, demand.model, demand.tenant
 
@@ -48,7 +29,7 @@ class TenantCounts:
     """The counts of the pairs that were asked for last, `MAX_TENANT_LOADS` of them."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[Key, _Counts] = OrderedDict()
+        self._counts: Recent[TenantKey, _Counts] = Recent(MAX_TENANT_LOADS)
 
     def note_start(self, demand: Demand, waited_s: float) -> None:
         """Count a request that starts."""
@@ -61,17 +42,12 @@ class TenantCounts:
         self._counts_of(demand).refused += 1
 
     def _counts_of(self, demand: Demand) -> _Counts:
-        key = _key_of(demand)
-        counts = self._counts.setdefault(key, _Counts())
-        self._counts.move_to_end(key)
-        if len(self._counts) > MAX_TENANT_LOADS:
-            self._counts.popitem(last=False)
-        return counts
+        return self._counts.used(_key_of(demand), _Counts)
 
     def loads(self, waiting: Iterable[Waiting], now_s: float) -> tuple[TenantLoad, ...]:
         """Return what is known, beside how many of the `waiting` are whose, and since when the first of them."""
-        counts: Counter[Key] = Counter()
-        oldest_s: dict[Key, float] = {}
+        counts: Counter[TenantKey] = Counter()
+        oldest_s: dict[TenantKey, float] = {}
         for one in waiting:
             key = _key_of(one.demand)
             counts[key] += 1
@@ -86,7 +62,7 @@ class TenantCounts:
 
 def joined_loads(loads: Iterable[TenantLoad]) -> tuple[TenantLoad, ...]:
     """Return the loads of several queues as of one."""
-    found: dict[Key, TenantLoad] = {}
+    found: dict[TenantKey, TenantLoad] = {}
     for one in loads:
         known = found.get(one.key)
         found[one.key] = one if known is None else _both(known, one)

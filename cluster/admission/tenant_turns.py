@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final
 
-from cluster.admission.demand import Waiting
+from cluster.admission.records import Waiting
 
 MAX_CLOCKS: Final = 1024  # of tenants that wait for nothing
 FEW: Final = 16  # tenants or models that are all looked at

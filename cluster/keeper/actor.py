@@ -18,8 +18,6 @@ from typing import Any, Final
 import ray
 
 from cluster.errors import KeeperFailed
-from cluster.keeper.adoption import ADOPTION_S
-from cluster.keeper.audit import AUDIT_BYTES_PER_S
 from cluster.keeper.held_extents import MAX_WAIT_S, HeldExtents
 from cluster.keeper.object_store import ObjectStore, budget_within_store
 from cluster.keeper.reading import Reading
@@ -32,7 +30,7 @@ from cluster.keeper.records import (
     RecallAnswer,
     ResidentExtent,
 )
-from cluster.keeper.shared_memory import NodeMemory, Store
+from cluster.keeper.shared_memory import ADOPTION_S, AUDIT_BYTES_PER_S, NodeMemory, Store
 from cluster.logs import configure_logs
 from cluster.node_code import running_code, why_other_code
 from cluster.peers.link import PeerLink, RegistryClient

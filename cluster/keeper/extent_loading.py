@@ -17,7 +17,7 @@ from cluster.errors import PeerUnavailable
 from cluster.keeper.records import Source
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry, Fetch, FetchQueue, GiveUp, Read, Wait
-from cluster.peers.messages import Located, Question
+from cluster.peers.protocol import Located, Question
 from cluster.peers.sources import FetchOutcome, FromPeers
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef

@@ -1,25 +1,205 @@
-"""The extents in a node's shared memory: what is held, how it is written there, and whether it is still sound."""
+"""The extents in a node's shared memory: what is held, how it is written there, and whether it is still sound.
+
+A restarted keeper adopts what replicas still have mapped, before it reads anything again. Everything that is held is
+audited again and again: shared memory cannot be made read-only for the processes that map it, and one wrong in-place
+operation in one replica changes the weights of all.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Protocol, TypeVar
 
-from cluster.keeper.adoption import Adoption
-from cluster.keeper.audit import Audit, DamageLog
+import numpy as np
+import ray
+import xxhash
+from xxhash import xxh3_128
+
 from cluster.keeper.extent_loading import Writing
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.object_store import MAX_SHARE, NewObject, StoreFull, max_budget_bytes
-from cluster.keeper.records import HeldExtent
+from cluster.keeper.records import HeldExtent, HeldOffer, copy_name
+from cluster.ray_calls import get
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 
 _Result = TypeVar("_Result")
+AUDIT_BYTES_PER_S: Final = 64 * 2**20
+BLOCK_BYTES: Final = 4 * 2**20
+IDLE_S: Final = 1.0
+MAX_NAMED_CORRUPT: Final = 20
+MAX_INVALIDATED: Final = 1000  # copies that are told to replicas, which ask every second
+
+# Replicas tell a restarted keeper what they hold within a second; until then storage is not asked. On a busy machine
+# they take longer, but hardly all of them: each offer gives the next one so much more time.
+ADOPTION_S: Final = 3.0
+LOWEST_PRIORITY: Final = 19
+
+logger = logging.getLogger("atelier.keeper")
+
+
+class Adoption:
+    """The offers of replicas to a keeper that was restarted. Thread-safe. Nobody else gets what is damaged."""
+
+    def __init__(
+        self,
+        held: HeldExtents,
+        damage: DamageLog,
+        *,
+        verify: bool,
+        wait_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._held = held
+        self._damage = damage
+        self._verify = verify
+        self._clock = clock
+        self._wait_s = wait_s
+        self._until_s = clock() + wait_s
+        self._counting = threading.Lock()
+        self.adopted_bytes = 0
+
+    def wait_for(self, ids: Sequence[str]) -> None:
+        """Wait until all of them are here, or no offer is to be expected any more."""
+        while (left_s := self._until_s - self._clock()) > 0:
+            if self._held.wait_until_known(ids, left_s):
+                return
+
+    def take_offers(self, holder: str, offers: Sequence[HeldOffer]) -> None:
+        """Take over the offers, with their leases on the very copies of the holder."""
+        self._expect_more()
+        for offer in offers:
+            self._expect_more()
+            if self._held.lease_same(offer.extent.id, offer.ref, holder, offer.num_leases):
+                continue
+            view = self._sound_view(offer, holder)
+            if view is None:
+                unknown = HeldExtent(offer.extent, offer.ref, np.empty(0, np.uint8), "adopted")
+                self._held.add_detached(unknown, holder, offer.num_leases)
+            elif self._held.adopt(HeldExtent(offer.extent, offer.ref, view, "adopted"), holder, offer.num_leases):
+                with self._counting:
+                    self.adopted_bytes += offer.extent.nbytes
+
+    def _expect_more(self) -> None:
+        """Give offers more time, as long as somebody may still wait: an offer that comes late has lost."""
+        now_s = self._clock()
+        if now_s < self._until_s:
+            self._until_s = max(self._until_s, now_s + self._wait_s)
+
+    def _sound_view(self, offer: HeldOffer, holder: str) -> ByteArray | None:
+        """Return the bytes; None for what cannot be mapped here, or is damaged."""
+        try:
+            view: ByteArray = get(offer.ref, ADOPTION_S)
+        except ray.exceptions.RayError as error:
+            logger.warning("extent %s of %s cannot be adopted: %s", offer.extent.id, holder, error)
+            return None
+        if self._verify and xxhash.xxh3_128_hexdigest(view.data) != offer.extent.checksum:
+            self._damage.note_damage(offer.extent.id, offer.ref, f"as {holder} has it")
+            return None
+        return view
+
+
+class DamageLog:
+    """The copies of extents whose shared bytes somebody changed; only the last ones by name. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._corrupt: deque[str] = deque(maxlen=MAX_NAMED_CORRUPT)
+        self._invalidated: deque[str] = deque(maxlen=MAX_INVALIDATED)
+        self.num_corrupt = 0
+
+    @property
+    def corrupt(self) -> tuple[str, ...]:
+        """The ids of the extents."""
+        with self._lock:
+            return tuple(self._corrupt)
+
+    @property
+    def invalidated(self) -> tuple[str, ...]:
+        """The names of the copies, by `copy_name`."""
+        with self._lock:
+            return tuple(self._invalidated)
+
+    def note_damage(self, id_: str, ref: Any, where: str) -> None:
+        """Log that the copy `ref` of an extent is damaged, and `where` it was found."""
+        logger.error("extent %s was written to (%s): whoever asks next gets a fresh copy", id_, where)
+        with self._lock:
+            self.num_corrupt += 1
+            self._corrupt.append(id_)
+            self._invalidated.append(copy_name(ref))
+
+
+class Audit:
+    """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` gets wrong checksums.
+
+    `ids` and `held` say what is in memory. Between two blocks nothing is kept, so that what is evicted goes at once.
+    """
+
+    def __init__(
+        self,
+        ids: Callable[[], list[str]],
+        held: Callable[[str], HeldExtent | None],
+        damaged: Callable[[HeldExtent], None],
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ids = ids
+        self._held = held
+        self._damaged = damaged
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._closed = threading.Event()
+        self.audited_bytes = 0
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="audit", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def round(self) -> None:
+        """Check every extent that is here now, once."""
+        for id_ in self._ids():
+            if self._closed.is_set():
+                return
+            self._check(id_)
+
+    def _run(self) -> None:
+        while not self._closed.wait(IDLE_S):
+            try:
+                self.round()
+            except Exception:
+                logger.exception("the audit of shared weights failed")
+
+    def _check(self, id_: str) -> None:
+        digest, offset = xxh3_128(), 0
+        first = self._held(id_)
+        while first is not None and offset < first.extent.nbytes:
+            start_s = self._clock()
+            block = first.view[offset : offset + BLOCK_BYTES]
+            digest.update(block.data)
+            offset += block.nbytes
+            self.audited_bytes += block.nbytes
+            same = weakref.ref(first)
+            rest_s = block.nbytes / self._bytes_per_s - (self._clock() - start_s)
+            del first, block
+            if self._closed.wait(max(rest_s, 0.0)):
+                return
+            first = self._held(id_)
+            if first is not same():
+                return  # evicted and loaded again meanwhile
+        if first is not None and digest.hexdigest() != first.extent.checksum:
+            self._damaged(first)
 
 
 class Store(Protocol):
@@ -32,7 +212,7 @@ class Store(Protocol):
     def populate(self) -> None: ...
 
 
-class StoreWriter:
+class _StoreWriter:
     """The extents that are being written into the store, beside those that are held there. Thread-safe."""
 
     def __init__(self, store: Store, held: HeldExtents) -> None:
@@ -82,9 +262,6 @@ class StoreWriter:
             self._writing_bytes += nbytes
 
 
-LOWEST_PRIORITY: Final = 19
-
-
 class NodeMemory:
     """The object store of a node and the extents in it. `start` begins what looks after them: holders, and bytes.
 
@@ -105,10 +282,10 @@ class NodeMemory:
         self.held = held
         self._node_id = node_id
         self._is_audited = bool(audit_bytes_per_s)
-        self.writer = StoreWriter(store, held)
+        self.writer = _StoreWriter(store, held)
         self.damage = DamageLog()
-        self.adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
-        self.audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
+        self.adoption: Adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
+        self.audit: Audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
 
     def start(self, *, populate: bool) -> None:
         """Watch the holders, audit what is held and, with `populate`, make the store's pages, all in threads."""

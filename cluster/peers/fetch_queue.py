@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from cluster.peers.messages import Located, PeerOffer, Question
-from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress
+from cluster.peers.protocol import MAX_TRANSFERS, Located, PeerAddress, PeerOffer, Question
 from cluster.peers.sources import (
     MAX_OFFERS,
     STORAGE_MARGIN,

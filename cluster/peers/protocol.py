@@ -14,6 +14,8 @@ number that the client draws; the load is how many transfers a server has under 
 
 HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not an attacker
 who can rewrite the network's traffic.
+
+Below it are the messages between a keeper and the registry: which node has which extents. Values only.
 """
 
 from __future__ import annotations
@@ -24,8 +26,13 @@ import re
 import socket
 import struct
 import time
-from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Self
+
+if TYPE_CHECKING:
+    from weights.manifest import ExtentRef
+
 
 MAGIC: Final = b"ATPX"
 VERSION: Final = 2
@@ -200,3 +207,54 @@ def _check(magic: bytes, version: int) -> None:
         raise ValueError(f"{magic!r} is not the beginning of a frame ({MAGIC!r})")
     if version != VERSION:
         raise ValueError(f"protocol version {version}, this node speaks version {VERSION}")
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyReport:
+    """A node's report to the registry: extents that came and went, by id.
+
+    `is_full`: the node holds exactly `added`. Without an `address` (of its peer server) the node is not offered.
+    `load` is how many extents it is sending to others, `reading` what it claimed and still reads from storage.
+    """
+
+    address: PeerAddress | None
+    added: Sequence[str] = ()
+    removed: Sequence[str] = ()
+    is_full: bool = False
+    load: int = 0
+    reading: Sequence[str] = ()
+
+
+class Question(NamedTuple):
+    """A node's question to the registry: who has each extent?
+
+    The node offers to read extents that no node has from storage, up to `max_claims` of them. `insist` is one of `ids`
+    that it wants to read although others have it, because no peer could give it. `unreadable` are all of them, where
+    the node cannot read storage: it gets no claims, and another node has to read what nobody holds.
+    """
+
+    ids: tuple[str, ...]
+    max_claims: int
+    insist: str | None = None
+    unreadable: tuple[ExtentRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerOffer:
+    """A node that has an extent, and how many transfers it last reported under way."""
+
+    address: PeerAddress
+    node: str
+    active_transfers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The registry's answer, by extent id: peers that have it, the node that is reading it, or the asker's claim.
+
+    An id that is in none of them is held by nobody, and may be asked for again.
+    """
+
+    offers: Mapping[str, Sequence[PeerOffer]] = field(default_factory=dict)
+    reading: Mapping[str, str] = field(default_factory=dict)
+    claimed: tuple[str, ...] = ()

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.peers.messages import PeerOffer
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import PeerAddress, PeerOffer
 
 MAX_OFFERS: Final = 4  # peers per extent in one answer of the registry: enough to choose from
 HALF_LIFE_BYTES: Final = 2**30

@@ -4,35 +4,36 @@ The target is the workers that the arriving work keeps busy at `target_utilizati
 within `drain_s`, plus one for each model that is due and finds none. Up at once; down only after the target was
 lower for `downscale_delay_s`, by the highest target of that time. To zero only after `to_zero_delay_s` without any
 request, and from zero as soon as one waits.
+
+`Scaling` is the way there. More are asked for at once. Fewer are asked for when those that Serve would stop next may
+go: until then they drain, so that their requests end and what only they have gets ready elsewhere. When demand comes
+back meanwhile, they stay.
+
+Spare workers have done their imports and get no work. One works as soon as more are wanted or a worker is gone, and
+Serve is asked for another spare. Who has drained is a spare before a younger one; surplus spares are stopped.
+
+Serve stops the newest worker of the node with the fewest (2.60, deployment_scheduler.py), and nobody can name another
+one. On a cluster of several nodes it also looks at what else they run: then one may be stopped that has not drained,
+whose requests end all the same, and whose models are switched to again.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, replace
-from typing import Final
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
-from cluster.placement.state import ClusterState, ModelState, WorkerState
+from cluster.placement.state import ClusterState, Decision, ModelState, WorkerState
+from configs.admission import ScalingConfig
 
 MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
 JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
 NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingPolicy:
-    """Bounds and speeds of scaling. With `min_workers` 0 the cluster scales to zero, `spare_workers` and all."""
-
-    min_workers: int = 0
-    max_workers: int = 1
-    target_utilization: float = 0.7
-    drain_s: float = 10.0
-    downscale_delay_s: float = 60.0
-    to_zero_delay_s: float = 300.0
-    spare_workers: int = 0
+STOP_S: Final = 20.0  # one that was released and is still there then was not the one that Serve stopped
+LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class _Load:
 
 
 def target_replicas(
-    state: ClusterState, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+    state: ClusterState, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> ScalePlan:
     """Return how many workers there should be. `current` counts those that run or start.
 
@@ -118,7 +119,7 @@ def _load_of(state: ClusterState) -> _Load:
     )
 
 
-def _apply_load(state: ClusterState, load: _Load, policy: ScalingPolicy, current: int) -> tuple[int, str]:
+def _apply_load(state: ClusterState, load: _Load, policy: ScalingConfig, current: int) -> tuple[int, str]:
     """Return the workers that the load keeps busy at the utilization of the policy, and what else speaks for them."""
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
@@ -131,7 +132,7 @@ def _apply_load(state: ClusterState, load: _Load, policy: ScalingPolicy, current
 
 
 def _apply_delay(
-    wanted: int, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+    wanted: int, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> tuple[int, ScalingMemory, str]:
     """Return the target and what to remember: up at once, down by the most that was wanted during the delay."""
     settled = ScalingMemory(None, 0, memory.idle_since_s)
@@ -145,7 +146,7 @@ def _apply_delay(
     return current, ScalingMemory(since_s, highest, memory.idle_since_s), why
 
 
-def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
 
     Where no other worker stays, nobody could take a model over.
@@ -260,3 +261,152 @@ def _checked(memory: ScalingMemory, now_s: float) -> ScalingMemory:
 
 def _is_past(since_s: float | None, delay_s: float, now_s: float) -> bool:
     return since_s is not None and now_s - since_s >= delay_s
+
+
+@dataclass(slots=True)
+class Scaling:
+    """The number of workers that Serve is to have, its `target`, and the way there.
+
+    `leaving` are the workers that drain before Serve is asked for fewer, the next to stop first; Serve is to stop those
+    in `released`. Both say since when. `preloads` are for workers to come. Of the target, `num_spares` are spares, and
+    `spares` are those of them that are here.
+    """
+
+    policy: ScalingConfig
+    target: int
+    reason: str = ""
+    leaving: dict[str, float] = field(default_factory=dict)
+    released: dict[str, float] = field(default_factory=dict)
+    preloads: deque[str] = field(default_factory=deque)
+    num_spares: int = field(init=False)
+    spares: list[str] = field(default_factory=list)
+    _memory: ScalingMemory = field(default_factory=ScalingMemory)
+    _here: set[str] = field(default_factory=set)
+    _seen: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.num_spares = min(self.policy.spare_workers, max(0, self.target - max(1, self.policy.min_workers)))
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """Workers that get no new work."""
+        return frozenset({**self.leaving, **self.released}).union(self.spares)
+
+    @property
+    def _num_working(self) -> int:
+        """Number of workers that are to work, of those that are here or coming."""
+        return self.target - len(self.leaving) - self.num_spares
+
+    def describe(self) -> dict[str, Any]:
+        """Return how many workers are wanted, which leave or are spare, and why."""
+        leaving = sorted({**self.leaving, **self.released})
+        return {"target": self.target, "leaving": leaving, "spares": sorted(self.spares), "reason": self.reason}
+
+    def assign(self, here: Sequence[str]) -> None:
+        """Choose who of the workers works and who is spare; the first of the newcomers work first."""
+        self.spares = [name for name in self.spares if name in here]
+        working = {name for name in here if name in self._here} - self.draining
+        for name in here:
+            if name in self._here or name in self.draining:
+                continue
+            if len(working) >= self._num_working and len(self.spares) < self.num_spares:
+                self.spares.append(name)
+            else:
+                working.add(name)
+        self._here = set(here)
+        num_missing = max(0, self._num_working - len(working))
+        del self.spares[:num_missing]
+
+    def follow(self, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
+        """Move the target. `up_s` is how long each worker has been there."""
+        here = state.workers
+        self.leaving = {name: since_s for name, since_s in self.leaving.items() if name in here}
+        self.released = {
+            name: since_s for name, since_s in self.released.items() if name in here and now_s - since_s < STOP_S
+        }
+        plan = target_replicas(state, self.policy, self._memory, self._num_working, now_s)
+        self._memory, self.reason = plan.memory, plan.reason
+        if plan.target > self._num_working:
+            self._call_back(plan.target - self._num_working)
+            if plan.target > self._num_working:
+                self.preloads = deque(plan.preloads)
+                self._put_to_work(plan.target - self._num_working)
+        elif plan.target < self._num_working:
+            num_coming = self._num_coming(state) - (self.num_spares - len(self.spares))  # Serve stops these first
+            num_undone = min(max(0, num_coming), self._num_working - plan.target)
+            self.target -= num_undone
+            self._let_go(self._num_working - plan.target, state, up_s, now_s)
+        for name, since_s in list(self.leaving.items()):
+            if not _can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
+                break  # Serve stops them in this order
+            del self.leaving[name]
+            self.spares.append(name)
+            self.num_spares += 1
+        self._set_spares(plan.target, state, up_s, now_s)
+
+    def preload_orders(self, state: ClusterState, busy: Iterable[str]) -> list[Decision]:
+        """Return orders to workers that have begun to work since, and have nothing yet, to get what they are for."""
+        working = {name: worker for name, worker in state.workers.items() if not worker.is_draining}
+        new = [worker for name, worker in working.items() if name not in self._seen and name not in set(busy)]
+        self._seen = set(working)
+        orders = []
+        for worker in new:
+            if self.preloads and not (worker.models or worker.switching_to):
+                model = state.models.get(self.preloads.popleft())
+                able = model is not None and model.id not in worker.unable
+                if model is not None and able and model.components.total_bytes <= worker.budget_bytes:
+                    reason = "new, and there for this model"
+                    switch_s = state.switch_s(model, worker)
+                    orders.append(Decision("switch", worker.id, model.id, reason, (), switch_s))
+        return orders
+
+    def _num_coming(self, state: ClusterState) -> int:
+        return max(0, self.target - len(state.workers.keys() - self.released.keys()))
+
+    def _put_to_work(self, count: int) -> None:
+        """Let spares work, here or coming, and ask for more where they are too few."""
+        num_taken = min(count, self.num_spares)
+        self.num_spares -= num_taken
+        del self.spares[:num_taken]
+        self.target += count - num_taken
+
+    def _set_spares(self, num_working: int, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
+        """Have Serve stop spares that are too many, and ask for one that lacks once all others are here."""
+        num_wanted = min(self.policy.spare_workers, self.policy.max_workers - num_working) if num_working else 0
+        while self.num_spares > max(num_wanted, len(self.spares)):  # not here yet
+            self.num_spares -= 1
+            self.target -= 1
+        for name in _stop_order(state, up_s):
+            worker = state.workers[name]
+            if self.num_spares <= num_wanted or worker.pinned or worker.is_frozen:
+                break
+            if name in self.spares:
+                self.spares.remove(name)
+                self.released[name] = now_s
+                self.num_spares -= 1
+                self.target -= 1
+        if self.num_spares + len(self.leaving) < num_wanted and not self._num_coming(state):
+            self.num_spares += 1
+            self.target += 1
+
+    def _call_back(self, count: int) -> None:
+        """Let the last of those stay that were to leave."""
+        for name in list(self.leaving)[::-1][:count]:
+            del self.leaving[name]
+
+    def _let_go(self, count: int, state: ClusterState, up_s: Mapping[str, float], now_s: float) -> None:
+        """Begin to drain those that Serve stops next; none behind one that was pinned or frozen by hand."""
+        for name in _stop_order(state, up_s):
+            if name in self.draining:
+                continue
+            worker = state.workers[name]
+            if not count or worker.pinned or worker.is_frozen:
+                return
+            self.leaving[name] = now_s
+            count -= 1
+
+
+def _stop_order(state: ClusterState, up_s: Mapping[str, float]) -> list[str]:
+    """Return the workers in the order in which Serve stops them: of nodes with few workers, and new ones, first."""
+    on_node = Counter(worker.node for worker in state.workers.values())
+    return sorted(state.workers, key=lambda name: (on_node[state.workers[name].node], up_s.get(name, 0.0), name))

@@ -1,7 +1,9 @@
 """The reporter's side of the controller: one task reports, another applies what it decides.
 
 While the controller is away nothing changes here: a worker keeps what it has, a queue's placement ends by itself, and
-the next controller gets all reports anew.
+the next controller gets all reports anew. An ingress among several reports what slots it has and wants, and takes what
+it may have. It keeps those that it has meanwhile: nobody gives them to another one. One that stood still for so long
+that they may be another's starts nothing before the controller has answered.
 """
 
 from __future__ import annotations
@@ -10,23 +12,45 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import math
+import time
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Final
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from ray.exceptions import RayActorError
 
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
-from cluster.placement.actor import PLAN_LIVES_S, Controller
-from cluster.placement.reports import WorkerReport
+from cluster.errors import ClusterError
+from cluster.placement.actor import Controller
+from cluster.placement.reports import SlotReport, WorkerReport
+from cluster.placement.slot_book import SILENT_S
+from cluster.placement.state import STALE_S
+from cluster.processes import ProcessMark
 from cluster.ray_calls import call_actor
+from configs.admission import AdmissionConfig
 
 CALL_S: Final = 5.0
-LISTEN_S: Final = PLAN_LIVES_S / 3  # a placement is renewed so often
+# So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
+LISTEN_S: Final = STALE_S / 2
+REST_S: Final = 2.0  # between two reports at rest that differ by nothing but what time changes
 PAUSE_S: Final = 0.2
 GAP_S: Final = 0.01  # between two reports, whatever happens
 
+# Of an ingress among several, whose slots the others wait for.
+SLOT_REPORT_S: Final = 0.25  # between two reports, where nothing happens
+SLOT_CALL_S: Final = 0.6  # two that fail take less than `SILENT_S`
+SLOT_LISTEN_S: Final = 1.0
+SLOT_ASK_S: Final = 5.0
+SLOT_PAUSE_S: Final = 0.05
+SLOT_GAP_S: Final = 0.003  # between two reports, whatever happens
+
 logger = logging.getLogger("atelier.controller")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Link:
@@ -67,11 +91,11 @@ class Link:
         for task in self._tasks:
             task.cancel()
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Report, and take in the answer."""
         raise NotImplementedError
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for what the controller decides, and apply it."""
         raise NotImplementedError
 
@@ -99,13 +123,13 @@ class Link:
                     await self._changed.wait()
             self._changed.clear()
             async with asyncio.timeout(CALL_S):
-                await self.report_once()
+                await self._report_once()
             await asyncio.sleep(self._gap_s)
 
     async def _listen(self) -> None:
         while True:
             async with asyncio.timeout(CALL_S):
-                await self.receive_once()
+                await self._receive_once()
 
 
 class ControllerLink(Link):
@@ -127,14 +151,26 @@ class ControllerLink(Link):
         self._report = report
         self._apply = apply
         self._revision = ""
+        self._told: WorkerReport | AdmissionSnapshot | None = None  # what the controller has heard and still knows
+        self._told_s = -math.inf
 
-    async def report_once(self) -> None:
-        """Report."""
-        await call_actor(await self.handle(), Controller.report, self.name, await self._report())
+    async def _report_once(self) -> None:
+        """Report. At rest, what the controller knows is told again after `REST_S` only: to listen says that it holds."""
+        report, now_s = await self._report(), time.monotonic()
+        lasting = report.lasting
+        if report.is_at_rest and lasting == self._told and now_s < self._told_s + REST_S:
+            return
+        self._told = None
+        await call_actor(await self.handle(), Controller.report, self.name, report)
+        self._told, self._told_s = lasting, now_s
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
-        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        try:
+            update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        except BaseException:  # the next controller knows nothing
+            self._told = None
+            raise
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)
@@ -147,3 +183,122 @@ def link_queue(name: str, queue: Dispatcher, connect: Callable[[], Any], tick_s:
         queue.set_placement(placement)
 
     return ControllerLink(name, connect, queue.snapshot, apply, queue.changed, tick_s)
+
+
+class QueuesAway(ClusterError):
+    """The controller, which knows the queues of all ingresses, is restarting or out of reach."""
+
+
+class SlotLink(Link):
+    """The link of one ingress, and the queues of all of them together. Arguments are those of `Link`.
+
+    `clock` is the queue's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queue: Dispatcher,
+        connect: Callable[[], Any],
+        clock: Callable[[], float] = time.monotonic,
+        process: ProcessMark | None = None,
+    ) -> None:
+        super().__init__(name, connect, queue.slots_changed, SLOT_REPORT_S, SLOT_GAP_S, SLOT_PAUSE_S)
+        self._queue = queue
+        self._clock = clock
+        self._process = process or ProcessMark.this()
+        self._session = ""
+        self._revision = 0
+        self._settings = ""
+        self._num_reports = 0
+        self._num_failed = 0
+        self._next_ended = 0
+        self._ended_s = -math.inf
+
+    @property
+    def config(self) -> AdmissionConfig:
+        """Bounds and weights in force here."""
+        return self._queue.config
+
+    async def retune(self, config: AdmissionConfig) -> None:
+        """Use other bounds and weights from now on, in all ingresses. Raises QueuesAway."""
+        await self._ask(Controller.retune_queues, config)
+        await self._queue.retune(config)
+
+    async def snapshot(self) -> AdmissionSnapshot:
+        """Return the state of all queues, each as its ingress has last reported. Raises QueuesAway."""
+        return await self._ask(Controller.queues)
+
+    async def ended_requests(self, number: int | None) -> EndedRequests:
+        """Return the requests of all ingresses that have ended, from a number on. Raises QueuesAway."""
+        return await self._ask(Controller.ended_requests, number)
+
+    async def _report_once(self) -> None:
+        """Tell what is here. Two in a row that fail show that the controller is away."""
+        began_s = self._clock()
+        try:
+            async with asyncio.timeout(SLOT_CALL_S):
+                actor, report = await self.handle(), await self._report(began_s)
+                answer = await call_actor(actor, Controller.report_slots, self.name, report)
+        except Exception:
+            self._num_failed += 1
+            if self._num_failed > 1:
+                self._queue.hold_slots(math.inf)
+            raise
+        self._num_failed = 0
+        self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
+        if answer.session != self._session:
+            self._session, self._revision = answer.session, 0
+            if not answer.keeps:
+                self._queue.drop_slots()
+            self._queue.slots_changed.set()  # it joins by the next report
+        self._queue.hold_slots(began_s + SILENT_S)
+
+    async def _receive_once(self) -> None:
+        """Wait for news, and apply them."""
+        session = self._session
+        update = await call_actor(
+            await self.handle(),
+            Controller.receive_slots,
+            self.name,
+            session,
+            self._revision,
+            self._settings,
+            SLOT_LISTEN_S,
+        )
+        if update.config is not None:
+            await self._queue.retune(update.config)
+            self._queue.slots_changed.set()  # who has set them waits for that
+        self._settings = update.settings
+        split = update.split
+        if split is not None and split.session == self._session and split.revision > self._revision:
+            self._revision = split.revision
+            self._queue.set_parts(split.pools, split.bound_part)
+            self._queue.slots_changed.set()  # others may get what this one has no more
+
+    async def _report(self, now_s: float) -> SlotReport:
+        self._num_reports += 1
+        ended: EndedRequests | None = None
+        if now_s - self._ended_s >= SLOT_REPORT_S:  # nobody waits for them
+            self._ended_s = now_s
+            ended = await self._queue.ended_requests(self._next_ended)
+        return SlotReport(
+            self._num_reports,
+            self._session,
+            self._revision,
+            self._process,
+            self._queue.claims(),
+            self._queue.requests_per_s(),
+            self._queue.config.max_overtakes,
+            self._settings,
+            ended if ended and ended.requests else None,
+        )
+
+    async def _ask(
+        self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, R]], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        try:
+            async with asyncio.timeout(SLOT_ASK_S):
+                return await call_actor(await self.handle(), method, *args, **kwargs)
+        except (RayActorError, TimeoutError):
+            raise QueuesAway("the controller is restarting; try again") from None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Final
 
-from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.admission.records import OnDemandSwitch
 from cluster.placement.state import ClusterState, ModelState, WorkerState
 
 MAX_ON_DEMAND: Final = 128  # models, the most wanted

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.admission.slot_records import PoolClaims, PoolPart, ReplicaPart
+from cluster.admission.records import PoolClaims, PoolPart, ReplicaPart
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotSplit
 from cluster.placement.slot_split import split_pool
 from cluster.processes import ProcessMark
@@ -30,7 +30,7 @@ _MAX_UNCONFIRMED: Final = 8  # splits on the way to one ingress
 _EVEN_PART: Final = 0.25  # of the bounds, which ingresses share evenly, and the rest by their requests
 _ROUNDING: Final = 1e-9
 
-Limits = Mapping[str, Mapping[str, float]]  # by pool and replica
+_Limits = Mapping[str, Mapping[str, float]]  # by pool and replica
 
 
 @dataclass(slots=True, eq=False)
@@ -44,7 +44,7 @@ class _Member:
     num_ticks: int = 0  # since then
     report: SlotReport | None = None
     reported_s: float = 0.0
-    sent: list[tuple[int, Limits]] = field(default_factory=list)
+    sent: list[tuple[int, _Limits]] = field(default_factory=list)
     split: SlotSplit | None = None
     overtaken: dict[str, int] = field(default_factory=dict)  # by pool: others' starts since its last one
 
@@ -69,7 +69,7 @@ class SlotBook:
         self._num_ticks_closed = _NUM_TICKS
 
     @property
-    def is_closed(self) -> bool:
+    def _is_closed(self) -> bool:
         """True while it is too early to send a split: an ingress may not have reported yet what it has."""
         return self._num_ticks_closed > 0
 
@@ -122,7 +122,7 @@ class SlotBook:
         Where only what others do has changed, there is one only at a tick.
         """
         members = {name: member for name, member in self._members.items() if member.is_joined and member.report}
-        if self.is_closed or not members:
+        if self._is_closed or not members:
             return []
         parts: dict[str, dict[str, PoolPart]] = {name: {} for name in members}
         for pool in {pool for member in members.values() if member.report for pool in member.report.pools}:
@@ -176,13 +176,13 @@ class SlotBook:
 
     def _may_join(self, member: _Member) -> bool:
         """Return whether a session still holds: slots from before this controller are reported while it is closed."""
-        return member.is_joined or not member.keeps or self.is_closed
+        return member.is_joined or not member.keeps or self._is_closed
 
     def _begin_session(self, name: str, before: _Member | None) -> _Member:
         """Begin a session. What the ingress had in the one before it may hold until it has joined this one."""
         self._num_sessions += 1
         member = before or _Member("", keeps=False)
-        member.session, member.keeps = f"{self._epoch}:{self._num_sessions}", self.is_closed
+        member.session, member.keeps = f"{self._epoch}:{self._num_sessions}", self._is_closed
         member.is_joined = False
         self._members[name] = member
         return member
@@ -224,7 +224,7 @@ def _bound_parts(reports: Mapping[str, SlotReport]) -> dict[str, float]:
     }
 
 
-def _limits(split: SlotSplit) -> Limits:
+def _limits(split: SlotSplit) -> _Limits:
     return {pool: {name: each.limit for name, each in part.replicas.items()} for pool, part in split.pools.items()}
 
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
-from cluster.admission.slot_records import PoolClaims, SlotClaim
+from cluster.admission.records import PoolClaims, SlotClaim
 
 ARRIVALS_S: Final = 2.0  # of arrivals count as if they waited: who refuses many gets as much as who lets many wait
 MAX_SLOTS: Final = 10_000  # of a replica
@@ -61,7 +61,7 @@ class _ClaimGroup:
         return self.num_slots * len(self.replicas)
 
 
-def fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, float]:
+def _fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, float]:
     """Return what each of the claims (weight, most) gets of an amount: by weight, and none more than its most."""
     given: dict[K, float] = {}
     weights = sum([weight for weight, _ in claims.values()])
@@ -174,9 +174,9 @@ def _exact_parts(group: _ClaimGroup, boosts: Mapping[str, float]) -> tuple[dict[
                     own.setdefault(tenant, {})[name] = num * boosts[name], num
                     weights[tenant] = weight
         tenants = {tenant: (weights[tenant], sum([num for _, num in each.values()])) for tenant, each in own.items()}
-        for tenant, amount in fill(left, tenants).items():
+        for tenant, amount in _fill(left, tenants).items():
             left -= amount
-            for name, part in fill(amount, own[tenant]).items():
+            for name, part in _fill(amount, own[tenant]).items():
                 parts[name] += part
     return parts, max(0.0, left)
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.admission.records import OnDemandSwitch
 
 LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
 MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits

@@ -41,15 +41,15 @@ _LATE: Final = {
 def install() -> list[Middleware]:
     """Return what stands before Serve, the outermost last: `_BufferedStart`, what leaves deadlines to the ingress, ids.
 
-    Servers that this process makes without a choice of their own bound their connections (`BoundedConnection`).
+    Servers that this process makes without a choice of their own bound their connections (`_BoundedConnection`).
     """
     shims.require(shims.PROXY_HTTP)
     bound_access_log()
-    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{BoundedConnection.__name__}"
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{_BoundedConnection.__name__}"
     return [Middleware(_BufferedStart), Middleware(HideDeadline), Middleware(RequestIds)]
 
 
-class BoundedConnection(HttpToolsProtocol):
+class _BoundedConnection(HttpToolsProtocol):
     """uvicorn's connection with bounds: the time and the size of each request's head, and how many an address has.
 
     uvicorn itself waits for a head as long as its client likes.

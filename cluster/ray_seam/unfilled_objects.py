@@ -39,7 +39,7 @@ class _Array:
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, True)}
 
 
-def array_from(head: Any, nbytes: int) -> ByteArray:
+def _array_from(head: Any, nbytes: int) -> ByteArray:
     """Return the object's array, read-only. HAZARD: `head` must be where `put_unfilled` has let Ray write it."""
     return np.asarray(_Array(head, nbytes))
 
@@ -51,7 +51,7 @@ class _Unfilled:
         self._nbytes = nbytes
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return array_from, (pickle.PickleBuffer(bytes(_HEAD_BYTES)), self._nbytes)
+        return _array_from, (pickle.PickleBuffer(bytes(_HEAD_BYTES)), self._nbytes)
 
 
 def put_unfilled(nbytes: int) -> Any:

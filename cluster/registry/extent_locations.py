@@ -1,19 +1,251 @@
-"""The map of extents to nodes, the claims on extents that no node holds, and the report of residency. Pure."""
+"""The map of extents to nodes, the claims on extents that no node holds, and the report of residency. Pure.
+
+Of groups of extents it keeps current which nodes hold them whole. Who asks names the groups once, and from then on what
+has changed of them: an answer has the nodes of which something has changed since the last one. So where nothing
+changes, nothing is sent and nothing is looked at.
+
+An extent that no node holds is claimed by the one that reads it for all. A loader renews its claims while it loads: a
+slow disk is not a dead node, and a dead node's claims end soon. One that takes very long does not hold up the others
+for ever: one more may load then, later another.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
-from cluster.peers.messages import Located, PeerOffer, Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, PeerOffer, Question, ResidencyReport
 from cluster.peers.sources import MAX_OFFERS
-from cluster.registry.whole_groups import GroupNews, Revision, WholeGroups
-from weights.residency.claims import LoadingClaims
 
 LOAD_S: Final = 1.0  # a load that was reported earlier says nothing about now
+Revision = tuple[str, int]
+NO_REVISION: Revision = ("", 0)
+RENEW_S: Final = 1.5
+CLAIM_S: Final = 6.0  # a holder that has not renewed for so long is not loading any more
+SLOW_S: Final = 30.0  # after so long a second holder may load, after twice that a third, then a fourth
+
+
+@dataclass(slots=True)
+class _LoadingClaim:
+    since_s: float
+    until_s: float
+
+
+class LoadingClaims:
+    """The loaders of missing entries. Not thread-safe: the order of calls is what makes the first the first."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._claims: dict[str, dict[str, _LoadingClaim]] = {}  # by key and holder
+        self._by_holder: dict[str, set[str]] = {}
+
+    def __len__(self) -> int:
+        return len(self._claims)
+
+    def keys(self) -> list[str]:
+        """Return the keys that have claims, ended ones perhaps among them."""
+        return list(self._claims)
+
+    def loader(self, key: str) -> str | None:
+        """Return the holder that has been loading it longest; None when another one may load."""
+        found = self._alive(key)
+        if not found:
+            return None
+        holder, oldest = min(found.items(), key=lambda item: item[1].since_s)
+        num_allowed = 1 + int((self._clock() - oldest.since_s) // SLOW_S).bit_length()
+        return holder if len(found) >= num_allowed else None
+
+    def claim(self, key: str, holder: str) -> bool:
+        """Return whether it is this holder's to load, from now on or still."""
+        now_s = self._clock()
+        found = self._alive(key)
+        if holder not in found:
+            if self.loader(key) is not None:
+                return False
+            self._by_holder.setdefault(holder, set()).add(key)
+        since_s = found[holder].since_s if holder in found else now_s
+        self._claims.setdefault(key, found)[holder] = _LoadingClaim(since_s, now_s + CLAIM_S)
+        return True
+
+    def renew(self, keys: Iterable[str], holder: str) -> None:
+        """Extend the claims of a holder that is still loading; one that ended is claimed anew if nobody else has it."""
+        for key in keys:
+            self.claim(key, holder)
+
+    def settle(self, holder: str, keys: Iterable[str]) -> None:
+        """End claims of a holder that has loaded them, or has failed to."""
+        mine = self._by_holder.get(holder)
+        for key in mine.intersection(keys) if mine else ():
+            self._end(key, holder)
+
+    def forget(self, holder: str) -> None:
+        """End all claims of a holder that is gone or has begun anew."""
+        for key in list(self._by_holder.get(holder, ())):
+            self._end(key, holder)
+
+    def _alive(self, key: str) -> dict[str, _LoadingClaim]:
+        found = self._claims.get(key, {})
+        now_s = self._clock()
+        for holder in [holder for holder, claim in found.items() if claim.until_s <= now_s]:
+            self._end(key, holder)
+        return self._claims.get(key, {})
+
+    def _end(self, key: str, holder: str) -> None:
+        found, mine = self._claims[key], self._by_holder[holder]
+        del found[holder]
+        mine.discard(key)
+        if not found:
+            del self._claims[key]
+        if not mine:
+            del self._by_holder[holder]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNews:
+    """The groups that nodes hold whole: of the nodes that changed. `nodes` are all that there are.
+
+    `revision` is what to ask with the next time; `NO_REVISION` where the groups are not known here: all are to be named
+    again.
+    """
+
+    revision: Revision
+    changed: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    nodes: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _HeldGroups:
+    """One node: how many extents of each group it has, the groups that it has whole, and when these changed."""
+
+    num_held: Counter[str] = field(default_factory=Counter)
+    whole: set[str] = field(default_factory=set)
+    changed: int = 0
+
+
+class _WholeGroups:
+    """The groups that one asker has named."""
+
+    def __init__(self) -> None:
+        self._epoch = ""
+        self._num_changes = 0
+        self._groups: dict[str, frozenset[str]] = {}
+        self._users: dict[str, set[str]] = {}  # the groups of an extent
+        self._nodes: dict[str, _HeldGroups] = {}
+
+    def follow(
+        self,
+        revision: Revision,
+        added: Mapping[str, Collection[str]],
+        removed: Iterable[str],
+        held: Mapping[str, Collection[str]],
+        new_epoch: str,
+    ) -> GroupNews:
+        """Take in groups that were added and removed since `revision`, and return what has changed of nodes since.
+
+        `NO_REVISION` begins anew: `added` are all groups. `held` has the extents of each node.
+        """
+        if revision == NO_REVISION:
+            self._epoch, self._num_changes = new_epoch, 0
+            self._groups, self._users, self._nodes = {}, {}, {}
+        elif revision[0] != self._epoch:
+            return GroupNews(NO_REVISION)
+        for name in removed:
+            self._remove(name)
+        for node_id in held:
+            self._node(node_id)
+        for name, ids in added.items():
+            self._remove(name)
+            self._add(name, frozenset(ids), held)
+        changed = {name: frozenset(node.whole) for name, node in self._nodes.items() if node.changed > revision[1]}
+        return GroupNews((self._epoch, self._num_changes), changed, frozenset(self._nodes))
+
+    def gain(self, node_id: str, extent: str) -> None:
+        """Take in that a node holds an extent that it did not hold."""
+        if (names := self._users.get(extent)) is None:
+            return
+        node = self._node(node_id)
+        for name in names:
+            node.num_held[name] += 1
+            if node.num_held[name] == len(self._groups[name]):
+                node.whole.add(name)
+                node.changed = self._change()
+
+    def lose(self, node_id: str, extent: str) -> None:
+        """Take in that a node does not hold an extent any more."""
+        if (node := self._nodes.get(node_id)) is None:
+            return
+        for name in self._users.get(extent, ()):
+            node.num_held[name] -= 1
+            if name in node.whole:
+                node.whole.discard(name)
+                node.changed = self._change()
+
+    def forget(self, node_id: str) -> None:
+        """Forget a node that is gone."""
+        self._nodes.pop(node_id, None)
+
+    def _node(self, node_id: str) -> _HeldGroups:
+        if (node := self._nodes.get(node_id)) is None:
+            empty = {name for name, ids in self._groups.items() if not ids}
+            node = self._nodes[node_id] = _HeldGroups(whole=empty, changed=self._change())
+        return node
+
+    def _add(self, name: str, ids: frozenset[str], held: Mapping[str, Collection[str]]) -> None:
+        self._groups[name] = ids
+        for id_ in ids:
+            self._users.setdefault(id_, set()).add(name)
+        for node_id, node in self._nodes.items():
+            node.num_held[name] = sum([id_ in held.get(node_id, ()) for id_ in ids])
+            if node.num_held[name] == len(ids):
+                node.whole.add(name)
+                node.changed = self._change()
+
+    def _remove(self, name: str) -> None:
+        for id_ in self._groups.pop(name, ()):
+            self._users[id_].discard(name)
+            if not self._users[id_]:
+                del self._users[id_]
+        for node in self._nodes.values():
+            node.num_held.pop(name, None)
+            if name in node.whole:
+                node.whole.discard(name)
+                node.changed = self._change()
+
+    def _change(self) -> int:
+        self._num_changes += 1
+        return self._num_changes
+
+
+class HeldComponents:
+    """A copy of what the registry knows, for the components that were asked about. `nodes` has them by node."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, frozenset[str]] = {}
+        self._revision = NO_REVISION
+        self._asked: dict[str, tuple[str, ...]] = {}  # as the registry has it, once it has answered
+        self._asking: dict[str, tuple[str, ...]] = {}
+
+    def query(
+        self, wanted: Mapping[str, tuple[str, ...]]
+    ) -> tuple[Revision, dict[str, tuple[str, ...]], tuple[str, ...]]:
+        """Return what to ask: the revision, and the components that are wanted or not any more since, with extents."""
+        self._asking = dict(wanted)
+        if self._revision == NO_REVISION:
+            return NO_REVISION, self._asking, ()
+        added = {name: ids for name, ids in wanted.items() if self._asked.get(name) != ids}
+        return self._revision, added, tuple(name for name in self._asked if name not in wanted)
+
+    def apply_update(self, update: GroupNews) -> None:
+        """Take in an answer. Where the registry has restarted, what was known holds until it is asked anew."""
+        self._revision = update.revision
+        if update.revision == NO_REVISION:
+            return
+        self._asked = self._asking
+        known = {**self.nodes, **update.changed}
+        self.nodes = {name: known.get(name, frozenset()) for name in update.nodes}
 
 
 @dataclass(slots=True)
@@ -38,7 +270,7 @@ class ResidencyMap:
         self._chance = chance
         self._nodes: dict[str, _Node] = {}
         self._holders: dict[str, list[str]] = {}
-        self._groups = WholeGroups()
+        self._groups = _WholeGroups()
 
     def report_residency(self, node_id: str, report: ResidencyReport) -> None:
         """Take in what a node has got and given up."""
@@ -81,7 +313,7 @@ class ResidencyMap:
     def follow_groups(
         self, revision: Revision, added: Mapping[str, Sequence[str]], removed: Sequence[str]
     ) -> GroupNews:
-        """Return which groups of extents nodes hold whole, as far as it has changed; see `WholeGroups.follow`."""
+        """Return which groups of extents nodes hold whole, as far as it has changed; see `_WholeGroups.follow`."""
         held = {node_id: node.extents for node_id, node in self._nodes.items()}
         return self._groups.follow(revision, added, removed, held, f"{self._chance.getrandbits(64):x}")
 

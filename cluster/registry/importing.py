@@ -15,7 +15,6 @@ import importlib.util
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,14 +31,15 @@ import psutil
 import cluster.errors as cluster_errors
 import weights.errors as weights_errors
 from cluster.errors import ImportFailed, ModelUnservable
+from cluster.processes import start_connected
 from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
 from weights.base_pipeline import BasePipeline, open_base
 from weights.errors import FormatError, WeightsError
-from weights.externalize import cast_types, mark_settings, unpacked_types
-from weights.formats.adapter_base import AdapterBase
-from weights.formats.checkpoint import Checkpoint, read_checkpoint, recognise
+from weights.externalize import cast_types, mark_settings, stored_dtypes, unpacked_types
+from weights.formats.adapter_base import AdapterBase, denoiser_dtype
+from weights.formats.checkpoint import Checkpoint, is_controlnet, read_checkpoint, recognise
 from weights.formats.folder import check_inside
 from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
 from weights.source_mark import source_mark
@@ -51,7 +51,7 @@ __all__ = ["ImportLimits", "ImportProcess", "ImportProgress", "ImportSettings", 
 
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
-Check = Callable[[Checkpoint, Sequence[AdapterBase]], str | None]
+Check = Callable[[Checkpoint, Sequence[AdapterBase], str], str | None]
 
 MODULE: Final = "cluster.registry.importing"
 _STARTS: Final = 2  # a process that has gone idle may end just when it is asked
@@ -62,7 +62,7 @@ class ImportSettings(StrictModel):
     """The store to import into, the object storage options (see `localize`), and the process's memory limit.
 
     `auto_dtype` is what the dtype `auto` means (`weights/processor.py`). `check` is `module:function`: it returns why a
-    Checkpoint cannot be served, or does not fit the bases that it is for; or None. Without one all can.
+    Checkpoint cannot be served, or does not fit the bases that it is for with its dtype; or None. Without one all can.
     """
 
     store: Path
@@ -142,6 +142,7 @@ def import_checkpoint(
             origin = origin_of(local, roots)
             check_inside(local.path, origin.roots)
             recognise(local.path)
+            dtype = dtype_of(entry, local.path, bases, auto_dtype)
             if reason := _why_not_merged(entry, local.path):
                 raise ModelUnservable(reason)
             mark = source_mark(
@@ -150,7 +151,7 @@ def import_checkpoint(
             if found := files.find(entry.id, mark, bases):
                 return found
             checkpoint = read_checkpoint(local.path, component=component, like=like, vae=vae)
-            if why_unservable and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint, bases)):
+            if why_unservable and (reason := misplaced(entry, checkpoint) or why_unservable(checkpoint, bases, dtype)):
                 raise ModelUnservable(reason)
             widened = cast_types(checkpoint, dtype) if entry.dtype == "auto" else ()
             widened += unpacked_types(checkpoint)
@@ -217,8 +218,28 @@ def bases_of(entry: Entry, store: WeightStore | None) -> tuple[AdapterBase, ...]
         with contextlib.suppress(WeightsError):
             if store and (base := store.find_manifest(id_)):
                 folder = store.skeleton(base)
-                found.append(AdapterBase(id_, base.kind, base.class_name, folder, base.components, base.fingerprint))
+                parts, class_name = base.components, base.class_name
+                dtype = denoiser_dtype(class_name, parts, {})
+                found.append(AdapterBase(id_, base.kind, class_name, folder, parts, base.fingerprint, dtype))
     return tuple(found)
+
+
+def base_of(model: str, checkpoint: Checkpoint, wanted: str) -> AdapterBase:
+    """Return a model that an adapter is for, as it will be in the store with that dtype."""
+    parts, class_name = {part.name: part for part in checkpoint.components}, checkpoint.class_name
+    dtype = denoiser_dtype(class_name, parts, stored_dtypes(checkpoint, wanted))
+    return AdapterBase(model, checkpoint.kind, class_name, checkpoint.root, parts, dtype=dtype)
+
+
+def dtype_of(entry: Entry, path: Path, bases: Sequence[AdapterBase], auto_dtype: str) -> str:
+    """Return the dtype that an entry gets: a ControlNet that asks for none has that of its models, where it is one.
+
+    `path` is the local checkpoint. Raises FormatError.
+    """
+    dtypes = {base.dtype for base in bases} - {""}
+    if entry.dtype == "auto" and len(dtypes) == 1 and is_controlnet(path):
+        return dtypes.pop()
+    return wanted_dtype(entry, auto_dtype)
 
 
 def _why_not_merged(entry: Entry, path: Path) -> str | None:
@@ -332,15 +353,7 @@ class ImportProcess:
             raise ImportFailed(f"the process that imported it {self._ended()}") from None
 
     def _start(self) -> Connection:
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        self._connection = Connection(mine.detach())
+        self._process, self._connection = start_connected(MODULE, os.getpid())
         self._connection.send_bytes(self._settings.model_dump_json().encode())
         return self._connection
 

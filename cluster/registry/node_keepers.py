@@ -26,8 +26,7 @@ from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
 from cluster.node_code import running_code
-from cluster.peers.messages import ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import PeerAddress, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
 from weights.manifest import ExtentRef
 
@@ -307,11 +306,6 @@ class NodeKeepers:
         settings = replace(self._settings, code=running_code()) if is_elsewhere else self._settings
         registry = registry_of(self._key), NAMESPACE
         return actor.remote(self._packs, self._budget_bytes, node_id, settings, registry=registry)
-
-
-def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that are alive, by Ray."""
-    return list(node_addresses())
 
 
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:

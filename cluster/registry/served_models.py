@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.load_failures import LoadFailures, named_error
-from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
+from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
 from configs.model import ModelConfig
-from weights.errors import ModelNotStored, WeightsError
+from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
@@ -322,10 +322,18 @@ class ServedModels:
         if summary is not None:
             before = self.directory.get(entry.id)
             self._serve(entry, summary)
+            if before and before.serves and before.fingerprint != summary.fingerprint:
+                self._compare_adapters(entry.id)
             if before and before.entry:
                 await self._leave_source(before.entry)
         else:
             await self._failed(entry, problem)
+
+    def _compare_adapters(self, base: str) -> None:
+        """Look again at the adapters of a model whose version is another now: they were found to fit the one before."""
+        for record in [record for record in self.directory if base in record.base]:
+            if wanted := self._wanted.get(record.id):
+                self._begin(wanted)
 
     async def _keep_served_version(self, id_: str) -> None:
         """Cache the served manifest: requests for that version may come when the store has the next one already."""
@@ -336,22 +344,7 @@ class ServedModels:
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
         self._note_extents(entry.id, summary.extents)
-        self._apply(
-            ModelRecord(
-                id=entry.id,
-                state="ready",
-                kind=summary.kind,
-                nbytes=summary.nbytes,
-                fingerprint=summary.fingerprint,
-                error=error,
-                entry=entry,
-                features=summary.features,
-                class_name=summary.class_name,
-                variant=summary.variant,
-                widened=summary.widened,
-                signature=summary.signature,
-            )
-        )
+        self._apply(ModelRecord(entry.id, "ready", error=error, entry=entry, **summary.facts))
 
     async def _leave_source(self, entry: Entry) -> None:
         """Remove the local copy of an object storage URL with the last model that comes from there."""

@@ -8,9 +8,8 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import ModelLoad, Placement, Started
+from cluster.admission.records import Demand, ModelLoad, Placement, Started
 from cluster.load_failures import retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import chances_of, waits_there
@@ -46,12 +45,10 @@ class Controlled:
         self,
         world: World,
         policy: SwitchingPolicy = LATENCY_FIRST,
-        tick_s: float = TICK_S,
         is_controller_up: bool = True,
     ) -> None:
         self._world = world
         self._policy = policy
-        self._tick_s = tick_s
         self._queue = AdmissionQueue(_NO_BOUNDS)
         # A request takes the same part of whichever replica it gets; of unlike workers, the smallest one counts.
         self._share = 1 / min((worker.slots for worker in world.scenario.workers), default=1)
@@ -182,7 +179,7 @@ class Controlled:
 
     def _tick(self) -> None:
         self._decide()
-        self._world.call_at(self._world.now_s + self._tick_s, self._tick)
+        self._world.call_at(self._world.now_s + TICK_S, self._tick)
 
     def _tick_soon(self, delay_s: float) -> None:
         at_s = max(self._world.now_s + delay_s, self._ticked_s + GAP_S)

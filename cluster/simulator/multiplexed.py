@@ -42,7 +42,7 @@ class _Pending:
     num_tries: int = 0
 
 
-class Multiplexed:
+class _Multiplexed:
     """Serve's router and multiplex wrapper. `max_models` is the number that a worker may hold, whatever their size."""
 
     def __init__(self, world: World, max_models: int, seed: int = 0) -> None:
@@ -196,10 +196,10 @@ class Multiplexed:
 def policies_and_multiplexed(seed: int = 0) -> Mapping[str, Policy]:
     """Return the simulator's policies, and `serve.multiplexed` beside them with draws of that seed."""
 
-    def multiplexed(world: World) -> Multiplexed:
+    def multiplexed(world: World) -> _Multiplexed:
         # The number of models that fit whichever they are: Serve counts models, not bytes.
         largest = max((model.components.total_bytes for model in world.scenario.models), default=1)
         least = min((worker.budget_bytes for worker in world.scenario.workers), default=1)
-        return Multiplexed(world, max(1, least // max(largest, 1)), seed)
+        return _Multiplexed(world, max(1, least // max(largest, 1)), seed)
 
     return {**POLICIES, "serve.multiplexed": multiplexed}

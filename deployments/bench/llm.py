@@ -31,7 +31,7 @@ from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.kv_cache import KvDtype, plan_cache
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.protocol import SamplingParams, TextRequest
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 
 Output = Literal["md", "csv", "json", "jsonl"]
 _KV_BYTES: Final = 1 << 30

@@ -29,8 +29,7 @@ from deployments.engines.llm.kv_cache import cache_tensors
 from deployments.engines.llm.models.packed import compute_dtype
 from deployments.engines.llm.models.registry import decoder_spec, load_config
 from deployments.engines.protocol import SamplingParams, TextRequest
-from weights.loading.mapped_checkpoint import mapped_tensors
-from weights.loading.views import Tensors
+from weights.loading.views import Tensors, mapped_tensors
 
 _ROOM_BYTES = 1 << 30  # more than the cache of one sequence
 

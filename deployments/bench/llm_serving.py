@@ -125,10 +125,10 @@ def _percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def stream_beside_prompts(
-    engine: TextEngine, n_prompt: int, n_gen: int, clock: Clock = time.perf_counter, seed: int = 0
+    engine: TextEngine, n_prompt: int, n_gen: int, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """Measure the gaps between a stream's tokens: alone, and while there is always one prompt to be computed."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     idle_ms, _ = _gaps(engine, draw, 0, n_gen, clock)
     busy_ms, num_prompts = _gaps(engine, draw, n_prompt, n_gen, clock)
     return {

@@ -9,11 +9,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import psutil
 import ray
 
 from deployments.bench.figures import private_bytes, pss_bytes
+
+_QUIET_WAIT_S: Final = 20.0
+_BUSY_PERCENT: Final = 15.0
 
 
 def touch_memory(nbytes: int) -> None:
@@ -24,10 +28,10 @@ def touch_memory(nbytes: int) -> None:
             memory[page] = 1
 
 
-def wait_for_quiet(timeout_s: float = 20.0, busy_percent: float = 15.0) -> None:
+def wait_for_quiet() -> None:
     """Wait until the processor is idle or the time is over: Ray starts spare workers after one ends."""
-    deadline_s = time.monotonic() + timeout_s
-    while psutil.cpu_percent(interval=0.5) > busy_percent and time.monotonic() < deadline_s:
+    deadline_s = time.monotonic() + _QUIET_WAIT_S
+    while psutil.cpu_percent(interval=0.5) > _BUSY_PERCENT and time.monotonic() < deadline_s:
         pass
 
 

@@ -302,9 +302,9 @@ def _shared(models: Models) -> dict[str, Any]:
     }
 
 
-def _churn(models: Models, num_switches: int, seed: int = 0) -> dict[str, Any]:
+def _churn(models: Models, num_switches: int) -> dict[str, Any]:
     """Switch at random where neither the node nor the replica can hold all models; measure the growth of memory."""
-    chosen = random.Random(seed)
+    chosen = random.Random(0)
     names = list(models.manifests)
     one = max(models.manifests[name].nbytes for name in (FLUX, SDXL))
     with node_of(models, int(models.nbytes() * NODE_SHARE)) as node:

@@ -28,10 +28,10 @@ STOCK = {FLUX: "digits-flux", SDXL: "digits-sdxl"}
 HEAD_SIZE = 64  # of every attention but that of Flux, whose heads have 128
 
 
-def write_flux_transformer(folder: Path, shape: str, seed: int = 0) -> int:
+def write_flux_transformer(folder: Path, shape: str) -> int:
     """Write a stock FluxTransformer2DModel folder with random bf16 weights; returns tensor bytes."""
     config = {"guidance_embeds": True, **FLUX_SHAPES[shape]}
-    return _write_module(folder, "diffusers", "FluxTransformer2DModel", config, seed)
+    return _write_module(folder, "diffusers", "FluxTransformer2DModel", config, seed=0)
 
 
 def _write_module(folder: Path, library: str, class_name: str, config: dict[str, Any], seed: int) -> int:

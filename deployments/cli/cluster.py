@@ -318,17 +318,17 @@ def tell_systemd(state: str) -> None:
         sender.sendto(state.encode(), address.replace("@", "\0", 1) if address[0] == "@" else address)
 
 
-def _log_file(name: str, folder: Path | None = None) -> Path:
+def _log_file(name: str) -> Path:
     """Return the log of a cluster's newest start. Raises SessionError when others could write there."""
     try:
-        return private_folder(folder or state_folder()) / f"{name}.log"
+        return private_folder(state_folder()) / f"{name}.log"
     except OSError as error:
         raise SessionError(f"no place for logs: {error}") from None
 
 
-def begin_log(name: str, folder: Path | None = None) -> Path:
+def begin_log(name: str) -> Path:
     """Return the path of a log that is not there yet; those of earlier starts are numbered, and `KEPT` are kept."""
-    log = _log_file(name, folder)
+    log = _log_file(name)
     for number in range(KEPT, 0, -1):
         before = log if number == 1 else _earlier(log, number - 1)
         if before.exists():
@@ -340,9 +340,9 @@ def _earlier(log: Path, number: int) -> Path:
     return log.with_name(f"{log.name}.{number}")
 
 
-def _known_logs(folder: Path | None = None) -> list[str]:
+def _known_logs() -> list[str]:
     """Return the names of the clusters that have a log, the last one to write first."""
-    found = sorted((folder or state_folder()).glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
+    found = sorted(state_folder().glob("*.log"), key=lambda file: file.stat().st_mtime, reverse=True)
     return [file.stem for file in found]
 
 

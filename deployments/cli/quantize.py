@@ -109,7 +109,7 @@ def _quantized(
         return quantize_checkpoint(source, target, to, group_size=group_size, progress=progress)
     from deployments.engines.diffusion.families import family_of
     from deployments.engines.protocol import EngineError
-    from weights.formats.weight_files import read_json
+    from weights.formats.folder import read_json
     from weights.quantization.fp8_pipeline import export_fp8
 
     class_name = read_json(source / "model_index.json").get("_class_name")
@@ -138,7 +138,7 @@ def _perplexity(when: str, model: Path, text: str, max_tokens: int, as_json: boo
     """Return the perplexity under a checkpoint as it is, with products in float32."""
     from deployments.engines.llm.perplexity import perplexity
     from deployments.engines.protocol import EngineError
-    from weights.loading.mapped_checkpoint import mapped_tensors
+    from weights.loading.views import mapped_tensors
 
     with tempfile.TemporaryDirectory() as alone, progress_bar(f"perplexity {when}", "share", quiet=as_json) as progress:
         if model.is_file():  # the engine takes all GGUF files of a folder for one model

@@ -107,6 +107,8 @@ def simulate_trace(
     if sizing is not None:
         _print_sizing(scenario, policies, sizing, as_json)
         return
+    if html is not None and (reason := why_not_recorded(scenario)):
+        raise OptionError(f"--html {html}: {reason}")
     worlds = [_run(scenario, name, chart if name == policies[0] else None) for name in policies]
     if html is not None:
         _write_page(html, worlds)
@@ -130,11 +132,9 @@ def _run(scenario: Scenario, policy: str, chart: Path | None) -> tuple[RunFigure
 
 
 def _write_page(path: Path, runs: list[tuple[RunFigures, World]]) -> None:
-    """Write the runs into a page that needs no server. Raises OptionError for what it has no room for."""
+    """Write the runs into a page that needs no server."""
     from deployments.ingress.web_pages import simulated_page
 
-    if reason := why_not_recorded(runs[0][1]):
-        raise OptionError(f"--html {path}: {reason}")
     num_requests, num_models = runs[0][0].requests, len(runs[0][1].models)
     title = f"{num_requests} requests for {num_models} models, simulated"
     write_file(path, simulated_page(title, [recording_of(world, figures) for figures, world in runs]))

@@ -30,11 +30,11 @@ from deployments.cli.output import (
 from deployments.cli.progress import progress_bar
 
 if TYPE_CHECKING:
-    from weights.inspection import ExternalWeight
+    from weights.maintenance import ExternalWeight
     from weights.manifest import Manifest
+    from weights.repair import Damage
     from weights.storage.deltas.compaction import ModelFigures
     from weights.store import WeightStore
-    from weights.verification import Damage
 
 app = typer.Typer(no_args_is_help=True, help="External weights: bring models in, look at them, write them back.")
 _err = Console(stderr=True)
@@ -167,7 +167,7 @@ def inspect(
     as_json: Json = False,
 ) -> None:
     """Show where every tensor is (--wide: with file and offset), or what each model takes."""
-    from weights.inspection import summarize, totals
+    from weights.maintenance import summarize, totals
 
     check_plot(plot)
     weight_store = _open(store)
@@ -197,7 +197,7 @@ def inspect(
 def _plot_of(store: WeightStore, model: str | None) -> str:
     """Return the picture of a model, or of all."""
     from deployments.plots.benches import store_plot
-    from weights.inspection import totals
+    from weights.maintenance import totals
 
     manifests = [store.manifest(model)] if model else store.manifests().values()
     sizes = {
@@ -215,7 +215,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Read everything back and say all that is damaged; exit code 1 when something is."""
-    from weights.verification import verify as verify_store
+    from weights.repair import verify as verify_store
 
     with progress_bar("verify", quiet=as_json) as progress:
         report = verify_store(_open(store), model, deep=deep, progress=progress)
@@ -379,7 +379,7 @@ def working_folder(weight_dir: Path | None) -> Iterator[Path]:
 
 
 def _model_record(store: WeightStore, manifest: Manifest) -> dict[str, Any]:
-    from weights.inspection import totals
+    from weights.maintenance import totals
 
     record = {"model": manifest.model, "kind": manifest.kind, "layout": manifest.layout}
     return record | {"components": list(manifest.components), **asdict(totals(store, manifest.model))}

@@ -1,4 +1,4 @@
-"""Whether an adapter fits a model that it is registered for, told by headers and configs alone.
+"""Adapters compared with the models that they are registered for, by headers and configs alone.
 
 The rules are those by which the engines refuse a request: a user should meet them when the adapter comes in. Torch is
 imported for one kind only: LoRAs whose modules are named beside the model, by the converters of diffusers.
@@ -15,25 +15,28 @@ from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.protocol import EngineError
 from weights.errors import AdapterError
-from weights.formats.adapter_base import AdapterBase
+from weights.externalize import stored_dtypes
+from weights.formats.adapter_base import AdapterBase, float_dtype
 from weights.formats.checkpoint import Checkpoint, check_lora_base, check_same_layers
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
-from weights.formats.lora import changes_text_encoders, is_convertible
-from weights.formats.peft import PEFT_CLASS
+from weights.formats.lora import PEFT_CLASS, changes_text_encoders, is_convertible
 from weights.formats.pipeline_parts import pipeline_variant
 
 _PIXELS_PER_LATENT = 8  # of a VAE whose config does not say
 
 
-def check_base(adapter: Checkpoint, base: AdapterBase) -> None:
-    """Check that an adapter fits a model. Raises AdapterError: what came, what the base has. No weights are read."""
+def check_base(adapter: Checkpoint, base: AdapterBase, dtype: str = "auto") -> None:
+    """Check that an adapter that is stored with that `dtype` fits a model. No weights are read.
+
+    Raises AdapterError: what came, what the base has.
+    """
     try:
         match adapter.kind:
             case "adapter":
                 _check_lora(adapter, base)
             case "controlnet":
-                _check_controlnet(adapter, base)
+                _check_controlnet(adapter, base, dtype)
             case "ip_adapter":
                 _check_ip_adapter(adapter, base)
     except EngineError as error:
@@ -53,7 +56,7 @@ def _check_lora(adapter: Checkpoint, base: AdapterBase) -> None:
         importlib.import_module("deployments.engines.diffusion.lora_fit").check_lora(adapter, base, family)
 
 
-def _check_controlnet(adapter: Checkpoint, base: AdapterBase) -> None:
+def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> None:
     family = FAMILIES.get(base.class_name or "")
     if family is None or base.kind != "diffusion":
         what = base.class_name if base.kind == "diffusion" else base.kind
@@ -68,6 +71,13 @@ def _check_controlnet(adapter: Checkpoint, base: AdapterBase) -> None:
     if reason:
         raise AdapterError(f"{adapter.path}: a ControlNet that {reason}")
     check_same_layers(adapter, _denoiser(base, family), base)
+    (net,) = adapter.components
+    own = float_dtype(net, stored_dtypes(adapter, dtype)[net.name])
+    if own != base.dtype and own and base.dtype:
+        raise AdapterError(
+            f"{adapter.path}: a ControlNet in {own}, and {base.model!r} is in {base.dtype}: register it without a "
+            "dtype, which gives it that of its models, and once for each dtype that they have"
+        )
 
 
 def _check_ip_adapter(adapter: Checkpoint, base: AdapterBase) -> None:

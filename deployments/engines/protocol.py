@@ -261,7 +261,8 @@ class StockRequest:
     video, are a tuple) and `audio` go to the parameters of their names, and so do the values of `extra`. `scheduler`
     and `scheduler_options` are those of a DiffusionRequest. `texts` are what its calls of `encode_prompt` return
     (`stock/texts.py`), None where the pipeline encodes its text itself. So many `num_previews` are spread over the
-    steps, if the class can show any.
+    steps, if the class can show any. `forward_bytes` are what methods of modules take of the device at most, by names
+    as "vae.decode" (`stock/footprints.py`); one that is not there takes what there is.
     """
 
     request_id: str
@@ -277,6 +278,7 @@ class StockRequest:
     texts: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     num_previews: int = 0
     audio: Mapping[str, Sound] = field(default_factory=dict)
+    forward_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

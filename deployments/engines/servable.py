@@ -41,16 +41,17 @@ _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json")
 _CONTROL_CLASSES: Final = sorted({family.control_class for family in FAMILIES.values() if family.control_class})
 
 
-def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = ()) -> str | None:
+def why_unservable(checkpoint: Checkpoint, bases: Sequence[AdapterBase] = (), dtype: str = "auto") -> str | None:
     """Return why no engine could run the checkpoint, in the words that its first request would get; None if one can.
 
-    `bases` are the models that an adapter is for, which it has to fit. Whether it fits the memory is for others to say.
+    `bases` are the models that an adapter is for, which it has to fit when it is stored with that `dtype`. Whether
+    there is memory for it is for others to say.
     """
     try:
         if check := _CHECKS.get(checkpoint.kind):
             check(checkpoint)
         for base in bases:
-            check_base(checkpoint, base)
+            check_base(checkpoint, base, dtype)
     except (EngineError, FormatError, AdapterError) as error:
         return str(error)
     return None
@@ -93,7 +94,7 @@ def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
         raise EngineError(f"{folder}: {error}") from None
     check_parts(class_name, folder, index)
     components = {component.name: component for component in checkpoint.components}
-    for name, (library, part_class) in parts_of(index).items():
+    for name, (library, part_class) in parts_of(class_name, index).items():
         if name in source.accepted and name not in components:
             check_part(library, part_class, folder / name)
     for name, component in components.items():

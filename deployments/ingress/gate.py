@@ -24,7 +24,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.admission.dispatcher import NotAdmitted
-from cluster.admission.read_limiter import ReadLimiter
+from cluster.admission.fair_slots import ReadLimiter
 from cluster.door.deadlines import HideDeadline
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from configs.cluster import LimitsConfig

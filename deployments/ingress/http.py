@@ -23,13 +23,12 @@ from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.read_limiter import ReadLimiter
+from cluster.admission.fair_slots import ReadLimiter
 from cluster.door.deadlines import ShowDeadline
 from cluster.door.door_plan import HTTP_ADDRESS
 from cluster.logs import configure_logs
 from cluster.placement.actor import connect_controller
-from cluster.placement.link import Link, link_queue
-from cluster.placement.slot_link import SlotLink
+from cluster.placement.link import Link, SlotLink, link_queue
 from cluster.ray_seam.handles import watch_replicas
 from cluster.ray_seam.loopback import replica_calls_on_loopback
 from cluster.ray_seam.serve_control import proxy_host

@@ -25,8 +25,8 @@ from typing import Any, Final
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import ReplicaUnavailableError
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
 from deployments.errors import CannotLoad, ReplicaLost
 from deployments.ingress.admitted import AdmissionSlot, admitted
 from deployments.pipelines.plans import SegmentResult

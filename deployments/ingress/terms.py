@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from cluster.admission.read_limiter import release_read_slot
+from cluster.admission.fair_slots import release_read_slot
 from configs.admission import DEFAULT_TENANT, AdmissionConfig
 from deployments.errors import DeadlineExceeded, InvalidRequest
 from deployments.ingress.access.callers import current_max_priority

@@ -10,6 +10,7 @@ reads them.
 from __future__ import annotations
 
 import base64
+import functools
 import gzip
 import hashlib
 import html
@@ -87,6 +88,7 @@ class _File:
     media_type: str
 
     @classmethod
+    @functools.cache  # an ingress that is made again in its process, as tests do, has the same files
     def of(cls, content: bytes, media_type: str) -> _File:
         digest = hashlib.sha256(content).hexdigest()[:32]
         return cls(content, gzip.compress(content, 9, mtime=0), f'"{digest}"', media_type)

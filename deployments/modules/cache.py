@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.cluster import ModelReplicaConfig
+from deployments.engines.protocol import StockRequest
 from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
 from deployments.modules.filling import Report, SlotFiller, switch_report
@@ -24,6 +25,7 @@ from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import Builder, ComponentBuilder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
+    ROOM_PART,
     LayerCaches,
     LayerPlacing,
     Merging,
@@ -250,6 +252,12 @@ class ModuleCache:
             folders = {name: (adapter, self.skeleton(adapter)) for name, adapter in adapters.items()}
             book.learn_adapted(manifest, self.skeleton(manifest), folders)
 
+    def plan_call(self, manifest: Manifest, wanted: Wants, request: StockRequest) -> Mapping[str, int]:
+        """Return `StockRequest.forward_bytes` for a request: none where nobody counts or can tell them. Blocks."""
+        if (book := self.footprints) is None:
+            return {}
+        return book.plan_call(manifest, wanted, self.skeleton(manifest), request)
+
     def _workspace_bytes(self, manifest: Manifest, component: Component, adapters: Collection[str] = ()) -> int:
         book = self.footprints
         return 0 if book is None else book.inside(book.least_bytes(manifest, component, adapters))
@@ -275,12 +283,13 @@ class ModuleCache:
         max_wait_s: float | None = None,
         streams: bool = False,
         merging: Merging | None = None,
+        room_bytes: int = 0,
     ) -> AsyncIterator[Lease]:
         """Lease the components of `model` that are `wanted`, and the adapters that are, built.
 
         With `merging`, as `choose_merging` returned it, that adapter's private weights have their room. With `streams`,
         the largest component comes block by block where there is no room for all; without, only where there is none for
-        it alone.
+        it alone. There is room for a forward that takes `room_bytes` of the budget.
         Raises what the registry, the provider and the builder raise, and BudgetExceeded when the room does not
         become free within `max_wait_s`, MAX_WAIT_FOR_ROOM_S unless it is given. Raises ModelUnavailable at its end when
         the weights turned out to be damaged meanwhile: nobody knows since when, so what was computed is not to be
@@ -291,13 +300,14 @@ class ModuleCache:
         self._follow_pin(manifest)
         versions = adapter_versions or {}
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
-        parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging)
+        parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging, room_bytes=room_bytes)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
-        slots = taken.slots
+        slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
+        fresh = {*taken.fresh} - {ROOM_PART}
         try:
-            report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
-            if taken.fresh:
-                nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            if fresh:
+                nbytes = sum(sum(parts[name].footprint.values()) for name in fresh)
                 self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
             yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_damaged]:
@@ -307,7 +317,7 @@ class ModuleCache:
                     "model",
                 )
         finally:
-            self._modules.stop_computing(slots.values())
+            self._modules.stop_computing(taken.slots.values())
             self._modules.give_back(taken)
 
     async def prefetch(self, model: str, wanted: Wants) -> None:

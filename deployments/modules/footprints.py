@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,8 @@ from weights.memory.device_arena import DeviceArena
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import PipelineTwin
     from deployments.engines.diffusion.pipeline import AdapterShapes
+    from deployments.engines.protocol import StockRequest
+    from deployments.engines.stock.footprints import CallTwin
     from deployments.engines.text.footprints import TextFootprints
 
 CLIP_TOKENS: Final = 77
@@ -48,6 +50,8 @@ class _Known:
     is_hopeless: bool = False
     seen: set[tuple[int | str, ...]] = field(default_factory=set)  # height, width, tokens, and names of adapters
     least: dict[frozenset[str], int] = field(default_factory=dict)  # of the pipeline's own size, with these adapters
+    call_twin: CallTwin | None = None  # of a stock pipeline
+    calls: OrderedDict[str, Mapping[str, int]] = field(default_factory=OrderedDict)  # of such a one, by `shape_of`
 
 
 class FootprintBook:
@@ -174,6 +178,43 @@ class FootprintBook:
                 twin = self._twin(manifest, folder)
                 known.footprints |= twin.footprints(height, width, num_tokens, self._bounds, adapters)
             known.seen.add((height, width, num_tokens, *names))
+
+    def plan_call(
+        self, manifest: Manifest, wanted: Callable[[Component], bool], folder: Path, request: StockRequest
+    ) -> Mapping[str, int]:
+        """Return `StockRequest.forward_bytes` of a request to a stock pipeline, of those modules that are `wanted`.
+
+        Its skeleton is in `folder`. Rehearsed once for requests of the same shapes, which takes up to seconds. What
+        cannot be recorded is left out, and the log says so once.
+        """
+        from deployments.engines.stock.footprints import shape_of, stretched
+
+        known, shape = self._entry(manifest), shape_of(request)
+        if shape not in known.calls and not known.is_hopeless:
+            with self._attempt(manifest, ()):
+                twin = self._call_twin(manifest, folder)
+                told = set(twin.unplanned)
+                known.calls[shape] = twin.plan_call(stretched(request))
+                for name in twin.unplanned.keys() - told:
+                    logger.info("the memory of %r (%s) is not planned: %s", manifest.model, name, twin.unplanned[name])
+            while len(known.calls) > MAX_SIZES:
+                known.calls.popitem(last=False)
+        names = {name for name, component in manifest.components.items() if wanted(component)}
+        return {call: most for call, most in known.calls.get(shape, {}).items() if call.partition(".")[0] in names}
+
+    def _call_twin(self, manifest: Manifest, folder: Path) -> CallTwin:
+        from deployments.engines.stock.footprints import CallTwin
+
+        known = self._entry(manifest)
+        with self._lock:
+            if known.call_twin is None:
+                parts = {
+                    name: one
+                    for name, one in manifest.components.items()
+                    if one.library == "diffusers" or is_stock_part(one)
+                }
+                known.call_twin = CallTwin(manifest.class_name or "", parts, folder, torch.device(self._device))
+            return known.call_twin
 
     @contextlib.contextmanager
     def _attempt(self, manifest: Manifest, adapters: Collection[str]) -> Iterator[None]:

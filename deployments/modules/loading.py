@@ -25,9 +25,9 @@ from deployments.engines.nn.streamed_blocks import end_streaming
 from deployments.engines.node_threads import NodeThreads
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.engines.upscaling.networks import build_upscaler
+from deployments.engines.upscaling import build_upscaler
 from deployments.modules.footprints import FootprintBook, structure_of
-from deployments.modules.parts import beside_adapters, workspace_pieces
+from deployments.modules.parts import ROOM, beside_adapters, workspace_pieces
 from deployments.modules.stock_parts import is_stock_part, is_stock_text
 from deployments.text.encoders import KeyedEncoder, TextEncoderBuilder
 from weights.adapters import parse_adapter
@@ -73,6 +73,8 @@ class ComponentBuilder:
         self._node_threads = node_threads(settings)
 
     def __call__(self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]) -> Any:
+        if component.library == ROOM:
+            return None
         if not is_denoise_component(component):
             return self._encoders(component, skeleton, tensors)
         folder = skeleton / component.folder

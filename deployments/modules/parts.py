@@ -34,6 +34,7 @@ _STEPS: Final = 16  # to which room is rounded, so that requests with other adap
 # The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
 _HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
+ROOM: Final = "activations"  # the part of a request that is memory for its forwards
 HOST: Final = "the host"  # its place in the books, for the KV caches of the layers that it computes
 _KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
 CANNOT_SPLIT: Final = (
@@ -50,6 +51,8 @@ class PartName(NamedTuple):
     name: str
     is_adapter: bool = False
 
+
+ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
 
 # The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
 WorkingMemory = Callable[[Component, Path], int]
@@ -107,6 +110,14 @@ def workspace_pieces(nbytes: int) -> dict[str, int]:
     return pieces
 
 
+def _room_part(manifest: Manifest, nbytes: int) -> Part:
+    """Return the part of a request that is the room of its forwards, and has nothing in it."""
+    pieces = workspace_pieces(nbytes)
+    needed = sum(pieces.values())
+    component = Component(name=ROOM, library=ROOM, class_name=None, folder=ROOM, tensors={}, parts_hash=f"{needed}")
+    return Part(manifest, component, pieces, workspace_bytes=needed)
+
+
 def distinct_bytes(*sizes: Mapping[str, int]) -> int:
     """Return the bytes of all names, those of one name once."""
     found: dict[str, int] = {}
@@ -130,7 +141,7 @@ class Part:
     @property
     def extents(self) -> tuple[ExtentRef, ...]:
         """The extents that hold it."""
-        return self.manifest.extents_of([self.component.name])
+        return self.manifest.extents_of([self.component.name]) if self.component.tensors else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +205,13 @@ class PartsPlanner:
         *,
         streams: bool = False,
         merging: Merging | None = None,
+        room_bytes: int = 0,
     ) -> dict[PartName, Part]:
         """Return the wanted parts of a model and of adapters, with what each takes of the budget.
 
-        With `streams`, the largest comes block by block where there is no room for all; else only where there is none
-        for it alone. Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where
-        `gpu_layers` wants them.
+        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block
+        by block where there is no room for all; else only where there is none for it alone. Raises WeightsError,
+        BudgetExceeded among them, for a language model whose layers cannot be where `gpu_layers` wants them.
         """
         beside = adapters or {}
         parts = {
@@ -210,6 +222,8 @@ class PartsPlanner:
             for component in filter(wanted, adapter.components.values()):
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
+        if room_bytes and not self._is_on_node:
+            parts[ROOM_PART] = _room_part(manifest, room_bytes)
         if merging is not None:
             parts = merged_parts(parts, merging, self._size_of) or parts
         if self._layers is not None:

@@ -94,7 +94,6 @@ class ImageService:
         module_cache: ModuleCache,
         settings: WorkerConfig,
         device: DeviceThread,
-        remembered: RememberedCosts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._module_cache = module_cache
@@ -104,7 +103,7 @@ class ImageService:
         self._stock = StockService(module_cache, device)
         self._upscaling = UpscaleService(module_cache, settings, device)
         self._settings_hashes: dict[tuple[str, str], str] = {}  # by model and version
-        self._remembered = remembered or RememberedCosts()
+        self._remembered = RememberedCosts()
         self._clock = clock
         self._kept_s = clock()
         self._keeping: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, ParamSpec, TypeVar
 
-from cluster.tracing import NO_SPAN, Span, link, span
+from cluster.tracing import NO_SPAN, TraceSpan, link, span
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.tasks import outcome_of
 
@@ -93,7 +93,7 @@ class _Caller(Generic[OutputT]):
     on_output: Callable[[OutputT], None]
     coalesces: bool
     last: asyncio.Future[OutputT]
-    span: Span = NO_SPAN
+    span: TraceSpan = NO_SPAN
     is_begun: bool = False  # there was an output
     num_outputs: int = 0
 

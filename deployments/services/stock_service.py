@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import nn
 
 from cluster.request_ids import part_id
+from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.protocol import ComputationFailed, DiffusionOutput, StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import FIELDS
@@ -41,6 +41,7 @@ from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 from weights.manifest import Manifest
+from weights.residency.recent import Recent
 
 _NO_PREVIEWS = "partial_images: none were made: diffusers' own code runs this pipeline, which shows nothing on the way"
 _MAX_PLANNERS: Final = 16  # some MB each of a large pipeline's structure
@@ -101,7 +102,7 @@ class StockService:
     def __init__(self, module_cache: ModuleCache, device: DeviceThread) -> None:
         self._module_cache = module_cache
         self._device = device
-        self._planners: OrderedDict[str, asyncio.Task[TextPlanner]] = OrderedDict()  # by fingerprint
+        self._planners: Recent[str, asyncio.Task[TextPlanner]] = Recent(_MAX_PLANNERS)  # by fingerprint
         self.num_running = 0
 
     async def make_images(
@@ -158,15 +159,20 @@ class StockService:
         encoding = asyncio.ensure_future(_encode(asked, stock, planner, first, source))
         wants = is_pipeline_component if planner is None else is_denoise_component
         try:
+            cache = self._module_cache
+            planned = await in_thread(cache.plan_call, manifest, wants, stock) if cache.footprints else {}
+            room_bytes = cache.footprints.inside(max(planned.values())) if cache.footprints and planned else 0
             if source.is_first:
                 await encoding
-            async with self._module_cache.lease(asked.model, wants, version=manifest.fingerprint) as lease:
-                loaded: _LoadedModel = lease.bound(lambda: _LoadedModel(self._device), f"stock {manifest.fingerprint}")
+            async with cache.lease(asked.model, wants, version=manifest.fingerprint, room_bytes=room_bytes) as lease:
+                loaded: _LoadedModel = lease.bound(
+                    lambda: _LoadedModel(self._device, cache.forward_memory), f"stock {manifest.fingerprint}"
+                )
                 engine, loop = await loaded.engine_of(lease, planner)
                 encoded = await encoding
                 self.num_running += 1
                 try:
-                    output = await loop.run_request(encoded.request, on_output)
+                    output = await loop.run_request(replace(encoded.request, forward_bytes=planned), on_output)
                 finally:
                     self.num_running -= 1
         finally:
@@ -191,10 +197,8 @@ class StockService:
         task = self._planners.get(key)
         if task is None or (task.done() and task.exception()):
             folder = self._module_cache.skeleton(manifest)
-            self._planners[key] = task = shared_task(in_thread(_open_planner, manifest, folder))
-        self._planners.move_to_end(key)
-        while len(self._planners) > _MAX_PLANNERS:
-            self._planners.popitem(last=False)
+            task = shared_task(in_thread(_open_planner, manifest, folder))
+        self._planners.note(key, task)
         return await asyncio.shield(task)
 
 
@@ -240,8 +244,9 @@ async def _encode(
 class _LoadedModel:
     """The engine over one lease's modules. Its tokenizers and configs are read once, by the first request."""
 
-    def __init__(self, device: DeviceThread) -> None:
+    def __init__(self, device: DeviceThread, memory: LendingMemory | None) -> None:
         self._device = device
+        self._memory = memory
         self._loading: asyncio.Task[tuple[StockEngine, _StockLoop]] | None = None
 
     async def engine_of(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
@@ -253,7 +258,7 @@ class _LoadedModel:
     async def _load(self, lease: Lease, planner: TextPlanner | None) -> tuple[StockEngine, _StockLoop]:
         # The lease's modules, and not the lease: they stay for as long as this does.
         model = await in_thread(_open_model, lease.manifest, lease.skeleton, lease.modules, planner)
-        engine = StockEngine(model, lambda: loop.is_wanted)
+        engine = StockEngine(model, lambda: loop.is_wanted, memory=self._memory)
         loop = EngineLoop(self._device, engine, engine.make_way, "stock")
         return engine, loop
 

@@ -11,9 +11,9 @@ import torch
 
 from configs.cluster import WorkerConfig
 from deployments.engines.protocol import EngineError
-from deployments.engines.upscaling.networks import Upscaler
-from deployments.engines.upscaling.tiles import (
+from deployments.engines.upscaling import (
     Tile,
+    Upscaler,
     core_of,
     enlarge_tile,
     margin_of,

@@ -31,8 +31,7 @@ from deployments.modules.cache import Lease, ModuleCache
 from deployments.records import CacheUse
 from deployments.tasks import in_thread
 from deployments.text.cache import Encoding, EncodingCache, EncodingKey
-from deployments.text.encoders import EncoderLora, EncoderLoras, KeyedEncoder, text_modules, words_of
-from deployments.text.image_readers import ImageReaders
+from deployments.text.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
 from weights.formats.learned_words import words_in

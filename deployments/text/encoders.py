@@ -1,25 +1,31 @@
-"""Text encoders as a replica's module cache builds them, the LoRAs that change them, and the identity of both."""
+"""Text encoders as a replica's module cache builds them, the LoRAs that change them, and the identity of both.
+
+Beside them, the processors of the images that an encoder sees with a prompt.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.fitted_loras import FittedLoras
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
+from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.nn.lora import FittedPairs
 from deployments.engines.programs.bound import BoundPrograms, ServedProgram
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
 from deployments.engines.text.encoder import TextEncoder
@@ -33,8 +39,11 @@ from weights.formats import dense_head, encoder_files
 from weights.formats.lora import changes_text_encoders
 from weights.manifest import Component
 from weights.programs.signature import is_program
+from weights.residency.recent import Recent
 
 MAX_TOKENIZERS: Final = 32
+PROCESSOR_FOLDER: Final = "processor"
+MAX_READERS: Final = 8
 
 
 @dataclass(eq=False, slots=True)
@@ -156,7 +165,7 @@ class TextEncoderBuilder:
         self.programs = BoundPrograms(device=device)
         self._footprints = footprints
         self._lock = threading.Lock()
-        self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
+        self._tokenizers: Recent[Path, Any] = Recent(MAX_TOKENIZERS)
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
@@ -217,6 +226,28 @@ class TextEncoderBuilder:
     def _keep(self, folder: Path, tokenizer: Any) -> None:
         """Keep a tokenizer for one encoder at a time: each call reconfigures it."""
         with self._lock:
-            self._tokenizers[folder] = tokenizer
-            while len(self._tokenizers) > MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
+            self._tokenizers.note(folder, tokenizer)
+
+
+class ImageReaders:
+    """The processors of pipelines by their folders, each with a tokenizer of its own. Thread-safe.
+
+    An encoder of the same weights may be another pipeline's as well, which has another processor or none.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: Recent[Path, ImageReader] = Recent(MAX_READERS)
+
+    def read(self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]) -> tuple[PromptImage, ...]:
+        """Return images, uint8 (height, width, 3), as the encoder of that config sees them. Blocks.
+
+        Raises EngineError where the pipeline has no processor, or one that does not take them.
+        """
+        folder = skeleton / PROCESSOR_FOLDER
+        with self._lock:
+            reader = self._readers.used(folder, lambda: ImageReader.load(folder, load_tokenizer(folder), config))
+            found = tuple(map(reader.read, images))
+            for image in found:
+                reader.count(image)
+        return found

@@ -14,13 +14,13 @@ KEEP_SHARE: Final = 0.25  # of the budget, for entries that are to be kept
 class CostAwareEviction:
     """Sizes, costs and uses of encodings by key, evicted by value. Not thread-safe.
 
-    What is `keep` goes only when all that is kept exceeds `keep_share` of the budget: then the least valuable of it
+    What is `keep` goes only when all that is kept exceeds `KEEP_SHARE` of the budget: then the least valuable of it
     counts as any other from then on.
     """
 
-    def __init__(self, max_bytes: int, *, keep_share: float = KEEP_SHARE) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.max_kept_bytes = int(max_bytes * keep_share)
+        self.max_kept_bytes = int(max_bytes * KEEP_SHARE)
         self.num_evicted = 0
         self._now_s = 0.0
         self._gone: list[str] = []

@@ -16,7 +16,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 
 from weights.externalize import externalize
-from weights.inspection import totals
+from weights.maintenance import totals
 from weights.manifest import Layout
 from weights.store import WeightStore
 

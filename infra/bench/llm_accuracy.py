@@ -24,7 +24,7 @@ from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.errors import InvalidRequest
 from infra.bench.llm_files import write_tokenizer
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
 
 FILE_TYPES: Final = {  # LLAMA_FTYPE_MOSTLY_* of llama.h, by the type of the matrices

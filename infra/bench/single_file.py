@@ -26,7 +26,7 @@ from deployments.cli.output import Column, print_json, print_line, print_table
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
 from weights.base_pipeline import open_base
 from weights.externalize import externalize
-from weights.inspection import totals
+from weights.maintenance import totals
 from weights.store import WeightStore
 
 _TOKENIZER: Final = Path(__file__).parents[1] / "demo" / "models" / "digits-sdxl" / "tokenizer"

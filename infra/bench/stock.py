@@ -39,7 +39,7 @@ from weights.externalize import externalize
 from weights.provider import LocalExtents
 from weights.store import WeightStore
 
-_COLUMNS: Final = ("ours", "diffusers", "ours / diffusers", "by processor time")
+_COLUMNS: Final = ("ours", "diffusers", "ours / diffusers", "by processor time", "whole request", "ms beside steps")
 _MANY_STEPS: Final = 500  # more than a chat sees the end of
 
 
@@ -47,8 +47,9 @@ _MANY_STEPS: Final = 500  # more than a chat sees the end of
 class Effort:
     """The amount of measuring."""
 
-    num_steps: int = 10
-    rounds: int = 5
+    few_steps: int = 2
+    num_steps: int = 30
+    rounds: int = 7
     switches: int = 4
     tokens: int = 40
     sizes: Sizes = field(default_factory=Sizes)
@@ -128,33 +129,67 @@ async def _measure(effort: Effort, seed: int, folder: Path) -> dict[str, Any]:
 
 
 async def _measure_steps(host: _Host, name: str, pipeline: Any, effort: Effort) -> dict[str, Any]:
-    """Measure whole requests, in turn with diffusers; the file of a video is no part of it."""
-    options, times = options_of(name, effort.sizes), {"ours": list[float](), "stock": list[float]()}
-    cpu = {"ours": list[float](), "stock": list[float]()}  # which other work on the machine changes little
+    """Measure requests of few and of many steps, in turn with diffusers: what they differ by is the steps' alone.
+
+    The file of a video is no part of it.
+    """
+    counts = (effort.few_steps, effort.num_steps)
+    taken = {(who, count): list[_Taken]() for who in ("ours", "stock") for count in counts}
     for round_ in range(-1, effort.rounds):
-        prompt = f"a cat of number {round_}"
-        for who in ("ours", "stock") if round_ % 2 else ("stock", "ours"):
+        for who, count in sorted(taken, reverse=round_ % 2 == 1):
             gc.collect()
-            begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-            if who == "ours":
-                result = await host.make(name, name, prompt, effort.num_steps, options)
-                seconds = time.perf_counter() - begin_s - result.timings_ms.get("encode_file", 0.0) / 1e3
-            else:
-                seconds = await asyncio.to_thread(_call, pipeline, prompt, effort.num_steps, options)
+            one = await _measure_request(host, name, None if who == "ours" else pipeline, count, effort)
             if round_ >= 0:
-                times[who].append(seconds)
-                cpu[who].append(time.process_time() - begin_cpu_s)
-    ours, stock = (effort.num_steps / statistics.median(times[who]) for who in ("ours", "stock"))
-    ratios = [stock / ours for ours, stock in zip(times["ours"], times["stock"], strict=True)]
-    cpu_ratio = statistics.median(cpu["stock"]) / statistics.median(cpu["ours"])
-    return {"class": name, "ours": ours, "stock": stock, "ratio": statistics.median(ratios), "cpu_ratio": cpu_ratio}
+                taken[who, count].append(one)
+    return {"class": name, **_step_figures(taken, effort)}
 
 
-def _call(pipeline: Any, prompt: str, num_steps: int, options: dict[str, Any]) -> float:
-    begin_s = time.perf_counter()
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """The time of one request: by the clock, and of the process, which other work on the machine changes little."""
+
+    seconds: float
+    cpu_s: float
+
+
+async def _measure_request(host: _Host, name: str, pipeline: Any | None, num_steps: int, effort: Effort) -> _Taken:
+    """Measure a request of the worker, or of a pipeline of diffusers."""
+    options = options_of(name, effort.sizes)
+    prompt = f"a cat of number {time.perf_counter_ns()}"  # fresh, so that no side has it in a cache
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    if pipeline is None:
+        result = await host.make(name, name, prompt, num_steps, options)
+        file_s = result.timings_ms.get("encode_file", 0.0) / 1e3
+    else:
+        await asyncio.to_thread(_call, pipeline, prompt, num_steps, options)
+        file_s = 0.0
+    return _Taken(time.perf_counter() - begin_s - file_s, time.process_time() - begin_cpu_s)
+
+
+def _step_figures(taken: dict[tuple[str, int], list[_Taken]], effort: Effort) -> dict[str, float]:
+    def step_s(who: str, kind: str) -> float:
+        pairs = zip(taken[who, effort.few_steps], taken[who, effort.num_steps], strict=True)
+        more = statistics.median(getattr(many, kind) - getattr(few, kind) for few, many in pairs)
+        return more / (effort.num_steps - effort.few_steps)
+
+    def request_s(who: str, count: int) -> float:
+        return statistics.median(one.seconds for one in taken[who, count])
+
+    few, many = effort.few_steps, effort.num_steps
+    return {
+        "num_steps": many,
+        "ours": 1 / step_s("ours", "seconds"),
+        "stock": 1 / step_s("stock", "seconds"),
+        "ratio": step_s("stock", "seconds") / step_s("ours", "seconds"),
+        "cpu_ratio": step_s("stock", "cpu_s") / step_s("ours", "cpu_s"),
+        "whole_ratio": request_s("stock", many) / request_s("ours", many),
+        "extra_ms": (request_s("ours", few) - request_s("stock", few)) * 1e3,
+    }
+
+
+def _call(pipeline: Any, prompt: str, num_steps: int, options: dict[str, Any]) -> None:
     generator = torch.Generator("cpu").manual_seed(1)
     pipeline(prompt, num_inference_steps=num_steps, generator=generator, output_type="np", **options)
-    return time.perf_counter() - begin_s
 
 
 async def _measure_switch(folder: Path, effort: Effort, seed: int) -> dict[str, Any]:
@@ -255,11 +290,10 @@ def print_stock_figures(figures: dict[str, Any], as_json: bool) -> None:
         print_json(figures)
         return
     columns = [Column("class"), *(Column(one, align="right") for one in _COLUMNS)]
-    rows = [
-        (row["class"], *(f"{row[one]:.3f}" for one in ("ours", "stock", "ratio", "cpu_ratio")))
-        for row in figures["steps"]
-    ]
-    print_table(columns, rows, title="steps/s of one request")
+    names = ("ours", "stock", "ratio", "cpu_ratio", "whole_ratio")
+    rows = [(row["class"], *(f"{row[one]:.3f}" for one in names), f"{row['extra_ms']:.1f}") for row in figures["steps"]]
+    num_steps = figures["steps"][0]["num_steps"]
+    print_table(columns, rows, title=f"steps/s of one request, and ours / diffusers of one of {num_steps} steps")
     switch, chat = figures["switch"], figures["chat"]
     shown = ", ".join(f"{name} {nbytes / 2**20:.0f} MiB" for name, nbytes in switch["bytes"].items())
     print_line(

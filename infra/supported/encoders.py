@@ -31,7 +31,7 @@ from deployments.engines.text.tokens import TextPair
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.classifier import SUFFIX
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 
 WORDS: Final = [
     "alpha",

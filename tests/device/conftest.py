@@ -20,6 +20,7 @@ SIMULATED = SimulatedConfig(num_devices=2, memory_bytes=256 * 2**20)
 LEARNED = ("steps", "_known", "_texts", "_lock")  # of a book of footprints
 _learned: dict[Any, dict[str, Any]] = {}  # by a book's device and bounds
 _met: dict[str, str] = {}
+gc.disable()  # until all is imported
 torch.set_num_threads(1)  # on more, models this small are slower: their threads wait for each other
 
 
@@ -49,6 +50,7 @@ def pytest_collection_finish() -> None:
     """Leave out of later collections what is there for good: tests collect often, to see that memory is given back."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +13,13 @@ import torch
 
 pytest.importorskip("diffusers")
 
+from kit.captures import Card
 from kit.hosting import Host, demo_store
 
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.graph.card_graphs import CardGraphs
+from deployments.engines.graph.replay import Replays
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.nn import few_rows
@@ -34,10 +36,8 @@ TEXTS = ("a handwritten two", "the", "x " * 40, "What is 12 + 7?", "a")
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        names = ("digits-flux", "digits-sdxl", "adder", "texts-bert", "texts-head")
-        return demo_store(tmp_path_factory.mktemp("engines") / "store", *names)
+    names = ("digits-flux", "digits-sdxl", "adder", "texts-bert", "texts-head")
+    return demo_store(tmp_path_factory.mktemp("engines") / "store", *names)
 
 
 @pytest.fixture
@@ -101,6 +101,28 @@ async def test_latents_are_those_of_the_host(store: WeightStore, device: torch.d
     assert_equal(own_two, two, device)
     for own, host in zip(own_images, images, strict=True):
         assert np.abs(own.astype(int) - host.astype(int)).max() <= (0 if device.type == "sim" else 2)
+
+
+@pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
+async def test_forwards_are_replayed_as_graphs_with_the_modules_own_bits(
+    store: WeightStore, device: torch.device, module: Any, model: str
+) -> None:
+    """A simulated device has a double of `torch.cuda`'s graphs."""
+    pipeline = await denoiser(store, device, model)
+    cuda = Card() if device.type == "sim" else torch.cuda
+    graphs = CardGraphs(device, pipeline.denoiser, cuda=cuda)
+    replays = Replays(is_checked=True, min_forwards=2, binder=graphs)
+    for seeds in ((1,), (2, 3), (4,), (5, 6), (7,)):  # the larger one ends the first
+        latents = []
+        for pipeline._replays in (None, replays):
+            states = [pipeline.start_request(image_request(n), conditioning(pipeline, n)) for n in seeds]
+            while not states[0].done:
+                pipeline.step(states)
+            latents.append(torch.cat([state.latents for state in states]))
+        assert torch.equal(*latents)
+    known = replays._known.values()
+    assert all(one.is_tried and not one.is_refused for one in known), known
+    assert len({one.bound.graph.pool if device.type == "sim" else one.bound.graph.pool() for one in known}) == 1
 
 
 async def test_a_request_that_is_too_large_fails_alone_in_the_middle_of_a_merged_step(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 from typing import Any
 
@@ -42,9 +41,7 @@ class CountingBuilder(ComponentBuilder):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        return demo_store(tmp_path_factory.mktemp("hosts") / "store", *NAMES, "texts-bert", "texts-head")
+    return demo_store(tmp_path_factory.mktemp("hosts") / "store", *NAMES, "texts-bert", "texts-head")
 
 
 def rounded(nbytes: int) -> int:

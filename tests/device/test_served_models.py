@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -47,11 +46,6 @@ def assert_same(found: np.ndarray, expected: np.ndarray, device: torch.device) -
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device") / "store"
-
-
-@pytest.fixture(autouse=True)
-def _without_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 @pytest.mark.parametrize(("model", "lora"), [("digits-flux", False), ("digits-flux", True), ("digits-sdxl", False)])

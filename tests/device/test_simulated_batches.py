@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +43,7 @@ def model(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        return demo_store(tmp_path_factory.mktemp("planned") / "store", "digits-flux", "digits-sdxl", "outline")
+    return demo_store(tmp_path_factory.mktemp("planned") / "store", "digits-flux", "digits-sdxl", "outline")
 
 
 @pytest.fixture
@@ -192,9 +189,8 @@ async def test_batches_with_a_control_net_are_as_large_as_there_is_room(
 
 
 async def test_a_cache_that_takes_all_there_is_leaves_room_for_a_step(
-    tmp_path: Path, device: torch.device, ballast: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, device: torch.device, ballast: list[torch.Tensor]
 ) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     store, budget = demo_store(tmp_path / "store", "adder"), 96 * 2**20
     manifest = store.manifest("adder")
     leave(device, budget, ballast)

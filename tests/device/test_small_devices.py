@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +46,12 @@ REQUEST = ImageRequest(
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        folder = tmp_path_factory.mktemp("small")
-        found = demo_store(folder / "store", "digits-sdxl")
-        family = family_of("StableDiffusionXLPipeline")
-        export_fp8(DEMO / "digits-sdxl", folder / "fp8", family.denoiser_name, family.keeps_precision)
-        externalize(found, "fp8", folder / "fp8", dtype="float32")
-        return found
+    folder = tmp_path_factory.mktemp("small")
+    found = demo_store(folder / "store", "digits-sdxl")
+    family = family_of("StableDiffusionXLPipeline")
+    export_fp8(DEMO / "digits-sdxl", folder / "fp8", family.denoiser_name, family.keeps_precision)
+    externalize(found, "fp8", folder / "fp8", dtype="float32")
+    return found
 
 
 async def draw(host: Host, request: ImageRequest) -> ImageResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -66,11 +65,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
         "tied": make_model(root / "tied", Qwen3Config(**SIZES, tie_word_embeddings=True), torch.bfloat16),
     }
     quantize_checkpoint(made["plain"], root / "packed.gguf", "gguf-q8_0")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        found = WeightStore(root / "store")
-        for name, path in {**made, "packed": root / "packed.gguf", "lora": Path(f"{made['plain']}-lora")}.items():
-            import_model(found, name, path)
+    found = WeightStore(root / "store")
+    for name, path in {**made, "packed": root / "packed.gguf", "lora": Path(f"{made['plain']}-lora")}.items():
+        import_model(found, name, path)
     return found
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 from typing import Any
 
 import numpy as np
@@ -45,16 +44,14 @@ def request_of(model: str, **fields: Any) -> ImageRequest:
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> WeightStore:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        folder = tmp_path_factory.mktemp("streamed")
-        found = demo_store(folder / "store", FLUX, SDXL)
-        import_model(found, "bold", DEMO / "bold", dtype="float32")
-        family = family_of("FluxPipeline")
-        export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
-        externalize(found, "fp8", folder / "fp8", dtype="float32")
-        import_model(found, "outline", save_controlnet(DEMO / SDXL / "unet", folder / "outline"), dtype="float32")
-        return found
+    folder = tmp_path_factory.mktemp("streamed")
+    found = demo_store(folder / "store", FLUX, SDXL)
+    import_model(found, "bold", DEMO / "bold", dtype="float32")
+    family = family_of("FluxPipeline")
+    export_fp8(DEMO / FLUX, folder / "fp8", family.denoiser_name, family.keeps_precision)
+    externalize(found, "fp8", folder / "fp8", dtype="float32")
+    import_model(found, "outline", save_controlnet(DEMO / SDXL / "unet", folder / "outline"), dtype="float32")
+    return found
 
 
 def device_bytes(store: WeightStore, model: str, *names: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +24,7 @@ from weights.externalize import externalize
 from weights.store import WeightStore
 
 
-async def test_an_image_is_enlarged_where_the_weights_are(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+async def test_an_image_is_enlarged_where_the_weights_are(device: torch.device, tmp_path: Path) -> None:
     save_file(tensors := rrdb(num_read=12), tmp_path / "x2.safetensors")
     store = WeightStore(tmp_path / "store")
     externalize(store, "x2", tmp_path / "x2.safetensors")

@@ -21,7 +21,7 @@ from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.formats.kuiper import KuiperHeader
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 
 _TEXTS = ("", "a  b\n12 + é", "<s>x</s> \x00 …½")
 _MAX_BYTES = 2**20

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cluster.keeper.actor import KeeperSettings, keeper_class
 from cluster.keeper.ray_extents import RayExtents
-from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef

@@ -22,8 +22,8 @@ from kit.waiting import until, wait_until
 from PIL import Image
 from ray import serve
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
 from deployments.ingress.admitted import WORKER
 from deployments.ingress.retries import ResumedImages, RetriedCalls

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,21 +20,31 @@ from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
 from weights.formats.adapter_base import AdapterBase
 from weights.formats.encoder_files import read_stages
-from weights.formats.folder import files_below
+from weights.formats.folder import (
+    LORA_FILE,
+    check_index,
+    files_below,
+    is_plain_name,
+    read_json,
+    safetensors_files,
+    torch_files,
+)
 from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
-from weights.formats.lora import check_named_base, is_lora, read_lora_configs
-from weights.formats.peft import (
+from weights.formats.lora import (
     PEFT_CLASS,
     PEFT_CONFIG,
     PEFT_FILE,
+    check_named_base,
     check_peft_base,
+    is_lora,
     is_peft,
     peft_targets,
+    read_lora_configs,
     read_peft_config,
 )
 from weights.formats.published_quantization import read_quantized
@@ -42,14 +53,6 @@ from weights.formats.tensors import SourceTensor, split_rows
 from weights.formats.untrusted import shown
 from weights.formats.upscaler import LIBRARY as UPSCALER
 from weights.formats.upscaler import is_upscaler, read_upscaler, upscaler_tensors
-from weights.formats.weight_files import (
-    LORA_FILE,
-    check_index,
-    is_plain_name,
-    read_json,
-    safetensors_files,
-    torch_files,
-)
 from weights.manifest import ModelKind, WeightFormat
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ _CONFIG = "config.json"
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
 SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm", ".codes"})
+_CLASS_NAME = re.compile(r"_*[A-Z]")  # how it begins
 # Ends of the names of classes that have no weights, or none that are needed to serve a pipeline.
 _WEIGHTLESS = (
     *("Tokenizer", "TokenizerFast", "TokenizersBackend", "SentencePieceBackend", "Scheduler", "Processor"),
@@ -249,6 +253,16 @@ def check_lora_base(lora: Checkpoint, base: AdapterBase) -> None:
         check_named_base(lora.path, shapes, base)
 
 
+def is_controlnet(path: Path) -> bool:
+    """Return whether it is the folder of a ControlNet, as its config says. Raises FormatError."""
+    file = path / "config.json"
+    return file.is_file() and _is_control_class(read_json(file))
+
+
+def _is_control_class(config: Mapping[str, Any]) -> bool:
+    return str(config.get("_class_name")).endswith("ControlNetModel")
+
+
 def check_same_layers(net: Checkpoint, part: Any, base: AdapterBase) -> None:
     """Check that the layers that a ControlNet has in common with a denoiser, the `part`, have the shapes of that one's.
 
@@ -280,7 +294,8 @@ def _pipeline_parts(folder: Path) -> dict[str, tuple[str, str]]:
     parts = {}
     for name, value in read_json(folder / "model_index.json").items():
         is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
-        if name.startswith("_") or not is_pair:  # an option of the pipeline may be two numbers
+        # An option of the pipeline may be two numbers, or two names: of layers, say, which are no classes' names.
+        if name.startswith("_") or not is_pair or not _CLASS_NAME.match(value[1]):
             continue
         if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
             raise FormatError(f"{folder / 'model_index.json'}: component {shown(name)} is not a plain name")
@@ -328,7 +343,7 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
     config = read_json(path / "config.json")
     if dense_head.is_dense_config(config):
         return _dense_head(path, allow_torch)
-    if str(config.get("_class_name")).endswith("ControlNetModel"):
+    if _is_control_class(config):
         return _controlnet(path, str(config["_class_name"]), allow_torch)
     architectures = config.get("architectures") or [None]
     class_name = architectures[0] if isinstance(architectures, list) else architectures

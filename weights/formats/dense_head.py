@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from weights.errors import FormatError
+from weights.formats.folder import read_json
 from weights.formats.untrusted import MAX_SIZE, shown
-from weights.formats.weight_files import read_json
 
 CLASS_NAME: Final = "Dense"
 LIBRARY: Final = "sentence_transformers"

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 from weights.errors import FormatError
+from weights.formats.folder import is_plain_name
 from weights.formats.untrusted import load_json, shown
-from weights.formats.weight_files import is_plain_name
 from weights.manifest import ModelKind
 
 LIBRARY: Final = "transformers"

@@ -124,7 +124,7 @@ def check_ip_base(file: Path, shapes: Mapping[str, Shape], unet: Any, base: Adap
     """Check that an adapter has a layer for each attention to text of a UNet, of its size. Raises AdapterError."""
     if unet.format != "safetensors":
         return
-    reason = why_unlike(read_ip_adapter(file, shapes), shapes, cross_attentions(unet.tensors), repr(base.model))
+    reason = why_unlike(read_ip_adapter(file, shapes), shapes, _cross_attentions(unet.tensors), repr(base.model))
     if reason:
         raise AdapterError(f"{file}: an IP-Adapter that {reason}")
 
@@ -142,7 +142,7 @@ def why_unlike(
     return None
 
 
-def cross_attentions(tensors: Mapping[str, Any]) -> list[Shape]:
+def _cross_attentions(tensors: Mapping[str, Any]) -> list[Shape]:
     """Return the (inner, text) sizes of a UNet's attentions to text, in the order in which adapters number them."""
     end = ".to_k.weight"
     names = [name for name in tensors if name.endswith(end) and not name.endswith(f"attn1{end}")]

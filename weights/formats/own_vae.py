@@ -12,9 +12,9 @@ from typing import Final
 
 from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, read_component
+from weights.formats.folder import read_json
 from weights.formats.safetensors import read_header
 from weights.formats.untrusted import shown
-from weights.formats.weight_files import read_json
 
 _NAME: Final = "vae"
 _CONFIG: Final = f"{_NAME}/config.json"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weights.errors import FormatError
 from weights.formats.encoder_files import tokenizer_folder
-from weights.formats.weight_files import read_json
+from weights.formats.folder import read_json
 
 if TYPE_CHECKING:
     from weights.formats.checkpoint import Checkpoint

@@ -31,6 +31,7 @@ from weights.base_pipeline import BasePipeline
 from weights.dtypes import BLOCK_SIZES, tensor_nbytes
 from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, weighted_parts
+from weights.formats.folder import read_json
 from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
 from weights.formats.gguf_model import DENOISERS, gguf_set, read_gguf_model
 from weights.formats.published_quantization import ComputedTensor
@@ -38,8 +39,7 @@ from weights.formats.safetensors import read_header
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.torch_file import TorchTensor
 from weights.formats.untrusted import shown
-from weights.formats.weight_files import read_json
-from weights.loading.mapped_checkpoint import mapped_views
+from weights.loading.views import mapped_views
 from weights.torch_dtypes import DTYPE_NAMES
 
 _Tensors = dict[str, torch.Tensor]

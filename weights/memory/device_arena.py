@@ -89,6 +89,7 @@ class DeviceArena:
         self._turns = itertools.count()
         # Memory that this budget leaves free for whoever comes first.
         self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
+        self._taken_beside: list[tuple[StorageWeakRef, int]] = []
 
     def acquire(
         self,
@@ -206,15 +207,37 @@ class DeviceArena:
 
     @property
     def beside_bytes(self) -> float:
-        """Memory of the device that its budget leaves free, as it was at the start: forwards take it first."""
-        return self._beside_bytes
+        """Memory of the device that its budget and `take_beside` leave free, as it was at the start.
+
+        Forwards take it first.
+        """
+        taken = [nbytes for holder, nbytes in self._taken_beside if not holder.expired()]  # type: ignore[no-untyped-call]
+        return self._beside_bytes - sum(taken)
+
+    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count bytes as taken beside the budget for as long as `holder` lives; False where so many are not free there.
+
+        Nothing is evicted for them.
+        """
+        with self._lock:
+            if nbytes > self.beside_bytes - self._lent.total():
+                return False
+            others = [one for one in self._taken_beside if not one[0].expired()]  # type: ignore[no-untyped-call]
+            self._taken_beside = [*others, (StorageWeakRef(holder), nbytes)]  # type: ignore[no-untyped-call]
+            return True
 
     def room_bytes(self) -> float:
-        """Return the bytes that a forward may take now: what is free, and what may be evicted for it."""
+        """Return the bytes that a forward may take now: what is free and not lent, and what may be evicted for it."""
         with self._lock:
             movable_bytes = self._table.movable_bytes
             unused_bytes = self._budget_bytes - self._lingering_bytes() - self._table.used_bytes + self._workspace_bytes
-            return max(0.0, min(self._beside_bytes + unused_bytes, self._space.free_bytes()) + movable_bytes)
+            room_bytes = self.beside_bytes + unused_bytes - self._lent.total()
+            return max(0.0, min(room_bytes, self._space.free_bytes()) + movable_bytes)
+
+    @property
+    def is_lending(self) -> bool:
+        """Return whether a forward is under way that has something lent."""
+        return bool(self._lent)
 
     @contextlib.contextmanager
     def lend(self, nbytes: int) -> Iterator[None]:
@@ -242,7 +265,7 @@ class DeviceArena:
 
     def _fit_workspace(self, what: str) -> list[str]:
         """Make the workspace as large as the largest forward needs; returns what was evicted. As `_make_room`."""
-        lent_bytes = max(0, math.ceil(self._lent.total() - self._beside_bytes))
+        lent_bytes = max(0, math.ceil(self._lent.total() - self.beside_bytes))
         inside = max([lent_bytes, *self._workspaces.values()])  # of the budget
         before = self._workspace_bytes
         evicted = self._make_room({_WORKSPACE: inside - before}, what) if inside > before else []

@@ -45,9 +45,9 @@ class MemoryPlan(Generic[KeyT]):
 
 def place(lifetimes: Sequence[Lifetime[KeyT]]) -> MemoryPlan[KeyT]:
     """Return places for all buffers, whose keys differ; those that are alive at one position do not overlap."""
-    live_bytes = most_alive(lifetimes)
+    live_bytes = _most_alive(lifetimes)
     # What a perfect plan may take: places are aligned, sizes are not.
-    bound = most_alive([Lifetime(one.key, _aligned(one.nbytes), one.first, one.last) for one in lifetimes])
+    bound = _most_alive([Lifetime(one.key, _aligned(one.nbytes), one.first, one.last) for one in lifetimes])
     order = by_size = sorted(lifetimes, key=lambda one: (-one.nbytes, one.first))
     best = offsets, end = _placed(order)
     times_above: Counter[KeyT] = Counter()
@@ -62,7 +62,7 @@ def place(lifetimes: Sequence[Lifetime[KeyT]]) -> MemoryPlan[KeyT]:
     return MemoryPlan(*best, live_bytes)
 
 
-def most_alive(lifetimes: Sequence[Lifetime[KeyT]]) -> int:
+def _most_alive(lifetimes: Sequence[Lifetime[KeyT]]) -> int:
     """Return the most bytes that are alive at one position."""
     changes: Counter[int] = Counter()
     for one in lifetimes:

@@ -28,17 +28,17 @@ def measured_rates(device: torch.device) -> Rates:
 
     Raises RuntimeError where there is no memory to measure with.
     """
-    return remembered_rates(rates_key(device), cache_folder() / "rates.json", lambda: _measure(device))
+    return _remembered_rates(_rates_key(device), cache_folder() / "rates.json", lambda: _measure(device))
 
 
-def rates_key(device: torch.device) -> str:
+def _rates_key(device: torch.device) -> str:
     """Return what rates depend on: the processor, the threads, torch and the device."""
     card = torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else device.type
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} threads"
     return f"{processor_name()}, {threads}, torch {torch.__version__}, {card}"
 
 
-def remembered_rates(key: str, file: Path, measure: Callable[[], Rates]) -> Rates:
+def _remembered_rates(key: str, file: Path, measure: Callable[[], Rates]) -> Rates:
     """Return the rates of `key` in a JSON file, measured and written there first where it does not have them.
 
     The file saves time only: what is damaged in it counts as nothing.

@@ -19,7 +19,7 @@ from weights.dtypes import ITEM_BYTES
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import FileTensor, SourceTensor
 from weights.formats.untrusted import MAX_RANK, is_shape, num_elements, shown
-from weights.loading.placement import windows
+from weights.loader import windows
 from weights.manifest import Component, Layout, Manifest, TensorRef
 from weights.programs.onnx_sessions import onnxruntime, open_session
 from weights.programs.onnx_signature import read_onnx_signature

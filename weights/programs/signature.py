@@ -40,8 +40,8 @@ class ProgramTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
-    """Why a program does not take some tensors: the input and a sentence."""
+class UnfitInput:
+    """The tensors that a program does not take: the input, and a sentence that says why."""
 
     name: str
     text: str
@@ -92,7 +92,7 @@ class ProgramSignature:
         pairs = (pair for shape, numbers in given for pair in zip(shape, numbers, strict=True))
         return {size: number for size, number in pairs if isinstance(size, str)}
 
-    def refusal(self, shapes: Mapping[str, tuple[int, ...]]) -> Refusal | None:
+    def refusal(self, shapes: Mapping[str, tuple[int, ...]]) -> UnfitInput | None:
         """Return why the program does not take inputs of these shapes; None where it does.
 
         A batch smaller than the least is filled up, so it is in order.
@@ -101,7 +101,7 @@ class ProgramSignature:
         for tensor in self.inputs:
             if tensor.name not in shapes:
                 if tensor.name not in self.may_lack:
-                    return Refusal(tensor.name, f"missing input {tensor.name!r}")
+                    return UnfitInput(tensor.name, f"missing input {tensor.name!r}")
                 continue
             if refusal := self._refusal_of(tensor, shapes[tensor.name], found):
                 return refusal
@@ -109,22 +109,22 @@ class ProgramSignature:
 
     def _refusal_of(
         self, tensor: ProgramTensor, shape: tuple[int, ...], found: dict[str, tuple[int, str]]
-    ) -> Refusal | None:
+    ) -> UnfitInput | None:
         if len(shape) != len(tensor.shape):
             text = f"{len(shape)} dimensions, the program takes {len(tensor.shape)}"
-            return Refusal(tensor.name, f"input {tensor.name!r} has {text}")
+            return UnfitInput(tensor.name, f"input {tensor.name!r} has {text}")
         for dim, (size, number) in enumerate(zip(tensor.shape, shape, strict=True)):
             where = f"input {tensor.name!r} has size {number} in dimension {dim}"
             if isinstance(size, int):
                 if number != size:
-                    return Refusal(tensor.name, f"{where}, the program takes {size}")
+                    return UnfitInput(tensor.name, f"{where}, the program takes {size}")
                 continue
             least, most = self.ranges[size]
             if not (1 if size == BATCH and self.has_batch else least) <= number <= most:
-                return Refusal(tensor.name, f"{where}, the program takes {least} to {most} ({size})")
+                return UnfitInput(tensor.name, f"{where}, the program takes {least} to {most} ({size})")
             before, name = found.setdefault(size, (number, tensor.name))
             if before != number:
-                return Refusal(tensor.name, f"{where}, but {name!r} has {before} of the same ({size})")
+                return UnfitInput(tensor.name, f"{where}, but {name!r} has {before} of the same ({size})")
         return None
 
     def to_json(self) -> str:

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.folder import read_json
 from weights.formats.tensors import SourceTensor
-from weights.formats.weight_files import read_json
 from weights.storage.durable import disk_errors, make_folder, move, remove_path, sync_tree
 
 _FLOATS: Final = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}

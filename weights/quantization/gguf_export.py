@@ -199,7 +199,7 @@ def _pack_part(kind: str, part: npt.NDArray[np.float32]) -> tuple[bytes, npt.NDA
             raise WeightsError("F16 cannot express its values")
         half = part.astype(np.float16)
         return half.tobytes(), half.astype(np.float32)
-    packed = quantize_blocks(kind, part)
+    packed = _quantize_blocks(kind, part)
     return packed.tobytes(), unpack_blocks(kind, torch.from_numpy(packed)).numpy()
 
 
@@ -301,7 +301,7 @@ def _frequency_factors(model: SourceModel) -> npt.NDArray[np.float32] | None:
     return (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
 
 
-def quantize_blocks(kind: str, matrix: _Floats) -> _Bytes:
+def _quantize_blocks(kind: str, matrix: _Floats) -> _Bytes:
     """Return rows of blocks, (..., bytes), of rows (..., elements). `kind` is Q8_0 or Q4_0.
 
     Raises WeightsError for rows of no whole number of blocks, and for infinities and NaNs.

@@ -28,7 +28,7 @@ from weights.storage.deltas.codec import ByteSource, DeltaDamaged
 
 __all__ = ["ByteArray", "ExtentReader", "Place", "Progress", "Resident", "read_extent", "reading_order"]
 
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Place = Callable[[], ByteArray]
 
@@ -213,7 +213,7 @@ class ExtentReader:
             return self._pool.acquire(min(nbytes, self._pool.max_bytes))
         return contextlib.nullcontext(allocate_pages(nbytes))
 
-    def _in_either_form(self, extent: ExtentRef, plain: Callable[[], Result], delta: Callable[[], Result]) -> Result:
+    def _in_either_form(self, extent: ExtentRef, plain: Callable[[], _Result], delta: Callable[[], _Result]) -> _Result:
         if extent.delta is None:
             return plain()
         if not extent.has_plain:

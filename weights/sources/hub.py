@@ -2,7 +2,7 @@
 
 Thin over huggingface_hub: HF_TOKEN (or its token file), HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean there, and
 the token appears in no message. A path names a folder or a file of the repository. Of all files only those are taken
-that a model is made of (`served_files`), and each is checked against its hash: sha256 of a large one, else git's own.
+that a model is made of (`_served_files`), and each is checked against its hash: sha256 of a large one, else git's own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
-from weights.errors import StoreError
+from weights.errors import StoreError, listed
 from weights.sources.remote import MAX_OBJECTS, ObjectChanged, RemoteObject, is_inside
 
 SCHEME: Final = "hf://"
@@ -104,7 +104,7 @@ class HubRepository:
         if not names:
             raise StoreError(f"{self.url}: no such file or folder in {self._name.repository}")
         try:
-            return [self._object(files[below + name], name) for name in served_files(names)]
+            return [self._object(files[below + name], name) for name in _served_files(names)]
         except ValueError as error:
             raise StoreError(f"{self.url}: {error}") from None
 
@@ -224,7 +224,7 @@ def _refusal(response: Any) -> str:
     return f"the hub answered {status}"
 
 
-def served_files(names: Collection[str]) -> list[str]:
+def _served_files(names: Collection[str]) -> list[str]:
     """Return, sorted, the files of a repository that its model is made of.
 
     Of weights: safetensors before all others, one variant (the plain one, else fp16, else bf16), of several files in
@@ -250,7 +250,7 @@ def served_files(names: Collection[str]) -> list[str]:
     chosen = [path for folder in folders.values() for path in _one_model(folder)]
     if not chosen:
         pickles = sorted(path.as_posix() for path in paths if path.suffix in _PICKLES)
-        found = f"only pickles ({_listed(pickles)}), which are not downloaded" if pickles else "none that is known"
+        found = f"only pickles ({listed(pickles)}), which are not downloaded" if pickles else "none that is known"
         raise ValueError(f"no weights: {found}; expected .safetensors, .gguf or .onnx")
     # A folder whose weights stay behind (onnx, openvino, original) is another form of the model, with its configs.
     others = {path.parent for path in paths if path.suffix in _WEIGHTS | _PICKLES} - {path.parent for path in chosen}
@@ -267,7 +267,7 @@ def _one_model(files: list[PurePosixPath]) -> list[PurePosixPath]:
     if files[0].suffix == ".gguf":
         models = {_SHARD.sub("", file.name) for file in files}
         if len(models) > 1:
-            raise ValueError(f"{len(models)} GGUF models; add the name of one to the URL ({_listed(sorted(models))})")
+            raise ValueError(f"{len(models)} GGUF models; add the name of one to the URL ({listed(sorted(models))})")
         return files
     found = {file: match for file in files if (match := _SAFETENSORS.fullmatch(file.name))}
     if not found:
@@ -276,13 +276,8 @@ def _one_model(files: list[PurePosixPath]) -> list[PurePosixPath]:
     stem = next((stem for stem in _STOCK_STEMS if stem in stems), None)
     if stem is None and len(stems) > 1:
         names = sorted(file.as_posix() for file in found)
-        raise ValueError(f"{len(stems)} safetensors files; add the name of one to the URL ({_listed(names)})")
+        raise ValueError(f"{len(stems)} safetensors files; add the name of one to the URL ({listed(names)})")
     of_stem = {file: match for file, match in found.items() if stem is None or match["stem"] == stem}
     variants = {match["variant"] or match["of_index"] or "" for match in of_stem.values()}
     variant = next((one for one in _PLAIN_VARIANTS if one in variants), min(variants))
     return [file for file, match in of_stem.items() if (match["variant"] or match["of_index"] or "") == variant]
-
-
-def _listed(names: Collection[str], most: int = 12) -> str:
-    shown = ", ".join(list(names)[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -40,7 +40,7 @@ _CHUNK_BYTES: Final = 8 * 2**20
 MIN_WANTED_PART: Final = 0.25
 
 
-def shared_extents(wanted: Mapping[str, int], meta: StoreMeta) -> dict[str, str]:
+def _shared_extents(wanted: Mapping[str, int], meta: StoreMeta) -> dict[str, str]:
     """Choose the extent of `meta` that each tensor is taken from; tensors missing here are to be written.
 
     `wanted` has the bytes of the component's tensors by sha256. The extent that has most of what is still wanted
@@ -102,7 +102,7 @@ class SharedExtents:
 
     def _wanted_ids(self, known: StoreMeta) -> Iterator[str]:
         for tensors in self._components:
-            yield from shared_extents(tensors, known).values()
+            yield from _shared_extents(tensors, known).values()
 
     def _broken(self, extents: Collection[ExtentRef], known: StoreMeta) -> set[str]:
         unread = [extent for extent in extents if extent not in self._sound]
@@ -175,7 +175,7 @@ def write_separate(
 
 
 def _shared(tensors: Iterable[HashedTensor], meta: StoreMeta) -> Placement:
-    return shared_extents({tensor.sha256: tensor.nbytes for tensor in tensors}, meta)
+    return _shared_extents({tensor.sha256: tensor.nbytes for tensor in tensors}, meta)
 
 
 def _separate_extent(tensor: HashedTensor) -> ExtentRef:

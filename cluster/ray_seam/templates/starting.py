@@ -40,7 +40,7 @@ def workers_by_templates(template: Template) -> Iterator[None]:
 
     Ray 2.60 has no option for it: the raylet gets other scripts for its workers.
     """
-    with running_templates(template):
+    with _running_templates(template):
         if FOLDER_VARIABLE not in os.environ:
             yield
             return
@@ -52,7 +52,7 @@ def workers_by_templates(template: Template) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def running_templates(template: Template, script: str | None = None) -> Iterator[None]:
+def _running_templates(template: Template, script: str | None = None) -> Iterator[None]:
     """Run a template, and those that build on it, for the length of the block. Copies run `script`, or Ray's workers'.
 
     Where they cannot run, this says so, and nothing changes.

@@ -66,5 +66,5 @@ def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> 
     """Return why the ControlNet cannot go with the denoiser, or None."""
     reason = family.control_misfit(type(net).__name__, net.config, denoiser.config, pixels_per_latent)
     if reason is None and net.dtype != denoiser.dtype:
-        return f"is in {net.dtype}, and the model in {denoiser.dtype}: register both with one dtype"
+        return f"is in {net.dtype}, and the model in {denoiser.dtype}: register it again, without a dtype"
     return reason

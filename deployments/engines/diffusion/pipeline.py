@@ -55,6 +55,7 @@ from deployments.engines.diffusion.state import (
     numeric_failure,
     take_branches,
 )
+from deployments.engines.graph.card_graphs import replays_on
 from deployments.engines.graph.replay import Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
@@ -108,8 +109,7 @@ class DenoisePipeline:
         self._bounds = bounds
         self._workspace = workspace
         self._memory = MemoryLimits()
-        # On a card the calls would be a CUDA graph's; blocks that come one by one have other addresses each time.
-        self._replays = replays if self.device.type == "cpu" else None
+        self._replays = replays_on(replays, self.device, self.denoiser, workspace)
         for name in (family.denoiser_name, "vae"):
             make_batch_invariant(modules[name])
             make_quick(modules[name])
@@ -344,7 +344,7 @@ class DenoisePipeline:
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         """Return what `_forward` does, of a denoiser whose layers are its own. A replay is short, and not ended."""
-        if self._replays is None or rows.adapters or rows.controls:
+        if self._replays is None or rows.adapters or rows.controls or rows.image_prompts:
             return self._forward(rows, height, width)
         inputs = rows.tensors()
         shapes = tuple((one.shape, one.dtype) for one in inputs)

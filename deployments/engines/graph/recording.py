@@ -22,7 +22,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from weights.memory.devices import allocated_bytes
+from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
 from weights.torch_seam import (
     DispatchMode,
@@ -97,7 +97,7 @@ class Recording:
     """Nodes in the order in which they ran, and buffers in that in which they were born.
 
     `given` are the storages from outside that were read: weights (whose numbers are in `weights`), inputs, constants.
-    They are known of fake tensors, and where calls are kept.
+    They are known of fake tensors, and where calls or they are kept.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -143,19 +143,21 @@ class Recorder(DispatchMode):
         *,
         is_fake: bool = False,
         keeps_calls: bool = False,
+        keeps_given: bool = False,
         max_bytes: int | None = None,
     ) -> None:
         """Buffers of other devices are left out. `keeps_calls` keeps tensors alive, so that no buffer dies.
 
+        `keeps_given` keeps those alone that come from outside.
         A forward that makes more than `max_bytes` in all ends with a RuntimeError.
         """
         super().__init__()
         self._bytes_left = math.inf if max_bytes is None else max_bytes
         self.recording = Recording()
-        self._device = device
+        self._device = with_index(device)
         self._is_fake = is_fake
         self._keeps_calls = keeps_calls
-        self._knows_given = is_fake or keeps_calls  # to know one is to keep it
+        self._knows_given = is_fake or keeps_calls or keeps_given  # to know one is to keep it
         self._numbers: dict[int, int] = {}  # of buffers, by the ids of their storages
         self._given: dict[int, int] = {}
         self._alive: dict[int, Any] = {}  # what hears of a storage's end, by the number of its buffer
@@ -398,7 +400,9 @@ def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: t
 
 def fake_copy(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> nn.Module:
     """Return a copy of a module with fake tensors on `device`. Nobody may change the module meanwhile."""
-    twin = copy.deepcopy(module, {id(one): one for one in (*module.parameters(), *module.buffers())})
+    attributes = (one for part in module.modules() for one in vars(part).values() if isinstance(one, torch.Tensor))
+    kept = (*module.parameters(), *module.buffers(), *attributes)  # a product of parameters, say, cannot be copied
+    twin = copy.deepcopy(module, {id(one): one for one in kept})
     fake_weights(twin, mode, device)
     return twin
 

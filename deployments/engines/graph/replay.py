@@ -11,15 +11,15 @@ kernel that is no operation of torch, or a number that was read from an input, e
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
 from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
+from weights.residency.recent import Recent
 from weights.torch_seam import is_written_to, out_form
 
 MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
@@ -40,9 +40,30 @@ class NotReplayable(Exception):
     """A recording that would not give what the forward gives, and why."""
 
 
+class BoundForward(Protocol):
+    """A forward that can be run again without the module. One thread at a time."""
+
+    @property
+    def is_current(self) -> bool:
+        """Return whether it would run, and over the weights that the module has now."""
+
+    def run(self, inputs: Inputs) -> torch.Tensor:
+        """Return the result for other inputs of the same shapes and dtypes."""
+
+
+class Binder(Protocol):
+    """Binds forwards, so that they are run again: to recorded calls on the host, to a graph on a card."""
+
+    def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
+        """Return `forward` bound, and its result for these inputs.
+
+        Raises NotReplayable for one that cannot be, and what `forward` raises.
+        """
+
+
 @dataclass(slots=True)
 class BoundCalls:
-    """The calls of a recording, bound to tensors over a workspace. One thread at a time.
+    """The calls of a recording, bound to tensors over a workspace.
 
     `inputs` are the tensors that they read, `result` is what they leave; it is overwritten by whoever uses the
     workspace next.
@@ -51,6 +72,7 @@ class BoundCalls:
     inputs: Inputs
     calls: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]
     result: torch.Tensor
+    is_current: bool = True  # a weight stays where it is for as long as a call is bound to it
 
     def run(self, inputs: Inputs) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
@@ -61,7 +83,7 @@ class BoundCalls:
         return self.result.clone()
 
 
-def read_inputs(recording: Recording, inputs: Inputs) -> None:
+def _check_inputs(recording: Recording, inputs: Inputs) -> None:
     """Check that no call gave a number that depends on the inputs. Raises NotReplayable, naming it.
 
     Such a number has become a constant of the calls behind it.
@@ -88,12 +110,14 @@ def read_inputs(recording: Recording, inputs: Inputs) -> None:
             (given if slot.is_given else dependent).add(slot.number)
 
 
-def bind(recording: Recording, inputs: Inputs, result: torch.Tensor, workspace: torch.UntypedStorage) -> BoundCalls:
+def _bind_calls(
+    recording: Recording, inputs: Inputs, result: torch.Tensor, workspace: torch.UntypedStorage
+) -> BoundCalls:
     """Return the calls of a recording that gave `result` of `inputs`, over the workspace, which grows if it must.
 
     Raises NotReplayable.
     """
-    read_inputs(recording, inputs)
+    _check_inputs(recording, inputs)
     plan = place(recording.lifetimes())
     if workspace.nbytes() < plan.nbytes:
         workspace.resize_(plan.nbytes)  # the tensors that are bound to it follow
@@ -112,11 +136,35 @@ def bind(recording: Recording, inputs: Inputs, result: torch.Tensor, workspace: 
 
 
 @dataclass(slots=True)
+class HostCalls:
+    """Binds forwards on the host to the memory of one workspace. One thread at a time.
+
+    Those that make more than `max_bytes` are not bound.
+    """
+
+    max_bytes: int = MAX_BYTES
+    workspace: torch.UntypedStorage = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8).untyped_storage())
+
+    def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
+        """Return `forward` bound, and its result for these inputs. Raises NotReplayable, and what `forward` raises."""
+        own = [one.clone() for one in inputs]
+        recorder = Recorder(inputs[0].device, keeps_calls=True, max_bytes=self.max_bytes)
+        results: list[torch.Tensor] = []
+
+        def run() -> list[torch.Tensor]:
+            results.append(forward(own))
+            return results
+
+        recording = record(run, recorder, {})
+        return _bind_calls(recording, own, results[0], self.workspace), results[0]
+
+
+@dataclass(slots=True)
 class _Counted:
     """The forwards of a key: their number, then the bound one, which is used once it `is_tried`."""
 
     count: int = 0
-    bound: BoundCalls | None = None
+    bound: BoundForward | None = None
     is_tried: bool = False
     is_refused: bool = False
 
@@ -130,9 +178,8 @@ class Replays:
 
     is_checked: bool = False
     min_forwards: int = MIN_FORWARDS
-    max_bytes: int = MAX_BYTES
-    workspace: torch.UntypedStorage = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8).untyped_storage())
-    _known: OrderedDict[Hashable, _Counted] = field(default_factory=OrderedDict)
+    binder: Binder = field(default_factory=HostCalls)
+    _known: Recent[Hashable, _Counted] = field(default_factory=lambda: Recent(MAX_KEYS))
 
     def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
         """Return `forward(inputs)`, or the same bits of a replay.
@@ -140,38 +187,30 @@ class Replays:
         `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
         are. Raises what `forward` raises, and AssertionError where a checked replay differs.
         """
-        known = self._known.setdefault(key, _Counted())
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KEYS:
-            self._known.popitem(last=False)
+        known = self._known.used(key, _Counted)
         known.count += 1
+        if known.bound is not None and not known.bound.is_current:
+            known.bound, known.is_tried, known.count = None, False, 1
         if known.is_refused or known.count < self.min_forwards:
             return forward(inputs)
         if known.bound is None:
-            return self._record(known, inputs, forward)
+            return self._bind(known, inputs, forward)
         if known.is_tried and not self.is_checked:
             return known.bound.run(inputs)
         return self._compare(known, known.bound, inputs, forward)
 
-    def _record(self, known: _Counted, inputs: Inputs, forward: Forward) -> torch.Tensor:
-        own = [one.clone() for one in inputs]
-        recorder = Recorder(inputs[0].device, keeps_calls=True, max_bytes=self.max_bytes)
-        results: list[torch.Tensor] = []
-
-        def run() -> list[torch.Tensor]:
-            results.append(forward(own))
-            return results
-
+    def _bind(self, known: _Counted, inputs: Inputs, forward: Forward) -> torch.Tensor:
         try:
-            known.bound = bind(record(run, recorder, {}), own, results[0], self.workspace)
+            known.bound, result = self.binder.bind(inputs, forward)
         except (NotReplayable, RuntimeError) as error:
-            logger.debug("not replayed: %s", error)
+            logger.info("a forward is not replayed: %s", str(error))  # whose frames keep the memory of what was tried
             known.is_refused = True
+        if known.bound is None:
             return forward(inputs)
         self._bound_in_their_bounds()
-        return results[0]
+        return result
 
-    def _compare(self, known: _Counted, bound: BoundCalls, inputs: Inputs, forward: Forward) -> torch.Tensor:
+    def _compare(self, known: _Counted, bound: BoundForward, inputs: Inputs, forward: Forward) -> torch.Tensor:
         result = forward(inputs)
         is_equal = _have_equal_bits(bound.run(inputs), result)
         if not is_equal and known.is_tried:

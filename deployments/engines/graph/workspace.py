@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from deployments.engines.graph.footprint import Footprint
+
+if TYPE_CHECKING:
+    import torch
 
 
 class LendingMemory(Protocol):
@@ -15,8 +18,15 @@ class LendingMemory(Protocol):
     def room_bytes(self) -> float:
         """Return what a forward may take now; infinity where nobody counts."""
 
+    @property
+    def is_lending(self) -> bool:
+        """Return whether a forward is under way that has something lent."""
+
     def lend(self, nbytes: int) -> AbstractContextManager[None]:
         """Count so many bytes as a forward's within the block."""
+
+    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count bytes beside the budget for as long as `holder` lives; False where so many are not free there."""
 
 
 class Footprints(Protocol):
@@ -63,6 +73,10 @@ class Workspace:
         allowed = self._most_rows(memory, found, wanted)
         with memory.lend(found.bytes_of(allowed)):
             yield allowed
+
+    def take_beside(self, holder: torch.UntypedStorage, nbytes: int) -> bool:
+        """Count what forwards keep, for as long as `holder` lives; False where the device has no room for it."""
+        return self._memory is None or self._memory.take_beside(holder, nbytes)
 
     def _planned(self, kind: Hashable) -> tuple[LendingMemory, Footprint] | None:
         if self._memory is None or self._footprints is None:

@@ -26,13 +26,15 @@ _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class BorrowedModules:
     """The changes that a call makes in modules of others, put in with each of its turns and taken out after it.
 
-    That is: attributes of modules whose classes set attributes outside `__init__`, hooks, buffers, and the types of
-    parameters. HAZARD: what is changed in place, a list in an attribute say, is changed for all.
+    That is: attributes of the modules and of parts whose classes set some outside `__init__`, hooks, buffers, and the
+    types of parameters. HAZARD: what is changed in place, a list in an attribute say, is changed for all.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         everything = list(dict.fromkeys(part for module in modules for part in module.modules()))
-        self._tables: list[dict[Any, Any]] = [vars(part) for part in everything if _changes_itself(part)]
+        self._tables: list[dict[Any, Any]] = [
+            vars(part) for part in everything if part in modules or _changes_itself(part)
+        ]
         self._tables += [forward_hooks_of(part) for part in everything]
         self._tables += [buffers for part in everything if (buffers := buffers_of(part))]
         parameters = dict.fromkeys(parameter for module in modules for parameter in module.parameters())

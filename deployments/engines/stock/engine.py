@@ -19,9 +19,11 @@ from torch import nn
 from tqdm import tqdm
 
 from deployments.engines.diffusion.previews import preview_steps
+from deployments.engines.graph.workspace import LendingMemory
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.engines.protocol import ComputationFailed, DenoiseTimes, DiffusionOutput, EngineError, StockRequest
 from deployments.engines.stock.borrowed_modules import BorrowedModules, blocks_of
+from deployments.engines.stock.footprints import METHODS
 from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.known import OUTPUTS, read_class
 from deployments.engines.stock.latent_previews import decoding_arguments, only_decodes, shows_previews
@@ -37,7 +39,8 @@ class StockEngine:
     """An `Engine` that makes images, video or audio by a model's stock pipeline, for one request after the other.
 
     Requests of a model do not take turns with each other: they have nothing to gain, and would each need memory. They
-    do with the steps of other engines. `is_wanted` tells, within a turn, whether somebody waits for its end.
+    do with the steps of other engines. `is_wanted` tells, within a turn, whether somebody waits for its end. `memory`
+    lends what calls of modules take (`StockRequest.forward_bytes`).
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class StockEngine:
         model: StockModel,
         is_wanted: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.perf_counter,
+        memory: LendingMemory | None = None,
     ) -> None:
         self.model = model
         self.inputs = CallInputs(model.cls)
@@ -52,6 +56,7 @@ class StockEngine:
         self._runs: dict[str, _Run] = {}  # in the order in which they came
         self._is_wanted = is_wanted
         self._clock = clock
+        self._memory = memory
         self._turn_begun_s = self._others_step_s = 0.0
 
     @property
@@ -62,7 +67,9 @@ class StockEngine:
         """Take a request in. Raises EngineError for what the class cannot be called with."""
         if request.request_id in self._runs:
             raise EngineError(f"request id {request.request_id!r} is in use by a request that has not finished")
-        self._runs[request.request_id] = _Run(self.model, request, self.inputs, self._ends_turn, self._clock)
+        self._runs[request.request_id] = _Run(
+            self.model, request, self.inputs, self._ends_turn, self._clock, self._memory
+        )
 
     def make_way(self, others_step_s: float | None) -> None:
         """Take in what a step of another engine takes: a turn that others wait for is no longer, but for a block."""
@@ -113,6 +120,7 @@ class _Run:
         inputs: CallInputs,
         ends_turn: Callable[[bool], bool],
         clock: Callable[[], float],
+        memory: LendingMemory | None,
     ) -> None:
         """`ends_turn` is asked before each call of a module (False), and of a block within one (True).
 
@@ -124,6 +132,8 @@ class _Run:
         self.num_done = self.num_steps = 0
         self._model, self._clock = model, clock
         self._ends_turn = ends_turn
+        self._memory = memory
+        self._is_lent = False  # what a call of a module takes, which is under way
         self._num_told = 0
         self._preview: np.ndarray | None = None
         self._num_previews = 0
@@ -256,6 +266,7 @@ class _Run:
         hooks = [module.register_forward_pre_hook(begin) for module in modules]
         hooks += [block.register_forward_pre_hook(begin_block) for block in blocks if block not in modules]
         borrowed.take()
+        self._put_lenders(borrowed)
         try:
             yield
         finally:
@@ -267,17 +278,51 @@ class _Run:
         """Let others have their turn before a module's call, if this one ends here. Raises Cancelled."""
         if not self.call.is_here:
             return
-        if not (self.call.is_cancelled or self.has_news or self._ends_turn(is_block)):
-            return
+        if self.call.is_cancelled or self.has_news or self._ends_turn(is_block):
+            self._pause(borrowed)
+
+    def _pause(self, borrowed: _Borrowed) -> None:
         borrowed.give_back()
         try:
             self.call.pause()
         finally:
             borrowed.take()
 
+    def _put_lenders(self, borrowed: _Borrowed) -> None:
+        """Let the methods of the modules, as this call has them, run in memory that is lent where that is planned."""
+        if (memory := self._memory) is None:
+            return
+        for name, module in self._model.modules.items():
+            for method in METHODS:
+                if nbytes := self.request.forward_bytes.get(f"{name}.{method}"):
+                    vars(module)[method] = self._lender(getattr(module, method), memory, nbytes, borrowed)
+
+    def _lender(
+        self, method: Callable[..., Any], memory: LendingMemory, nbytes: int, borrowed: _Borrowed
+    ) -> Callable[..., Any]:
+        """Return the method with its bytes lent while it runs, once forwards that pause have given back enough.
+
+        The request has its room since it was admitted. What others of this kind hold at a pause is beside that.
+        """
+
+        @functools.wraps(method)  # some ask what it takes
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not self.call.is_here or self._is_lent:
+                return method(*args, **kwargs)
+            while memory.is_lending and memory.room_bytes() < nbytes:
+                self._pause(borrowed)
+            self._is_lent = True
+            try:
+                with memory.lend(nbytes):
+                    return method(*args, **kwargs)
+            finally:
+                self._is_lent = False
+
+        return call
+
 
 class _Borrowed:
-    """What a call finds as it left it, and leaves as it found it, with each of its turns."""
+    """Modules and random streams: in each turn a call finds them as it left them, and leaves them as it found them."""
 
     def __init__(self, modules: BorrowedModules, draws: OwnDraws) -> None:
         self._modules, self._draws = modules, draws

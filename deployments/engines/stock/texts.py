@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from weights.manifest import Component
 
 _FORM: Final = "form"  # the tensor that has the structure of a result, as JSON
 _PLACE: Final = "device"  # the parameter that every process fills in itself
+_SMALL: Final = 1024  # numbers of a tensor
 Texts = Mapping[str, Mapping[str, torch.Tensor]]  # results by `TextCall.key`
 
 
@@ -63,23 +65,34 @@ def weightless_modules(components: Mapping[str, Component], folder: Path, device
 
     Raises EngineError.
     """
-    return {name: _weightless(component, folder / component.folder, device) for name, component in components.items()}
+    return {
+        name: with_own(weightless(component, folder / component.folder), device, {"__call__": _refuse_to_run})
+        for name, component in components.items()
+    }
 
 
-def _weightless(component: Component, folder: Path, device: torch.device) -> nn.Module:
+def weightless(component: Component, folder: Path) -> nn.Module:
+    """Return a module with types, shapes and config. Its tensors have no memory, but for those of a few numbers: these,
+    which pipelines read, are zeros. Raises EngineError.
+    """
     tensors = {}
     for name, ref in component.tensors.items():
         dtype, shape = memory_form(ref.dtype, ref.shape)
-        tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
-    module = build_module(component.library, component.class_name, folder, tensors)
+        is_small = math.prod(shape) <= _SMALL
+        tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu" if is_small else "meta")
+    return build_module(component.library, component.class_name, folder, tensors)
 
-    def run(*_: Any, **__: Any) -> Any:
-        raise ModuleRan
 
+def with_own(module: nn.Module, device: torch.device, methods: Mapping[str, Callable[..., Any]]) -> nn.Module:
+    """Return the module itself, of a class with these methods derived from its own. It claims to be on `device`."""
     cls = type(module)
-    own = {"device": property(lambda self: device), "__call__": run, "__module__": cls.__module__}
+    own = {"device": property(lambda self: device), **methods, "__module__": cls.__module__}
     module.__class__ = type(cls.__name__, (cls,), own)
     return module
+
+
+def _refuse_to_run(*_: Any, **__: Any) -> Any:
+    raise ModuleRan
 
 
 class TextPlanner:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import AdmissionSnapshot
-from cluster.placement.slot_link import QueuesAway, SlotLink
+from cluster.placement.link import QueuesAway, SlotLink
 from configs.admission import AdmissionConfig
 from deployments.errors import NoReplica
 from deployments.ingress.admin.metrics import label

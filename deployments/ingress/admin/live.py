@@ -17,7 +17,7 @@ from fastapi import APIRouter
 from pydantic_core import to_json
 from starlette.responses import Response
 
-from cluster.placement.slot_link import QueuesAway
+from cluster.placement.link import QueuesAway
 from deployments.errors import Overloaded, ServiceError
 from deployments.ingress.admin.admission import Queues
 from deployments.ingress.admin.operations import Operations, Page

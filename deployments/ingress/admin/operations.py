@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused, WeightsUnavailable
-from cluster.placement.slot_link import QueuesAway
+from cluster.placement.link import QueuesAway
 from cluster.ray_seam.process_starts import template_stats
 from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Entry, ModelRecord
@@ -266,6 +266,7 @@ class Operations:
             num_nodes=residency["num_nodes"],
             models=_model_statuses(shown, residency, replicas),
             nodes=residency["nodes"],
+            node_problems=residency.get("node_problems", []),
             **replicas,
         )
         if self._queues is not None:

@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Discriminator, Tag
 from starlette.responses import Response
 
-from cluster.placement.slot_link import QueuesAway
+from cluster.placement.link import QueuesAway
 from cluster.telemetry import node_exporters
 from configs.batching import BatchingConfig
 from configs.model import AdapterConfig, ModelConfig
@@ -64,7 +64,7 @@ _RESTARTING = "the directory of models is restarting; try again"
 
 
 def _status_of(health: Health) -> Literal["starting", "loading", "ok", "degraded"]:
-    if health.is_entering:
+    if health.is_starting:
         return "loading" if health.num_ready else "starting"
     return "ok" if health.num_ready == health.num_models else "degraded"
 

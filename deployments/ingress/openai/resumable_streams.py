@@ -18,7 +18,7 @@ from typing import Annotated, Final
 from fastapi import APIRouter, Header
 from starlette.responses import Response
 
-from cluster.admission.read_limiter import release_read_slot
+from cluster.admission.fair_slots import release_read_slot
 from configs.cluster import ImageStreamsConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant

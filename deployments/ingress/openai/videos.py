@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import FileResponse, Response
 
-from cluster.admission.read_limiter import release_read_slot
+from cluster.admission.fair_slots import release_read_slot
 from configs.cluster import LimitsConfig, VideosConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_max_concurrent, current_tenant

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from cluster.logs import AccessLogFilter, bound_access_log, configure_logs, without_texts
+from cluster.logs import _AccessLogFilter, _without_texts, bound_access_log, configure_logs
 
 
 class Lines(logging.Handler):
@@ -32,7 +32,7 @@ def test_lines_of_an_hour_are_few_and_all_are_counted(per_s: int) -> None:
     now_s, kept = 0.0, Lines()
     logger = logging.Logger("test")
     logger.addHandler(kept)
-    logger.addFilter(AccessLogFilter(lambda: now_s))
+    logger.addFilter(_AccessLogFilter(lambda: now_s))
     number = 60 * per_s
     for line in range(number):
         logger.info("POST /v1/%s %d", "chat", line, extra={"serve_access_log": True})
@@ -103,7 +103,7 @@ def test_an_exception_is_written_without_what_it_quotes(fail: Callable[[], Any],
         record = logging.LogRecord(
             "a", logging.ERROR, "f", 1, "it failed", (), (type(error), error, error.__traceback__)
         )
-    assert without_texts(record)
+    assert _without_texts(record)
     text = logging.Formatter().format(record)
     assert left in text
     assert "in test_an_exception_is_written_without_what_it_quotes" in text

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from configs.changes import BEYOND, DONE, RULES, Change, Concern, changes, concerns_of, values_of, with_live_values
+from configs.changes import BEYOND, DONE, RULES, Change, Concern, _concerns_of, changes, values_of, with_live_values
 from configs.cluster import ClusterConfig
 
 MODELS = [{"id": "m", "path": "/m"}, {"id": "n", "path": "/n"}]
@@ -41,10 +41,10 @@ def test_every_key_of_every_section_is_classified_by_a_rule_of_its_own() -> None
 
 
 def test_a_longer_rule_goes_before_a_shorter_one_and_without_one_there_is_an_error() -> None:
-    assert concerns_of("text_encoder.batching.max_queue_delay_us") == (Concern.LIMITS,)
-    assert Concern.LIMITS not in concerns_of("text_encoder.batching.max_batch_size")
+    assert _concerns_of("text_encoder.batching.max_queue_delay_us") == (Concern.LIMITS,)
+    assert Concern.LIMITS not in _concerns_of("text_encoder.batching.max_batch_size")
     with pytest.raises(KeyError, match=r"worker\.new"):
-        concerns_of("worker.new")
+        _concerns_of("worker.new")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -40,9 +39,8 @@ OpenHost = Callable[..., ModuleCache]
 
 
 @pytest.fixture
-def open_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> OpenHost:
+def open_host(tmp_path: Path) -> OpenHost:
     """`open_host(builder, {"name": folder, …}, budget_bytes=…)`, in float32."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     store = WeightStore(tmp_path / "store")
 
     def open_(builder: Any, folders: Mapping[str, Path], budget_bytes: int = 2**30) -> ModuleCache:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ LocalPipeline = Callable[[Any], LocalModels]
 
 
 @pytest.fixture
-def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalPipeline:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def local(tmp_path: Path) -> LocalPipeline:
 
     def make(stock: Any) -> LocalModels:
         stock.set_progress_bar_config(disable=True)

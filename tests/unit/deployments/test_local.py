@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -21,10 +20,7 @@ MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 
 
 @pytest.mark.parametrize(("model", "steps"), [("digits-flux", 4), ("digits-sdxl", 50)])
-def test_what_a_request_leaves_open_is_bounded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, steps: int
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_what_a_request_leaves_open_is_bounded(tmp_path: Path, model: str, steps: int) -> None:
     config = ClusterConfig.model_validate(
         {
             "store": {"path": str(tmp_path / "store")},
@@ -50,11 +46,10 @@ def test_what_no_engine_runs_is_refused_before_its_weights_are_read(tmp_path: Pa
     assert not list((tmp_path / "store").rglob("*pack*/*"))
 
 
-def test_a_flux_like_schnell_is_drawn_by_its_own_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flux_like_schnell_is_drawn_by_its_own_defaults(tmp_path: Path) -> None:
     """The demo's flux has what tells FLUX.1-schnell apart: no embedded guidance, and a schedule that is not shifted."""
     import diffusers
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     folder = MODELS / "digits-flux"
     config = {
         "store": {"path": str(tmp_path / "store")},

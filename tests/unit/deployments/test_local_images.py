@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from PIL import Image
 
 from configs.cluster import ClusterConfig
-from deployments.errors import InvalidRequest, UnknownModel
+from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.local import LocalModels
 from deployments.records import ControlNetUse, ImageRequest
 from infra.bench.original_names import unet_of_ldm, vae_of_ldm
@@ -72,8 +71,7 @@ def one_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style: Path, one_file: Path) -> LocalModels:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def models(tmp_path: Path, outline: Path, style: Path, one_file: Path) -> LocalModels:
     config = {
         "store": {"path": str(tmp_path / "store")},
         "models": [
@@ -81,7 +79,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outline: Path, style
             {"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"},
         ],
         "adapters": [
-            {"id": "outline", "path": str(outline), "base": [SDXL], "dtype": "float32"},
+            {"id": "outline", "path": str(outline), "base": [SDXL]},
             {"id": "style", "path": str(style), "base": [SDXL], "dtype": "float32"},
         ],
     }
@@ -140,6 +138,44 @@ def test_a_controlnet_is_a_component_of_the_store(models, tmp_path):
     unet = {ref.sha256 for ref in pipeline.components["unet"].tensors.values()}
     shared = [ref for ref in net.components["controlnet"].tensors.values() if ref.sha256 in unet]
     assert len(shared) > 20  # its encoder is the UNet's own, and is stored once
+
+
+def test_a_controlnet_of_another_type_equals_stock_with_that_of_its_model(tmp_path, outline):
+    """As diffusers loads one for a pipeline: `from_pretrained(..., dtype=pipeline.dtype)`."""
+    from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+
+    ControlNetModel.from_pretrained(outline, dtype=torch.float16).save_pretrained(tmp_path / "half")
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": SDXL, "path": str(MODELS / SDXL), "dtype": "float32"}],
+        "adapters": [{"id": "half", "path": str(tmp_path / "half"), "base": [SDXL]}],
+    }
+    image = np.random.default_rng(0).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    models = LocalModels(ClusterConfig.model_validate(config))
+    [found] = models.generate(ImageRequest(**FIVE, control=(ControlNetUse(name="half", image=image),))).images
+    net = ControlNetModel.from_pretrained(tmp_path / "half", dtype=torch.float32)
+    stock = StableDiffusionXLControlNetPipeline.from_pretrained(
+        MODELS / SDXL, controlnet=net, dtype=torch.float32, add_watermarker=False
+    )
+    stock.set_progress_bar_config(disable=True)
+    options = {"prompt": FIVE["prompt"], "num_inference_steps": 4, "output_type": "np"}
+    generator = torch.Generator().manual_seed(FIVE["seed"])
+    [expected] = (stock(**options, image=Image.fromarray(image), generator=generator).images * 255).round()
+    assert np.abs(found - expected).max() <= 1
+
+    config["adapters"][0]["dtype"] = "bfloat16"
+    with pytest.raises(ModelUnavailable, match=f"half: a ControlNet in bfloat16, and '{SDXL}' is in float32"):
+        LocalModels(ClusterConfig.model_validate(config))
+
+
+def test_an_adapter_of_another_base_is_refused_when_the_models_are_opened(tmp_path, style):
+    config = {
+        "store": {"path": str(tmp_path / "store")},
+        "models": [{"id": "flux", "path": str(MODELS / "digits-flux")}],
+        "adapters": [{"id": "style", "path": str(style), "base": ["flux"]}],
+    }
+    with pytest.raises(ModelUnavailable, match=r"model 'style': .*expected a LoRA for 'flux', a FluxPipeline"):
+        LocalModels(ClusterConfig.model_validate(config))
 
 
 def test_a_lora_of_denoiser_and_text_encoders_equals_stock(models, style):

@@ -146,12 +146,18 @@ def test_an_adapter_of_another_base_is_a_mistake(
     assert mistakes(models=models, adapters=[{"id": "a", "path": str(DEMO / "bold"), "base": ["flux"]}]) == {}
 
 
+def test_a_controlnet_of_another_dtype_is_a_mistake_where_it_asks_for_one(mistakes: Callable[..., Found]) -> None:
+    net = {"id": "a", "path": str(DEMO / "outline"), "base": ["flux", "half"]}
+    models = [{**FLUX, "dtype": "float32"}, {**FLUX, "id": "half", "dtype": "float16"}]
+    found = mistakes(models=models, adapters=[{**net, "dtype": "float16"}])
+    assert found.keys() == {"adapters.0.base.0"}
+    assert "a ControlNet in float16, and 'flux' is in float32" in found["adapters.0.base.0"]
+    assert mistakes(models=models, adapters=[{**net, "base": ["half"]}]) == {}
+
+
 @pytest.mark.slow
-def test_adapters_are_compared_with_models_that_the_store_has(
-    mistakes: Callable[..., Found], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_compared_with_models_that_the_store_has(mistakes: Callable[..., Found], tmp_path: Path) -> None:
     """A LoRA in the layout of kohya's trainer, whose layers are known beside the model alone."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
     sdxl = {"id": "sdxl", "path": str(DEMO / "digits-sdxl"), "dtype": "float32"}
     layer = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn2_to_k"
     tensors = {f"{layer}.lora_down.weight": torch.zeros(2, 32), f"{layer}.lora_up.weight": torch.zeros(80, 2)}

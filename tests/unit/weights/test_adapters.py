@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from weights.adapters import load_adapter
 from weights.errors import AdapterError
 from weights.externalize import externalize
+from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY, LoraConfig, read_lora_configs
-from weights.formats.weight_files import LORA_FILE
 from weights.store import WeightStore
 
 PATH = "transformer.blocks.0.to_q"

@@ -22,8 +22,8 @@ from weights.externalize import externalize
 from weights.loader import load_from_store
 from weights.maintenance import gc
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 pytestmark = pytest.mark.slow
 

@@ -17,14 +17,14 @@ from unit.weights.comparing import files, random_tensors, same
 
 from weights.errors import FormatError, StoreError
 from weights.externalize import externalize
+from weights.formats.folder import LORA_FILE
 from weights.formats.safetensors import read_header
-from weights.formats.weight_files import LORA_FILE
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.storage.hashing import hash_tensors
 from weights.store import WeightStore
-from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

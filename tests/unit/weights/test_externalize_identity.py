@@ -15,8 +15,8 @@ from unit.weights.comparing import random_tensors, same
 
 from weights.errors import StoreVersionError
 from weights.externalize import externalize
+from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY
-from weights.formats.weight_files import LORA_FILE
 from weights.loader import load_from_store
 from weights.manifest import Component, TensorRef
 from weights.store import WeightStore

@@ -15,8 +15,8 @@ from weights.externalize import externalize
 from weights.loader import load_from_store
 from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, Layout
 from weights.reading.extents import read_extent
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

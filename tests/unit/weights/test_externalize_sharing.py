@@ -17,10 +17,10 @@ from weights.externalize import externalize
 from weights.loader import load_from_store
 from weights.manifest import ExtentRef, Layout, Manifest
 from weights.reading.extents import read_extent
+from weights.repair import verify
 from weights.storage.meta import StoreMeta
 from weights.storage.packs import SharedExtents
 from weights.store import WeightStore
-from weights.verification import verify
 
 
 def flip_bit(store: WeightStore, manifest: Manifest, component: str, name: str) -> None:

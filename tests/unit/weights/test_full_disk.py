@@ -20,11 +20,10 @@ from weights.errors import DiskFull
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.maintenance import gc, remove_model
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.durable import allocated_bytes, remove_path
 from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
-from weights.verification import verify
 
 WRITERS: dict[str, Callable[[WeightStore, Path], Any]] = {
     "combined": lambda store, source: externalize(store, "new", source),

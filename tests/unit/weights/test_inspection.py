@@ -10,7 +10,7 @@ import torch
 
 from weights.errors import ModelNotStored
 from weights.externalize import externalize
-from weights.inspection import StoreTotals, summarize, totals
+from weights.maintenance import StoreTotals, summarize, totals
 from weights.manifest import Layout
 from weights.store import WeightStore
 

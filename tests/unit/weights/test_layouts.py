@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -21,17 +20,11 @@ from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 DEMO_MODELS = Path(__file__).parents[3] / "infra" / "demo" / "models"
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
-
-
-@pytest.fixture(autouse=True)
-def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of small files; what a flush is good for, no test of this file could see."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def assert_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

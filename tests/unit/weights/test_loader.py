@@ -13,8 +13,7 @@ from kit.seeding import seeded_rng
 
 from weights.errors import WeightsError
 from weights.externalize import externalize
-from weights.loader import load_model
-from weights.loading.placement import LoadedFiles, windows
+from weights.loader import LoadedFiles, load_model, windows
 from weights.loading.views import attach
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents

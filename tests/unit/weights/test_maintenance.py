@@ -17,10 +17,10 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.storage.durable import allocated_bytes
 from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
-from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
 

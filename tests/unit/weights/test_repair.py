@@ -17,18 +17,11 @@ from weights.layouts import convert
 from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout, Manifest
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.meta import StoreMeta
 from weights.store import WeightStore
-from weights.verification import verify
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
-
-
-@pytest.fixture(autouse=True)
-def _without_flushing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip flushes: no test of this file could see what they are good for."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def pack_of(store: WeightStore, manifest: Manifest, component: str, name: str) -> tuple[Path, int, int]:

@@ -16,9 +16,9 @@ from weights.externalize import externalize
 from weights.loader import load_from_store
 from weights.maintenance import gc
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.storage.meta import StoreMeta
 from weights.store import WeightStore, manifest_text
-from weights.verification import verify
 
 
 @pytest.fixture

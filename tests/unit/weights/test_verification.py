@@ -9,8 +9,8 @@ from unit.weights.comparing import flip
 from weights.errors import ModelNotStored
 from weights.externalize import externalize
 from weights.manifest import Layout
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])

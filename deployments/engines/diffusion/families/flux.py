@@ -129,7 +129,7 @@ class Flux(PackedFlow):
         latents = rows.latents
         timesteps = rows.timesteps.to(latents.dtype) / 1000
         sizes = rows.sizes or (size,)
-        patch_ids = _patch_ids(sizes[0]).to(latents.device, latents.dtype)
+        patch_ids = _patch_ids(sizes[0], latents.device).to(latents.dtype)
 
         def run(control: ControlRows) -> Sequence[Sequence[torch.Tensor] | None]:
             residuals: Sequence[Sequence[torch.Tensor] | None] = control.net(
@@ -193,7 +193,7 @@ def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torc
 
         text_ids = ids[: len(ids) - num_patches(sizes[0])]
         found = {
-            size: type(positions).forward(positions, torch.cat([text_ids, _patch_ids(size).to(ids)]))
+            size: type(positions).forward(positions, torch.cat([text_ids, _patch_ids(size, ids.device).to(ids)]))
             for size in dict.fromkeys(sizes)
         }
         return tuple(_AnglesByRow(torch.stack([found[size][part] for size in sizes])) for part in range(2))
@@ -201,12 +201,12 @@ def _angles_by_row(positions: Any, sizes: Sequence[ImageSize]) -> Callable[[torc
     return forward
 
 
-def _patch_ids(size: ImageSize) -> torch.Tensor:
-    """Return the positions (h * w, 3) of the patches: (0, row, column)."""
+def _patch_ids(size: ImageSize, device: torch.device) -> torch.Tensor:
+    """Return the positions (h * w, 3) of the patches: (0, row, column). A copy of the host's would be waited for."""
     import torch
 
     rows, columns = size.latent_height // PATCH, size.latent_width // PATCH
-    ids = torch.zeros(rows, columns, 3)
-    ids[..., 1] = torch.arange(rows)[:, None]
-    ids[..., 2] = torch.arange(columns)[None, :]
+    ids = torch.zeros(rows, columns, 3, device=device)
+    ids[..., 1] = torch.arange(rows, device=device)[:, None]
+    ids[..., 2] = torch.arange(columns, device=device)[None, :]
     return ids.view(-1, 3)

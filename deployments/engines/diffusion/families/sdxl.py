@@ -100,8 +100,8 @@ class StableDiffusionXL(UNetFamily):
         import torch
 
         latents = rows.latents
-        ids = [size.height, size.width, 0, 0, size.height, size.width]
-        size_ids = torch.tensor(ids, device=latents.device, dtype=latents.dtype)
+        own = _size_ids(latents, size)
+        size_ids = torch.cat([*own, latents.new_zeros(2), *own])
         return {"added_cond_kwargs": {"text_embeds": pooled, "time_ids": size_ids.expand(len(latents), -1)}}
 
 
@@ -133,13 +133,18 @@ class StableDiffusionXLRefiner(StableDiffusionXL):
         import torch
 
         assert pooled is not None  # `text_widths` asks for it
-        sizes = torch.tensor([size.height, size.width, 0, 0], device=pooled.device, dtype=rows.latents.dtype)
+        sizes = torch.cat([*_size_ids(rows.latents, size), rows.latents.new_zeros(2)])
         scores = pooled[:, -1:].to(sizes.dtype)
         ids = torch.cat([sizes.expand(len(pooled), -1), scores], dim=1)
         return {"added_cond_kwargs": {"text_embeds": pooled[:, :-1], "time_ids": ids}}
 
 
 REFINER: Final = StableDiffusionXLRefiner()
+
+
+def _size_ids(like: torch.Tensor, size: ImageSize) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return height and width, (1,) each, made on the device: a copy of the host's would be waited for."""
+    return like.new_full((1,), size.height), like.new_full((1,), size.width)
 
 
 def _latent_statistics(like: torch.Tensor, vae_config: Mapping[str, Any]) -> tuple[torch.Tensor | float, ...]:

@@ -14,9 +14,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Refused
+from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
 from infra.bench.door_load import MAX_PROBE_SHARE, PROBE_SHARE, REFUSED, Outcome
 

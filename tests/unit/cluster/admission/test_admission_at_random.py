@@ -9,9 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement, Refused
+from cluster.admission.records import Demand, Placement, Refused
 from configs.admission import AdmissionConfig
 
 POOLS = {"worker": ("flux", "adder"), "encoder": ("clip",)}

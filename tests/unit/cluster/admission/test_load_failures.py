@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.admission.demand import Demand
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement, Started
+from cluster.admission.records import Demand, Placement, Started
 from cluster.load_failures import LONGEST_RETRY_S, LoadFailures, retry_after_s
 from configs.admission import AdmissionConfig
 

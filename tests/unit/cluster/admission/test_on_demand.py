@@ -8,10 +8,9 @@ from collections.abc import Mapping
 
 import pytest
 
-from cluster.admission.demand import Demand, Waiting
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Placement, Started
-from cluster.admission.replica_slots import HOLD_TIMES, JOIN_DELAYS, OnDemandSwitch, Options, ReplicaSlots
+from cluster.admission.records import Demand, OnDemandSwitch, Placement, Started, Waiting
+from cluster.admission.replica_slots import HOLD_TIMES, JOIN_DELAYS, Options, ReplicaSlots
 from cluster.admission.service_times import BATCH_SIZES, BatchLatency
 from configs.admission import AdmissionConfig
 

@@ -12,11 +12,10 @@ import xxhash
 from kit.clock import Clock
 from kit.seeding import seeded_random
 
-from cluster.keeper import adoption
-from cluster.keeper.adoption import Adoption
-from cluster.keeper.audit import DamageLog
+from cluster.keeper import shared_memory
 from cluster.keeper.held_extents import HeldExtents
 from cluster.keeper.records import HeldOffer
+from cluster.keeper.shared_memory import Adoption, DamageLog
 from weights.manifest import ExtentRef
 
 WAIT_S = 3.0
@@ -83,4 +82,4 @@ def test_who_wants_what_is_offered_goes_on_at_once(monkeypatch: pytest.MonkeyPat
     assert taking.adopted_bytes == len(data)
     waiting.join(10)
     assert not waiting.is_alive()
-    assert adoption.ADOPTION_S < 60.0
+    assert shared_memory.ADOPTION_S < 60.0

@@ -11,8 +11,8 @@ import pytest
 import xxhash
 from kit.seeding import seeded_rng
 
-from cluster.keeper.audit import BLOCK_BYTES, Audit
 from cluster.keeper.records import HeldExtent
+from cluster.keeper.shared_memory import BLOCK_BYTES, Audit
 from weights.manifest import ExtentRef
 
 

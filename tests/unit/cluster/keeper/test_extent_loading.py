@@ -19,8 +19,7 @@ from kit.clock import Clock
 from cluster.keeper.extent_loading import ExtentLoader, Writing
 from cluster.peers.client import FetchFailed
 from cluster.peers.fetch_queue import GIVE_UP_S, AskRegistry
-from cluster.peers.messages import Located, Question
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, Question
 from cluster.peers.sources import PATIENCE_S, FetchOutcome, PeerOffer, PeerShare
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import ExtentRef

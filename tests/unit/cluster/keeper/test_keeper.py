@@ -30,7 +30,7 @@ from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
 from cluster.node_code import running_code
 from cluster.peers.link import RegistryClient
-from cluster.peers.messages import Located, Question, ResidencyReport
+from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.processes import ProcessMark
 from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
@@ -527,7 +527,7 @@ def test_somebody_waiting_for_room_shows_in_the_answer_to_a_sign_of_life(keeper,
 
 
 def test_offers_of_replicas_are_adopted_once_and_checked(keeper, extents, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("cluster.keeper.adoption.ray.get", lambda ref, timeout: ref.array)
+    monkeypatch.setattr("cluster.keeper.shared_memory.ray.get", lambda ref, timeout: ref.array)
     copies = {id_: np.frombuffer((tmp_path / id_).read_bytes(), np.uint8) for id_ in "ab"}
     node = keeper()
     offers = [HeldOffer(extents[id_], Ref(copies[id_]), 2) for id_ in "ab"]
@@ -551,7 +551,7 @@ def test_what_two_replicas_offer_at_once_counts_once(keeper, extents, tmp_path, 
         both_are_here.wait(WAIT_S)
         return ref.array
 
-    monkeypatch.setattr("cluster.keeper.adoption.ray.get", mapped)
+    monkeypatch.setattr("cluster.keeper.shared_memory.ray.get", mapped)
     copy = np.frombuffer((tmp_path / "a").read_bytes(), np.uint8)
     node = keeper()
     offering = [pool.submit(node.adopt, holder, [HeldOffer(extents["a"], Ref(copy), 1)]) for holder in "vw"]
@@ -564,7 +564,7 @@ def test_an_offer_that_cannot_be_mapped_is_read_again(keeper, extents, reads: Re
     def lost(ref: Any, timeout: float) -> Any:
         raise ray.exceptions.GetTimeoutError("its owner is gone")
 
-    monkeypatch.setattr("cluster.keeper.adoption.ray.get", lost)
+    monkeypatch.setattr("cluster.keeper.shared_memory.ray.get", lost)
     node = keeper()
     node.adopt("v", [HeldOffer(extents["a"], Ref(None), 1)])
     assert node.residents() == []

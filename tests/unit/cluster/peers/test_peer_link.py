@@ -14,8 +14,7 @@ from kit.waiting import wait_until
 
 from cluster.peers.client import PeerClient
 from cluster.peers.link import QUIET_S, PeerLink, RegistryClient
-from cluster.peers.messages import Located, Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from weights.manifest import ExtentRef
 
 SECRET = random.randbytes(32)

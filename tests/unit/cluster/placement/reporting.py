@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from cluster.admission.records import AdmissionSnapshot, ModelLoad
-from cluster.admission.replica_slots import ReplicaLoad
+from cluster.admission.records import AdmissionSnapshot, ModelLoad, ReplicaLoad
 from cluster.placement.observing import CatalogEntry
 from cluster.placement.reports import ModelNeed, WorkerReport
 

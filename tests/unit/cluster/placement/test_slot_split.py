@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from kit.seeding import seeded_random
 
-from cluster.admission.slot_records import PoolClaims, ReplicaUse, SlotClaim
-from cluster.placement.slot_split import PoolSplit, fill, split_pool
+from cluster.admission.records import PoolClaims, ReplicaUse, SlotClaim
+from cluster.placement.slot_split import PoolSplit, _fill, split_pool
 
 SLOT = 0.25
 
@@ -37,11 +37,11 @@ def split(**ingresses: PoolClaims) -> PoolSplit:
 
 
 def test_an_amount_is_filled_by_weight_up_to_what_each_wants() -> None:
-    assert fill(10.0, {"a": (1.0, 100.0), "b": (1.0, 100.0)}) == {"a": 5.0, "b": 5.0}
-    assert fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 100.0)}) == {"a": 2.0, "b": 8.0}
-    assert fill(12.0, {"a": (3.0, 100.0), "b": (1.0, 100.0)}) == {"a": 9.0, "b": 3.0}
-    assert sum(fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 3.0)}).values()) == 5.0
-    assert fill(1.0, {}) == {}
+    assert _fill(10.0, {"a": (1.0, 100.0), "b": (1.0, 100.0)}) == {"a": 5.0, "b": 5.0}
+    assert _fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 100.0)}) == {"a": 2.0, "b": 8.0}
+    assert _fill(12.0, {"a": (3.0, 100.0), "b": (1.0, 100.0)}) == {"a": 9.0, "b": 3.0}
+    assert sum(_fill(10.0, {"a": (1.0, 2.0), "b": (1.0, 3.0)}).values()) == 5.0
+    assert _fill(1.0, {}) == {}
 
 
 def test_an_ingress_alone_has_all() -> None:

@@ -27,11 +27,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorUnavailableError, RayActorError
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
+from cluster.admission.records import Demand
+from cluster.placement.link import QueuesAway, SlotLink
 from cluster.placement.slot_book import SILENT_S
 from cluster.placement.slot_desk import SlotDesk
-from cluster.placement.slot_link import QueuesAway, SlotLink
 from cluster.processes import ProcessMark
 from configs.admission import AdmissionConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cluster.admission.replica_slots import OnDemandSwitch
+from cluster.admission.records import OnDemandSwitch
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import waits_there
 from cluster.placement.state import BATCH, INTERACTIVE, Components, Decision, ModelState, SwitchPlan, WorkerState

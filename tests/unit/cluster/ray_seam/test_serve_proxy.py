@@ -106,7 +106,7 @@ async def test_a_head_that_does_not_end_in_time_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
     monkeypatch.setattr(serve_proxy, "_HEAD_TIMEOUT_S", 0.3)
-    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
+    async with served(says_yes, http=serve_proxy._BoundedConnection) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         answer = asyncio.create_task(reader.readuntil(b"\r\n"))
         writer.write(begun)
@@ -122,7 +122,7 @@ async def test_a_head_that_does_not_end_in_time_ends_its_connection(
 
 
 async def test_a_head_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
+    async with served(says_yes, http=serve_proxy._BoundedConnection) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nx-one: " + b"x" * (serve_proxy._MAX_HEAD_BYTES + 1))
         assert b" 400 " in await asyncio.wait_for(reader.read(), 10)
@@ -131,7 +131,7 @@ async def test_a_head_without_an_end_is_not_kept(monkeypatch: pytest.MonkeyPatch
 
 async def test_an_address_has_its_connections_and_others_have_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_proxy, "_MAX_PER_ADDRESS", 3)
-    async with served(says_yes, http=serve_proxy.BoundedConnection) as port:
+    async with served(says_yes, http=serve_proxy._BoundedConnection) as port:
         for _ in range(2):  # what has ended counts no longer
             opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -144,7 +144,7 @@ async def test_an_address_has_its_connections_and_others_have_theirs(monkeypatch
                     assert (await asyncio.wait_for(each.readuntil(b"yes"), 10)).startswith(b"HTTP/1.1 200")
             for one in (writer, its_writer, *(its for _, its in opened)):
                 one.close()
-            await until(lambda: not serve_proxy.BoundedConnection.num_of)
+            await until(lambda: not serve_proxy._BoundedConnection.num_of)
 
 
 async def test_serve_finds_what_the_environment_names_and_its_server_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +159,6 @@ async def test_serve_finds_what_the_environment_names_and_its_server_has_it(monk
     options = HTTPOptions(host="127.0.0.1", port=0)
     running, server = await proxy.start_asgi_http_server(says_yes, options, event_loop=asyncio.get_running_loop())
     await until(lambda: server.started)
-    assert server.config.http_protocol_class is serve_proxy.BoundedConnection
+    assert server.config.http_protocol_class is serve_proxy._BoundedConnection
     server.should_exit = True
     await running

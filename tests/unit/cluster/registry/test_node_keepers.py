@@ -13,8 +13,7 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
-from cluster.peers.messages import Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import PeerAddress, Question, ResidencyReport
 from cluster.registry.node_keepers import FIRST_PAUSE_S, IDLE_S, LONGEST_PAUSE_S, NodeKeepers
 from weights.manifest import ExtentRef
 

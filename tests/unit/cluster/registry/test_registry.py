@@ -22,8 +22,7 @@ from safetensors.numpy import save_file
 from unit.weights.sources.hub_server import Hub, serving
 
 from cluster.errors import ModelUnknown, RegistrationRefused, WeightsUnavailable
-from cluster.peers.messages import Located, Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from cluster.registry.actor import WAITING, WATCHING, WeightRegistry, registry_class
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap
@@ -218,7 +217,7 @@ async def test_the_report_of_residency_is_made_beside_the_event_loop(
         return {"nodes": [], "models": {}}
 
     monkeypatch.setattr("cluster.registry.actor.cluster_residency", report)
-    assert await models.residency(["near"], 0, 10) == {"num_nodes": 0, "nodes": [], "models": {}}
+    assert await models.residency(["near"], 0, 10) == {"num_nodes": 0, "node_problems": [], "nodes": [], "models": {}}
     assert len(threads) == 1
     assert threads != [threading.get_ident()]
 

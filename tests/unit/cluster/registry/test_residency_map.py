@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from kit.clock import Clock
 
-from cluster.peers.messages import Located, Question, ResidencyReport
-from cluster.peers.protocol import PeerAddress
+from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from cluster.peers.sources import MAX_OFFERS
 from cluster.registry.extent_locations import LOAD_S, ResidencyMap
 

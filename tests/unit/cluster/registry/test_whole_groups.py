@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 from unit.counting import operations
 
-from cluster.peers.messages import ResidencyReport
-from cluster.peers.protocol import PeerAddress
-from cluster.registry.extent_locations import ResidencyMap
-from cluster.registry.whole_groups import HeldComponents
+from cluster.peers.protocol import PeerAddress, ResidencyReport
+from cluster.registry.extent_locations import HeldComponents, ResidencyMap
 
 ADDRESS = PeerAddress("10.0.0.1", 7000)
 EXTENTS = [f"e{number}" for number in range(12)]

@@ -27,7 +27,7 @@ def test_candidates_are_those_of_serve(monkeypatch) -> None:
         names = [f"m{n}" for n in range(4)]
         workers = tuple(SimWorker(f"w{n}", "n", GB) for n in range(chance.randrange(1, 5)))
         models = tuple(SimModel(name, Components({name: GB})) for name in names)
-        world = World(Scenario(models, workers, ()), lambda world: multiplexed.Multiplexed(world, 2))
+        world = World(Scenario(models, workers, ()), lambda world: multiplexed._Multiplexed(world, 2))
         ours = world.dispatcher
         theirs = serve_router.MultiplexMixin()
         now.s = 1000.0
@@ -64,18 +64,18 @@ def test_candidates_are_those_of_serve(monkeypatch) -> None:
 def test_it_waits_and_tells_as_long_as_serve(monkeypatch) -> None:
     """A full worker is asked again by Serve's own pauses, the first one none."""
     asked_s: list[float] = []
-    choose = multiplexed.Multiplexed._choose
+    choose = multiplexed._Multiplexed._choose
 
     def chosen(self, pending):
         if pending.request.at_s:
             asked_s.append(self._world.now_s)
         return choose(self, pending)
 
-    monkeypatch.setattr(multiplexed.Multiplexed, "_choose", chosen)
+    monkeypatch.setattr(multiplexed._Multiplexed, "_choose", chosen)
     model = SimModel("a", Components({"a": GB}), 9.0)
     worker = SimWorker("w", "n", GB, slots=1)
     requests = (SimRequest(0.0, "a"), SimRequest(1.0, "a"))
-    World(Scenario((model,), (worker,), requests), lambda world: multiplexed.Multiplexed(world, 1)).run(6.0)
+    World(Scenario((model,), (worker,), requests), lambda world: multiplexed._Multiplexed(world, 1)).run(6.0)
     router = SimpleNamespace(
         initial_backoff_s=constants.RAY_SERVE_ROUTER_RETRY_INITIAL_BACKOFF_S,
         backoff_multiplier=constants.RAY_SERVE_ROUTER_RETRY_BACKOFF_MULTIPLIER,
@@ -92,13 +92,13 @@ def test_the_least_recently_used_goes_by_count_and_loads_are_serial() -> None:
     requests = tuple(
         SimRequest(at_s, name) for at_s, name in ((0, "a"), (3, "b"), (6, "a"), (7.5, "c"), (12, "a"), (14, "b"))
     )
-    world = World(Scenario(models, (worker,), requests), lambda world: multiplexed.Multiplexed(world, 2))
+    world = World(Scenario(models, (worker,), requests), lambda world: multiplexed._Multiplexed(world, 2))
     world.run(100.0)
     loads = [span.model for span in sorted(world.spans, key=lambda span: span.start_s) if span.is_switch]
     assert loads == ["a", "b", "c", "b"]
     assert len(world.served) == 6
     both = tuple(SimRequest(0.0, name) for name in "ab")
-    world = World(Scenario(models, (worker,), both), lambda world: multiplexed.Multiplexed(world, 2))
+    world = World(Scenario(models, (worker,), both), lambda world: multiplexed._Multiplexed(world, 2))
     world.run(100.0)
     spans = sorted((span.start_s, span.end_s) for span in world.spans if span.is_switch)
     assert spans == [(0.0, 1.0), (1.0, 2.0)]
@@ -110,7 +110,7 @@ def test_a_load_waits_until_what_runs_leaves_room_for_it() -> None:
     ends = {}
     for num_bytes in (GB, 2 * GB):
         worker = SimWorker("w", "n", num_bytes, slots=9, attach_bytes_per_s=1e9)
-        world = World(Scenario(models, (worker,), requests), lambda world: multiplexed.Multiplexed(world, 1))
+        world = World(Scenario(models, (worker,), requests), lambda world: multiplexed._Multiplexed(world, 1))
         world.run(100.0)
         ends[num_bytes] = [(one.request.model, one.ended_s) for one in world.served]
     # a runs from 1 to 5; only then b is loaded, and only when b has ended is a again.

@@ -7,10 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.admission.demand import Demand, Waiting
 from cluster.admission.ended_requests import MAX_KEPT, EndedLog
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Started
+from cluster.admission.records import Demand, Started, Waiting
 from cluster.admission.replica_slots import Ended
 from cluster.placement.state import Components
 from cluster.simulator.recorded import note_sizes, recorded_scenario

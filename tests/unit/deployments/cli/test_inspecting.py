@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -20,11 +19,9 @@ from deployments.cli.main import main
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda descriptor: None)
-        path = tmp_path_factory.mktemp("inspected") / "store"
-        demo_store(path, "digits-sdxl", "digits-flux", "texts-bert")
-        return path
+    path = tmp_path_factory.mktemp("inspected") / "store"
+    demo_store(path, "digits-sdxl", "digits-flux", "texts-bert")
+    return path
 
 
 @pytest.fixture

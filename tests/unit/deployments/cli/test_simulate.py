@@ -83,7 +83,8 @@ def test_runs_are_written_into_one_page_that_asks_nobody(monkeypatch, tmp_path: 
     assert not re.search(r'(?:src|href)=|url\(|from "\./', text)
 
 
-def test_a_run_that_is_too_large_for_a_page_is_told(monkeypatch, tmp_path: Path, capsys) -> None:
+def test_a_run_that_is_too_large_for_a_page_is_told_before_it_runs(monkeypatch, tmp_path: Path, capsys) -> None:
+    monkeypatch.setattr("deployments.cli.simulate.simulate", lambda *_: pytest.fail("it ran"))
     run(monkeypatch, "--burst", "1", "--models", "3", "--workers", "300", "--html", str(tmp_path / "a"))
     assert "300 workers; a page shows at most 256" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()

@@ -15,7 +15,7 @@ from kit.waiting import until
 from starlette.types import Receive, Scope, Send
 
 from cluster.admission.dispatcher import NotAdmitted
-from cluster.admission.read_limiter import NUM_READ_SLOTS, ReadLimiter, release_read_slot
+from cluster.admission.fair_slots import NUM_READ_SLOTS, ReadLimiter, release_read_slot
 from cluster.door.haproxy_rules import RECEIVED, machine_clock
 from deployments.ingress.gate import WAITED, ReadGate
 

@@ -15,8 +15,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from ray.serve.exceptions import ReplicaUnavailableError
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.admission.demand import Demand
 from cluster.admission.dispatcher import Dispatcher
+from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
 from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
 from deployments.ingress.admitted import WORKER

@@ -18,7 +18,7 @@ import pytest
 from kit.serving import served
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.admission.read_limiter import ReadLimiter
+from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import RequestTooLarge

@@ -19,7 +19,7 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
-from cluster.admission.demand import Demand
+from cluster.admission.records import Demand
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.admission import AdmissionConfig
 from deployments.errors import InvalidRequest

@@ -24,8 +24,8 @@ from deployments.modules.loading import is_denoise_component
 from deployments.records import ImageRequest, LoraUse
 from deployments.text.encoders import TextEncoderBuilder, is_text_encoder
 from weights.externalize import externalize
+from weights.formats.folder import LORA_FILE
 from weights.formats.lora import METADATA_KEY
-from weights.formats.weight_files import LORA_FILE
 from weights.memory.device_arena import DeviceArena, StillInUse
 from weights.store import WeightStore
 

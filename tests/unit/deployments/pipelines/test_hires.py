@@ -39,8 +39,7 @@ def by_diffusers(folder: Path) -> np.ndarray:
 
 
 @pytest.mark.slow
-async def test_two_passes_are_those_of_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+async def test_two_passes_are_those_of_diffusers(tmp_path: Path) -> None:
     config, sources, problems = check_config(ROOT / "configs" / "clusters" / "hires.yaml")
     assert (config is not None, problems) == (True, [])
     assert config is not None

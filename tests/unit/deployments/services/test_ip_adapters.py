@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,10 +59,7 @@ def config_of(folder: Path, style: Path) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
-def test_a_configured_adapter_gives_the_images_of_diffusers(
-    stock: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind
-) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_a_configured_adapter_gives_the_images_of_diffusers(stock: Any, tmp_path: Path, kind: Kind) -> None:
     style = write_ip_adapter(tmp_path / "style", stock.unet, kind)
     models, image = LocalModels(config_of(tmp_path, style)), image_of(50, 30)
     asked = {"prompt": "a handwritten five", "num_inference_steps": 3, "guidance_scale": 3.0, "width": 32, "height": 32}

@@ -30,51 +30,39 @@ def seen_in_a_replica(code: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-PIPELINES = """
+IMPORTS = """
+import os
+os.environ["OMP_NUM_THREADS"] = "1"
+found = []
+
+def look(replica):
+    imported = sorted(set(LEFT_OUT) & set(sys.modules))
+    found.append([replica.__name__, imported, len(os.listdir("/proc/self/task"))])
+
+encoders = replica_classes.TextEncoderService
+import diffusers, transformers
+transformers.T5EncoderModel, transformers.CLIPTextModel, transformers.BertModel
+look(encoders)
+worker = replica_classes.Worker
+diffusers.FluxTransformer2DModel, diffusers.UNet2DConditionModel, diffusers.ModelMixin
+look(worker)
 before = diffusers.UNet2DConditionModel
 from deployments.engines.stock.loading import pipeline_class
 names = [pipeline_class(name).__module__.rsplit(".")[-1] for name in ("SanaPipeline", "StableDiffusionPAGPipeline")]
 import diffusers
-more = [names, before is diffusers.UNet2DConditionModel]
+print(json.dumps([found, names, before is diffusers.UNet2DConditionModel]))
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "uses", "then", "more"),
-    [
-        (
-            "Worker",
-            "diffusers.FluxTransformer2DModel, diffusers.UNet2DConditionModel, diffusers.ModelMixin",
-            PIPELINES,
-            [["pipeline_sana", "pipeline_pag_sd"], True],
-        ),
-        (
-            "TextEncoderService",
-            "transformers.T5EncoderModel, transformers.CLIPTextModel, transformers.BertModel",
-            "more = []",
-            [],
-        ),
-    ],
-)
-def test_a_replica_imports_its_models_and_nothing_that_it_does_not_use(
-    name: str, uses: str, then: str, more: list[Any]
-) -> None:
-    """A worker has the pipelines of diffusers beside, and its models stay as they were."""
-    code = f"""
-found = replica_classes.{name}
-import diffusers, transformers
-{uses}
-imported = sorted(set({LEFT_OUT!r}) & set(sys.modules))
-num_threads = len(__import__("os").listdir("/proc/self/task"))
-{then}
-print(json.dumps([found.__name__, imported, num_threads, more]))
-"""
-    found, imported, num_threads, then_found = seen_in_a_replica(
-        f"__import__('os').environ['OMP_NUM_THREADS'] = '1'\n{code}"
-    )
-    assert (found, imported) == (name, [])
-    assert num_threads == 1, "or its template could not be copied"
-    assert then_found == more
+def test_replicas_import_their_models_and_nothing_that_they_do_not_use() -> None:
+    """A worker has the pipelines of diffusers beside, and its models stay as they were.
+
+    Both in one process, one after the other: what a worker does not want, no text encoder has loaded.
+    """
+    found, names, is_same = seen_in_a_replica(f"LEFT_OUT = {LEFT_OUT!r}\n{IMPORTS}")
+    assert [one[:2] for one in found] == [["TextEncoderService", []], ["Worker", []]]
+    assert [one[2] for one in found] == [1, 1], "or their template could not be copied"
+    assert (names, is_same) == (["pipeline_sana", "pipeline_pag_sd"], True)
 
 
 def test_libraries_that_were_there_before_go_on_as_they_were() -> None:

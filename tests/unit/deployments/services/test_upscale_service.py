@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,8 +114,7 @@ def models_of(path: Path, **more: Any) -> LocalModels:
     return LocalModels(ClusterConfig.model_validate(config))
 
 
-def test_a_float16_network_by_old_names_in_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_a_float16_network_by_old_names_in_one_process(tmp_path: Path) -> None:
     tensors = {name: one.half() for name, one in rrdb().items()}
     save_file({f"params.{name}": one for name, one in tensors.items()}, tmp_path / "x.safetensors")
     models, image, steps = models_of(tmp_path / "x.safetensors"), image_of(9, 14), list[tuple[int, int]]()
@@ -144,8 +142,7 @@ def test_the_scale_is_known_of_the_stored_model(tmp_path: Path, open_host: OpenH
     assert variant_of(manifest, tmp_path) == {"scale": 2}
 
 
-async def test_an_upscaler_is_a_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+async def test_an_upscaler_is_a_stage(tmp_path: Path) -> None:
     save_file(tensors := compact(), tmp_path / "x.safetensors")
     file = tmp_path / "c.yaml"
     file.write_text(

@@ -15,9 +15,9 @@ pytestmark = pytest.mark.slow  # imports diffusers
 @pytest.mark.long
 def test_all_parts_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = Sizes(width=64, layers=1, pixels=32, text_width=64, text_layers=1)
-    figures = measure_stock(Effort(num_steps=2, rounds=1, switches=1, tokens=8, sizes=sizes), seed=0)
+    figures = measure_stock(Effort(few_steps=1, num_steps=9, rounds=1, switches=1, tokens=8, sizes=sizes), seed=0)
     assert [row["class"] for row in figures["steps"]] == list(CLASSES)
-    assert all(row["ours"] > 0 and row["stock"] > 0 for row in figures["steps"])
+    assert all(row["whole_ratio"] > 0 and row["stock"] > 0 for row in figures["steps"])
     assert figures["switch"]["built"] == ["transformer"]
     assert 0 < figures["chat"]["step_ms"] < figures["chat"]["beside_ms"]
     print_stock_figures(figures, as_json=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +19,9 @@ MODEL = "digits-sdxl-pag"
 
 
 @pytest.mark.slow  # imports diffusers
-def test_images_are_those_of_diffusers_and_weights_those_of_the_plain_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_are_those_of_diffusers_and_weights_those_of_the_plain_model(tmp_path: Path) -> None:
     from diffusers import StableDiffusionXLPAGPipeline
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     config = load_cluster_config(ROOT / "configs/clusters/demo.yaml")
     config = config.model_copy(update={"store": config.store.model_copy(update={"path": tmp_path / "store"})})
     models, seed = LocalModels(config), seeded_random().getrandbits(32)

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from weights.dtypes import tensor_nbytes
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.folder import LORA_FILE
 from weights.formats.kuiper import KuiperHeader, write_kuiper
-from weights.formats.weight_files import LORA_FILE
 
 ONE = {"w": torch.rand(2, 3)}
 

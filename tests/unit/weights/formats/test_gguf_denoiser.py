@@ -23,9 +23,8 @@ from weights.formats.checkpoint import read_checkpoint
 from weights.formats.ggml_values import unpack_blocks
 from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 
 def sd3(**more: Any) -> SD3Transformer2DModel:

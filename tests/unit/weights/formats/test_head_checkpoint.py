@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ from weights.errors import FormatError
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.dense_head import read_dense_config
-from weights.inspection import summarize
 from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
+from weights.maintenance import summarize
+from weights.repair import verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 IN, OUT = 5, 7  # fixed: they are in the names of tests, which every process must collect alike
 TANH = "torch.nn.modules.activation.Tanh"
@@ -64,8 +63,7 @@ def test_the_other_shapes_that_stock_writes(tmp_path: Path, use_residual: bool) 
 
 
 @pytest.mark.parametrize("layout", ["combined", "separate", "inline"])
-def test_a_head_goes_through_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: Any) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_a_head_goes_through_the_store(tmp_path: Path, layout: Any) -> None:
     store = WeightStore(tmp_path / "store")
     tensors = tensors_of()
     folder = write_head(tmp_path / "head", tensors, id2label=LABELS)
@@ -84,8 +82,7 @@ def test_a_head_goes_through_the_store(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_head_is_cast_like_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+def test_a_head_is_cast_like_others(tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in tensors_of().items()}
     folder = write_head(tmp_path / "head", tensors)
     store = WeightStore(tmp_path / "store")

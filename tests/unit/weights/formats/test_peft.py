@@ -20,8 +20,8 @@ from deployments.engines.servable import why_unservable
 from weights.adapters import load_adapter, parse_adapter
 from weights.errors import AdapterError, FormatError
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.peft import PEFT_CONFIG, PEFT_FILE
-from weights.formats.weight_files import LORA_FILE
+from weights.formats.folder import LORA_FILE
+from weights.formats.lora import PEFT_CONFIG, PEFT_FILE
 from weights.layouts import write_inline
 from weights.store import WeightStore
 

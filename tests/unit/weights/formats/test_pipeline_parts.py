@@ -60,11 +60,11 @@ def test_a_lacking_part_is_named(
     entry = ModelConfig(id="sdxl", path=str(folder))
     if lack is None:
         assert import_checkpoint(
-            store, entry, why_unservable=lambda checkpoint, bases: why_incomplete(checkpoint)
+            store, entry, why_unservable=lambda checkpoint, bases, dtype: why_incomplete(checkpoint)
         ).class_name
         return
     with pytest.raises((FormatError, ModelUnservable), match=lack):
-        import_checkpoint(store, entry, why_unservable=lambda checkpoint, bases: why_incomplete(checkpoint))
+        import_checkpoint(store, entry, why_unservable=lambda checkpoint, bases, dtype: why_incomplete(checkpoint))
     assert store.model_names() == []
     assert not list(store.packs.glob("*"))
 

@@ -22,9 +22,8 @@ from weights.errors import FormatError, SourceRefused, StoreError
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.loader import load_from_store
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.store import WeightStore
-from weights.verification import verify
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from unit.weights.comparing import raw
 
+from weights import loader
 from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loader import load_model
-from weights.loading import placement
 from weights.loading.stage_transforms import Cast, Fp8Scaled, Int8Group
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.provider import LocalExtents
@@ -126,7 +126,7 @@ def test_memory_of_the_caller_is_staged_as_well(stored, tensors) -> None:
 
 
 def test_no_more_than_a_window_is_held_beside_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement.windows, "__defaults__", (800,))
+    monkeypatch.setattr(loader.windows, "__defaults__", (800,))
     extents = [ExtentRef(id=f"e{n}", pack="p", offset=4096 * n, nbytes=400, checksum="0" * 32) for n in range(9)]
     refs = {
         f"t{n}": TensorRef(extent=f"e{n}", offset=0, nbytes=400, dtype="F32", shape=(100,), sha256="0" * 64)

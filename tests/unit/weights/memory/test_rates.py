@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from weights.memory.block_plan import Rates
-from weights.memory.rates import rates_key, remembered_rates
+from weights.memory.rates import _rates_key, _remembered_rates
 
 
 def drawn() -> Rates:
@@ -24,9 +24,9 @@ def never() -> Rates:
 def test_what_was_measured_is_remembered_by_its_key(tmp_path: Path) -> None:
     file = tmp_path / "cache" / "rates.json"
     first, second = drawn(), drawn()
-    assert remembered_rates("one", file, lambda: first) == first
-    assert remembered_rates("two", file, lambda: second) == second
-    assert (remembered_rates("one", file, never), remembered_rates("two", file, never)) == (first, second)
+    assert _remembered_rates("one", file, lambda: first) == first
+    assert _remembered_rates("two", file, lambda: second) == second
+    assert (_remembered_rates("one", file, never), _remembered_rates("two", file, never)) == (first, second)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_what_was_measured_is_remembered_by_its_key(tmp_path: Path) -> None:
 def test_a_damaged_file_is_measured_again_and_replaced(tmp_path: Path, damage: bytes) -> None:
     file, found = tmp_path / "rates.json", drawn()
     file.write_bytes(damage)
-    assert remembered_rates("one", file, lambda: found) == found
-    assert remembered_rates("one", file, never) == found
+    assert _remembered_rates("one", file, lambda: found) == found
+    assert _remembered_rates("one", file, never) == found
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("inf"), float("nan"), "fast", None, 2**5000])
@@ -54,23 +54,23 @@ def test_rates_that_cannot_be_are_measured_again(tmp_path: Path, value: object) 
     file, found = tmp_path / "rates.json", drawn()
     kept = {"link_bytes_per_s": 1.0, "host_bytes_per_s": 1.0, "host_flops_per_s": value}
     file.write_text(json.dumps({"one": kept}))
-    assert remembered_rates("one", file, lambda: found) == found
+    assert _remembered_rates("one", file, lambda: found) == found
 
 
 def test_a_folder_that_cannot_be_written_costs_a_measurement_each_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     first, second = drawn(), drawn()
     for found in (first, second):
-        assert remembered_rates("one", tmp_path / "file" / "rates.json", lambda found=found: found) == found  # type: ignore[misc]
+        assert _remembered_rates("one", tmp_path / "file" / "rates.json", lambda found=found: found) == found  # type: ignore[misc]
 
 
 def test_the_key_names_the_processor_the_threads_and_the_device() -> None:
     cpu, before = torch.device("cpu"), torch.get_num_threads()
-    key = rates_key(cpu)
+    key = _rates_key(cpu)
     assert torch.__version__ in key
     assert key.endswith(", cpu")
     torch.set_num_threads(before + 1)
     try:
-        assert rates_key(cpu) != key
+        assert _rates_key(cpu) != key
     finally:
         torch.set_num_threads(before)

@@ -8,7 +8,7 @@ import pytest
 from kit.seeding import seeded_rng
 
 from weights.errors import WeightsError
-from weights.quantization.gguf_export import quantize_blocks
+from weights.quantization.gguf_export import _quantize_blocks
 
 KINDS = ("Q8_0", "Q4_0")
 
@@ -28,14 +28,14 @@ def matrices() -> list[np.ndarray]:
 def test_bytes_are_those_of_gguf_py(kind: str) -> None:
     type_ = gguf.GGMLQuantizationType[kind]
     for matrix in matrices():
-        packed = quantize_blocks(kind, matrix)
+        packed = _quantize_blocks(kind, matrix)
         assert np.array_equal(packed, gguf.quants.quantize(matrix, type_))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_too_small_for_a_scale_becomes_zeros(kind: str) -> None:
     tiny = np.float32(1e-43) * np.arange(-16, 16, dtype=np.float32)[None]
-    assert not gguf.quants.dequantize(quantize_blocks(kind, tiny), gguf.GGMLQuantizationType[kind]).any()
+    assert not gguf.quants.dequantize(_quantize_blocks(kind, tiny), gguf.GGMLQuantizationType[kind]).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,4 +50,4 @@ def test_too_small_for_a_scale_becomes_zeros(kind: str) -> None:
 )
 def test_what_blocks_cannot_express_is_refused(kind: str, matrix: np.ndarray, message: str) -> None:
     with pytest.raises(WeightsError, match=message):
-        quantize_blocks(kind, matrix)
+        _quantize_blocks(kind, matrix)

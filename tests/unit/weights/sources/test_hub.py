@@ -15,7 +15,7 @@ from weights.errors import FormatError, StoreError
 from weights.intake import import_model
 from weights.loader import load_from_store
 from weights.sources import object_storage
-from weights.sources.hub import MAX_WAIT_S, HubName, HubRepository, served_files
+from weights.sources.hub import MAX_WAIT_S, HubName, HubRepository, _served_files
 from weights.sources.mirrors import mirror_folder, remove_mirror
 from weights.sources.object_storage import MirrorReport, mirror
 from weights.store import WeightStore
@@ -238,7 +238,7 @@ def test_of_a_pipeline_its_components(more: list[str], taken: list[str]) -> None
     names = [*PIPELINE, *more]
     random.shuffle(names)
     configs = [name for name in PIPELINE if name.endswith(".json")]
-    assert served_files(names) == sorted([*configs, *taken])
+    assert _served_files(names) == sorted([*configs, *taken])
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_of_a_pipeline_its_components(more: list[str], taken: list[str]) -> None
     ],
 )
 def test_of_other_models_what_lies_at_the_root(names: list[str], taken: list[str] | None) -> None:
-    assert served_files(names) == sorted(taken or names)
+    assert _served_files(names) == sorted(taken or names)
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_of_other_models_what_lies_at_the_root(names: list[str], taken: list[str
 )
 def test_what_leaves_a_choice_is_told_with_the_names(names: list[str], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        served_files(names)
+        _served_files(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
 import sqlite3
@@ -16,10 +15,9 @@ import torch
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.maintenance import gc, rebuild_index, remove_model
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.index import StoreIndex, Unneeded
 from weights.store import WeightStore
-from weights.verification import verify
 
 HEADER_BYTES = 100  # sqlite.org/fileformat.html
 PAGE_BYTES = 4096
@@ -51,8 +49,7 @@ class Sound(NamedTuple):
 
 
 @pytest.fixture
-def sound(tmp_path: Path, write_model, monkeypatch: pytest.MonkeyPatch) -> Sound:
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # hundreds of stores are written, and no power fails
+def sound(tmp_path: Path, write_model) -> Sound:
     store = WeightStore(tmp_path / "store")
     shared = {f"s{i}": torch.rand(8) for i in range(60)}
     for name in "ab":

@@ -18,10 +18,10 @@ from weights.errors import StoreError
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.maintenance import remove_model
+from weights.repair import verify
 from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded, remove_index
 from weights.storage.meta import StoredExtent, StoreMeta
 from weights.store import WeightStore
-from weights.verification import verify
 
 
 def sha(text: object) -> str:

@@ -9,7 +9,7 @@ from kit.seeding import seeded_random
 
 from weights.manifest import ExtentRef
 from weights.storage.meta import StoreMeta
-from weights.storage.packs import MIN_WANTED_PART, shared_extents
+from weights.storage.packs import MIN_WANTED_PART, _shared_extents
 
 
 def sha(text: str) -> str:
@@ -26,7 +26,7 @@ def meta_with(**extents: dict[str, int]) -> StoreMeta:
 
 
 def shared(meta: StoreMeta, **wanted: int) -> dict[str, str]:
-    found = shared_extents({sha(name): 512 * blocks for name, blocks in wanted.items()}, meta)
+    found = _shared_extents({sha(name): 512 * blocks for name, blocks in wanted.items()}, meta)
     return {name: found[sha(name)] for name in wanted if sha(name) in found}
 
 
@@ -43,8 +43,8 @@ def test_what_takes_more_room_than_it_has_bytes_is_shared_all_the_same(nbytes: i
     ref = ExtentRef(id="x", pack="x", offset=0, nbytes=9 * 512 + nbytes, checksum="0" * 32)
     meta = StoreMeta()
     meta.add_extent(ref, {name: 512 * i for i, name in enumerate(names)})
-    assert shared_extents(dict.fromkeys(names, nbytes), meta) == dict.fromkeys(names, "x")
-    assert shared_extents(dict.fromkeys(names[:2], nbytes), meta) == {}
+    assert _shared_extents(dict.fromkeys(names, nbytes), meta) == dict.fromkeys(names, "x")
+    assert _shared_extents(dict.fromkeys(names[:2], nbytes), meta) == {}
 
 
 def test_an_extent_is_shared_for_all_that_is_wanted_of_it() -> None:

@@ -23,7 +23,7 @@ from cluster.ray_seam.ray_files import setup_script, worker_script
 from cluster.ray_seam.templates import launch, setup_worker
 from cluster.ray_seam.templates.messages import FOLDER_VARIABLE, NAME_VARIABLE
 from cluster.ray_seam.templates.process_files import count_copies, template_problems
-from cluster.ray_seam.templates.starting import running_templates, template_environment
+from cluster.ray_seam.templates.starting import _running_templates, template_environment
 from cluster.ray_seam.templates.template import _why_no_copy
 
 _SCRIPT = """
@@ -59,7 +59,7 @@ def templates_for(template: Template, script: Path) -> Iterator[Path]:
     said = os.environ.pop(_CHANGING)
     try:
         running = contextlib.ExitStack()
-        running.enter_context(running_templates(template, str(script)))
+        running.enter_context(_running_templates(template, str(script)))
     finally:
         os.environ[_CHANGING] = said
     with running:
@@ -348,7 +348,7 @@ def test_without_pidfds_nothing_changes(
 
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    with running_templates(Template("ray", []), str(tmp_path)):
+    with _running_templates(Template("ray", []), str(tmp_path)):
         assert FOLDER_VARIABLE not in os.environ
         assert template_environment("ray") == {}
     (line,) = caplog.messages

@@ -172,10 +172,7 @@ def test_what_does_not_fit_is_refused(stable_diffusion: Any, flux: Any, make_req
         opened(folder)
 
 
-def test_a_folder_becomes_one_component_and_is_written_back(
-    stable_diffusion: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+def test_a_folder_becomes_one_component_and_is_written_back(stable_diffusion: Any, tmp_path: Path) -> None:
     folder = write_ip_adapter(tmp_path / "a", stable_diffusion.ours.denoiser, "plus")
     checkpoint = read_checkpoint(folder)
     assert (checkpoint.kind, checkpoint.class_name, why_unservable(checkpoint)) == ("ip_adapter", "IPAdapter", None)

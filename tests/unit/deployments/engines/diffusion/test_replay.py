@@ -6,11 +6,13 @@ import random
 
 import pytest
 import torch
+from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
 from unit.deployments.engines.diffusion.test_batch_invariance import check_random_traffic, random_adapter
+from unit.deployments.engines.diffusion.test_image_prompts import image_of, opened
 
 from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.graph.replay import Replays
-from deployments.engines.protocol import AdapterUse
+from deployments.engines.protocol import AdapterUse, ImagePromptUse
 
 
 def replaying(pair, **options):
@@ -72,3 +74,18 @@ def test_a_lora_and_a_merged_one_run_in_the_module(flux, make_request):
                     pipeline.step([state])
             assert torch.equal(states[0].latents, states[1].latents)
     assert not replays._known
+
+
+def test_an_image_as_a_prompt_runs_in_the_module_also_where_equal_forwards_are_replayed(sdxl, make_request, tmp_path):
+    ours, replays = replaying(sdxl)
+    known = {"a": opened(write_ip_adapter(tmp_path / "a", ours.denoiser, "plain"))}
+    text, uses = sdxl.conditioning(1), (ImagePromptUse("a", image_of(8, 8), 0.9),)
+    for _ in range(2):
+        latents_of(ours, [(make_request(guidance_scale=1.0), text)])
+    assert any(one.is_tried for one in replays._known.values())
+    prompted = make_request(guidance_scale=1.0, image_prompts=uses)
+    states = [one.start_request(prompted, text, known) for one in (ours, sdxl.ours)]
+    while not states[0].done:
+        for pipeline, state in zip((ours, sdxl.ours), states, strict=True):
+            pipeline.step([state])
+    assert torch.equal(states[0].latents, states[1].latents)

@@ -23,7 +23,7 @@ from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.protocol import SamplingParams, TextRequest
 from weights.formats.gguf_names import TEXT_SPLITS
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
 
 DEMO = Path(__file__).parents[5] / "infra" / "demo"

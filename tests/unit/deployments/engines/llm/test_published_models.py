@@ -27,7 +27,7 @@ from deployments.engines.servable import why_unservable
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
 from weights.layouts import write_inline
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 from weights.store import WeightStore
 
 GROUP = 32

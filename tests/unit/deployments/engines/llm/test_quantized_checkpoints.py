@@ -27,7 +27,7 @@ from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError, StoreError, WeightsError
 from weights.formats.gguf import read_gguf
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 from weights.quantization.checkpoints import quantize_checkpoint
 
 LLAMA3 = {

@@ -25,7 +25,7 @@ from deployments.bench.figures import private_bytes
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.protocol import SamplingParams, TextRequest
-from weights.loading.mapped_checkpoint import mapped_tensors
+from weights.loading.views import mapped_tensors
 
 def own():
     return private_bytes(Path("/proc/self/smaps_rollup").read_text())

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from deployments.engines.nn import few_rows
-from deployments.engines.text.bert_layers import has_bert_layers, token_vectors
+from deployments.engines.text.forwards import has_bert_layers, token_vectors
 
 PAD = 1
 SIZES = {

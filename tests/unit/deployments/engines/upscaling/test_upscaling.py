@@ -12,9 +12,10 @@ from kit.seeding import seeded_random, seeded_rng
 from unit.deployments.engines.upscaler_files import Tensors, compact, enlarged, rrdb
 
 from deployments.engines.protocol import EngineError
-from deployments.engines.upscaling.networks import Upscaler, build_upscaler
-from deployments.engines.upscaling.tiles import (
+from deployments.engines.upscaling import (
     Tile,
+    Upscaler,
+    build_upscaler,
     core_of,
     enlarge_tile,
     margin_of,

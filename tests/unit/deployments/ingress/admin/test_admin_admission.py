@@ -11,7 +11,7 @@ from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, IMAGES, Held, Rep
 from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.placement.slot_link import SlotLink
+from cluster.placement.link import SlotLink
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
@@ -74,6 +74,7 @@ async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypa
         raise ActorDiedError
 
     replicas, queue = Replicas(), Dispatcher(CONFIG.admission, num_sharing=2)
+    queue.set_replicas("worker", ["one"])
     link = SlotLink("one", queue, connect)
     link.start()
     service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue, queues=link)

@@ -16,15 +16,13 @@ from unit.weights.comparing import flip
 
 from weights.errors import DiskFull, StoreVersionError, WeightsError
 from weights.externalize import externalize
-from weights.inspection import summarize, totals
 from weights.layouts import convert, write_inline
 from weights.loader import load_from_store
-from weights.maintenance import gc, rebuild_index, remove_model
+from weights.maintenance import gc, rebuild_index, remove_model, summarize, totals
 from weights.manifest import Layout, Manifest, read_manifest
-from weights.repair import repair
+from weights.repair import repair, verify
 from weights.storage.deltas.compaction import compact, expand
 from weights.store import WeightStore
-from weights.verification import verify
 
 Tensors = dict[str, torch.Tensor]
 SHAPE = (64, 96)

@@ -20,7 +20,7 @@ from kit.seeding import seeded_rng
 from ray.exceptions import RayActorError
 from unit.deployments.ingress.http_fakes import client_over
 
-from cluster.admission.read_limiter import ReadLimiter
+from cluster.admission.fair_slots import ReadLimiter
 from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull

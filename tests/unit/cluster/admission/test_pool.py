@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.admission.demand import Demand
-from cluster.admission.forecast import FairWait
+from cluster.admission.pool import _FairWait
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Refused
+from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
 
 POOL = "worker"
 
 
 def test_nobody_waits_for_a_larger_part_of_its_time_than_the_slowest_may() -> None:
-    fair = FairWait()
+    fair = _FairWait()
     assert fair.bound_s(3.0, 0.3, 0.0) == pytest.approx(2.7)
     assert fair.bound_s(3.0, 1.5, 0.1) == pytest.approx(1.5)
     assert fair.bound_s(3.0, 0.3, 0.2) == pytest.approx(1.5, rel=0.05)

@@ -1,0 +1,240 @@
+"""The memory that calls of a stock pipeline's modules take: its `__call__` is rehearsed over modules without weights.
+
+The code between modules runs as it is, on the host and over zeros, so that every module is called with the shapes that
+it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from deployments.engines.graph.recording import Recorder, fake_copy, record, tensors_in
+from deployments.engines.protocol import EngineError, StockRequest
+from deployments.engines.stock.borrowed_modules import BorrowedModules
+from deployments.engines.stock.inputs import CallInputs
+from deployments.engines.stock.loading import StockModel
+from deployments.engines.stock.outputs import audio_channels, sample_rate
+from deployments.engines.stock.texts import weightless, with_own
+from weights.manifest import Component
+from weights.torch_seam import DispatchMode, fake_mode
+
+METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines call
+_HOST: Final = torch.device("cpu")  # where rehearsals run
+_LEAST_TEXT: Final = 64  # bytes
+_WORD: Final = "a "
+_DEPTH: Final = 4  # of objects in results
+_MAX_RECORDED: Final = 256  # calls of a structure
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """A call of a module: the bytes that it takes at most at once, and the form of its result, as fake tensors."""
+
+    nbytes: int
+    result: Any
+
+
+class CallTwin:
+    """A stock pipeline without weights, whose calls are rehearsed as they would run on `device`. Thread-safe.
+
+    `components` are all its modules, whose skeletons are in `folder`. Raises EngineError for what cannot be built.
+    """
+
+    def __init__(
+        self, class_name: str, components: Mapping[str, Component], folder: Path, device: torch.device
+    ) -> None:
+        modules = {
+            name: self._stand_in(name, weightless(component, folder / component.folder))
+            for name, component in components.items()
+        }
+        self._model = StockModel(class_name, folder, modules)
+        self._inputs = CallInputs(self._model.cls)
+        self._device = device
+        self._lock = threading.Lock()
+        self._recorded: dict[str, _Recorded] = {}
+        self._bytes: dict[str, int] = {}  # of the rehearsal that runs
+        self.unplanned: dict[str, str] = {}  # why, by module and method; of `__call__` itself, by its name
+
+    def plan_call(self, request: StockRequest) -> dict[str, int]:
+        """Return the most bytes that each method of a module takes in the request's call, as "vae.decode".
+
+        Those that could not be recorded are not among them (`unplanned` tells why), and neither is what comes after
+        the place where a rehearsal ends for the values that it lacks. Takes up to seconds.
+        """
+        with self._lock:
+            self._bytes = {}
+            try:
+                self._rehearse(request)
+            except EngineError:
+                return {}  # the call itself will say so
+            except Exception as error:  # of any class that asks for what zeros do not have
+                self.unplanned.setdefault("__call__", f"{type(error).__name__}: {error}")
+            return self._bytes
+
+    def _rehearse(self, request: StockRequest) -> None:
+        arguments = self._inputs.arguments_of(request)
+        pipeline = self._model.create_pipeline(request.scheduler, request.scheduler_options)
+        for one in (pipeline, *(part for part in vars(pipeline).values() if hasattr(part, "progress_bar"))):
+            one.set_progress_bar_config(disable=True)
+        if request.audio:
+            arguments |= self._inputs.audio_of(request, sample_rate(pipeline), audio_channels(pipeline))
+        borrowed = BorrowedModules(list(self._model.modules.values()))
+        borrowed.take()
+        try:
+            with torch.no_grad(), _OwnStream():
+                pipeline(**arguments)
+        finally:
+            borrowed.end()
+
+    def _stand_in(self, name: str, module: nn.Module) -> nn.Module:
+        """Return the module itself, which has its calls recorded."""
+        own: dict[str, Callable[..., Any]] = {}
+        for method in METHODS:
+            if (stock := getattr(type(module), method, None)) is not None:
+                own["__call__" if method == "forward" else method] = self._recording(f"{name}.{method}", method, stock)
+        return with_own(module, _HOST, own)
+
+    def _recording(self, entry: str, method: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)  # some ask what it takes
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            dtype = next((one.dtype for one in module.parameters()), None)  # a VAE may be made float32
+            key = f"{entry} {dtype} {_form((args, kwargs))}"
+            if key not in self._recorded:
+                self._recorded[key] = self._record(entry, method, module, args, kwargs)
+                while len(self._recorded) > _MAX_RECORDED:
+                    self._recorded.pop(next(iter(self._recorded)))
+            found = self._recorded[key]
+            if found.nbytes:
+                self._bytes[entry] = max(found.nbytes, self._bytes.get(entry, 0))
+            return _mapped(found.result, _zeros)
+
+        return call
+
+    def _record(self, entry: str, method: str, module: nn.Module, args: Any, kwargs: Any) -> _Recorded:
+        mode, results = fake_mode(), list[Any]()
+        try:
+            twin = fake_copy(module, mode, self._device)
+            twin.__class__ = type(module).__mro__[1]
+            with mode:
+                args, kwargs = _mapped((args, kwargs), self._fake)
+            run = getattr(twin, method) if method != "forward" else twin
+
+            def call() -> Any:
+                results.append(run(*args, **kwargs))
+                return results
+
+            found = record(call, Recorder(self._device, is_fake=True), {}, mode)
+        except Exception as error:  # of any operation of a module that fake tensors have no rule for
+            self.unplanned.setdefault(entry, str(error).strip().partition("\n")[0])
+            return _Recorded(0, _guessed((args, kwargs)))
+        return _Recorded(found.eager_peak(), results[0])
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+
+
+def stretched(request: StockRequest) -> StockRequest:
+    """Return the request with texts that have at least as many tokens, and are the same for many requests."""
+    texts = {name: _stretched(text) for name, text in request.fields.items() if isinstance(text, str)}
+    return replace(request, seed=0, prompt=_stretched(request.prompt), fields={**request.fields, **texts}, texts=None)
+
+
+def _stretched(text: str) -> str:
+    nbytes = max(_LEAST_TEXT, len(text.encode()))
+    return _WORD * ((1 << math.ceil(math.log2(nbytes))) // len(_WORD))
+
+
+def shape_of(request: StockRequest) -> str:
+    """Return what decides about the shapes of a request's call: equal ones have one plan."""
+    plain = stretched(request)
+    audio = {name: (sound.rate, sound.samples.shape) for name, sound in plain.audio.items()}
+    return repr((plain.prompt, plain.num_images, sorted(plain.fields.items()), _form(plain.images), audio)) + repr(
+        (
+            sorted(plain.extra.items()),
+            plain.scheduler,
+            sorted(plain.scheduler_options.items()),
+            bool(plain.num_previews),
+        )
+    )
+
+
+class _OwnStream(DispatchMode):
+    """Lets a thread draw from a stream of its own in the place of the default one, which is that of all threads.
+
+    Pipelines that forget their generator draw from it, and a rehearsal must not change what they make.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        try:
+            return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
+        except (TypeError, RuntimeError):  # one that takes none
+            return torch.zeros_like(next(tensors_in(args)))
+
+
+def _form(value: Any) -> str:
+    """Return the shapes and types of a call's arguments; numbers with a fraction, times say, are all the same."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_form, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_form(one)}' for key, one in value.items())}}}"
+    if value is None or isinstance(value, bool | int | str):
+        return repr(value)
+    return f"{type(value).__name__}{getattr(value, 'shape', '')}"
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+
+
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:
+    """Return a copy of arguments or a result with its tensors changed, those in attributes of objects too."""
+    again = functools.partial(_mapped, change=change, depth=depth + 1)
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return value._make(map(again, value)) if hasattr(value, "_make") else type(value)(map(again, value))
+    if isinstance(value, dict):
+        changed = {key: again(one) for key, one in value.items()}
+        return type(value)(**changed) if hasattr(value, "to_tuple") else changed
+    if depth > _DEPTH or not hasattr(value, "__dict__") or isinstance(value, nn.Module | type | FunctionType):
+        return value
+    copied = copy.copy(value)
+    vars(copied).update({name: again(one) for name, one in vars(value).items()})
+    return copied
+
+
+class _Guess(tuple[torch.Tensor]):
+    """The result of a call that cannot be recorded: most modules give something of their first tensor's form."""
+
+    __slots__ = ()
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """Return it as outputs of diffusers name it."""
+        return self[0]
+
+
+def _guessed(arguments: Any) -> _Guess:
+    return _Guess([next(tensors_in(arguments), torch.zeros(1))])

@@ -1,1 +1,0 @@
-"""Networks that enlarge images, and the tiles that they go through."""

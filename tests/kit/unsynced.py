@@ -1,0 +1,27 @@
+"""No power fails while tests run: what they write need not reach the disk, for which a test would wait longer than for
+all else that it does. A pytest plugin. Tests of what is synced, and when, put an `os.fsync` of their own in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+
+class _Unsynced(sqlite3.Connection):
+    def execute(self, sql: str, *parameters: Any) -> sqlite3.Cursor:
+        return super().execute(sql.replace("synchronous = NORMAL", "synchronous = OFF"), *parameters)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_fails() -> Iterator[None]:
+    """Let files, and the databases of stores, stay in the kernel's memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr(sqlite3, "connect", partial(sqlite3.connect, factory=_Unsynced))
+        yield
