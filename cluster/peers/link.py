@@ -17,7 +17,7 @@ from cluster.peers.client import PeerClient
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, PeerServer
 from cluster.ray_calls import get
-from weights.residency.claims import RENEW_S
+from cluster.registry.extent_locations import RENEW_S
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0

@@ -112,6 +112,12 @@ DEMANDS: Final = Shim(
     public={"ray.autoscaler.v2.sdk:get_cluster_status": "ray.autoscaler.v2.sdk"},
     is_needed=False,
 )
+NODE_LOOKS: Final = Shim(
+    "Serve's list of nodes, which it looks up each second",
+    "it does so ten times a second",
+    changed={"ray.serve._private.cluster_node_info_cache:ClusterNodeInfoCache.update": _CONTROLLER},
+    is_needed=False,
+)
 _NODE: Final = {"ray._private.node:Node": "ray._private.worker"}
 _NODE_SETTINGS: Final = "ray._private.parameter:RayParams.update"  # which refuses a setting that Ray does not have
 SPARE_PROCESSES: Final = Shim(
@@ -147,6 +153,7 @@ ALL: Final = (
     REQUEST_CONTEXT,
     SERVE_CONTROL,
     DEMANDS,
+    NODE_LOOKS,
     SPARE_PROCESSES,
     TEMPLATES,
     UNFILLED,

@@ -344,22 +344,7 @@ class ServedModels:
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
         self._note_extents(entry.id, summary.extents)
-        self._apply(
-            ModelRecord(
-                id=entry.id,
-                state="ready",
-                kind=summary.kind,
-                nbytes=summary.nbytes,
-                fingerprint=summary.fingerprint,
-                error=error,
-                entry=entry,
-                features=summary.features,
-                class_name=summary.class_name,
-                variant=summary.variant,
-                widened=summary.widened,
-                signature=summary.signature,
-            )
-        )
+        self._apply(ModelRecord(entry.id, "ready", error=error, entry=entry, **summary.facts))
 
     async def _leave_source(self, entry: Entry) -> None:
         """Remove the local copy of an object storage URL with the last model that comes from there."""

@@ -36,7 +36,7 @@ from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line
 from deployments.preflight import device_mistakes
-from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+from deployments.services.replica_classes import TEMPLATE, TEXT_ENCODER, WORKER
 from weights.errors import listed
 from weights.externalize import unpacked_bytes
 
@@ -158,15 +158,16 @@ def _say_of_nodes(wanted: Wanted) -> None:
 
 
 def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> Template:
-    """Return the templates of all processes of a cluster: those of the replicas are named after their deployments."""
+    """Return the templates of all processes of a cluster.
+
+    Workers and text encoders have one together: what a text encoder imports, a worker does too, and copies of two
+    templates would share none of it.
+    """
     actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "placement")]
     # `module:name`, at whose last dot an import path ends.
-    replicas = [
-        Template(name, [":".join(path.rsplit(".", 1))])
-        for name, path in (("worker", WORKER), ("text_encoder", TEXT_ENCODER))
-    ]
-    torch = [Template("", ["torch"], further=replicas)] if config.worker.standby else []
-    serve = Template(_SERVE_TEMPLATE, [*SERVE_MODULES, "deployments.ingress.http"], serve_environment, torch)
+    classes = [":".join(path.rsplit(".", 1)) for path in (WORKER, TEXT_ENCODER)]
+    replicas = [Template(TEMPLATE, classes)] if config.worker.standby else []
+    serve = Template(_SERVE_TEMPLATE, [*SERVE_MODULES, "deployments.ingress.http"], serve_environment, replicas)
     return Template(BASE, ["ray", *actors], further=[serve])
 
 

@@ -29,7 +29,7 @@ from torch.export.graph_signature import InputKind
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
-from weights.loading.external_memory import WARNINGS_LOCK
+from weights.loading.views import WARNINGS_LOCK
 from weights.manifest import Component, Layout, Manifest
 from weights.programs.exported_signature import read_signature
 from weights.programs.signature import SIGNATURE, UNSERVABLE
