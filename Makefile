@@ -95,7 +95,7 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 	done
 
 nodes: setup     ## Three nodes in namespaces of this machine (as root): nodes, links and actors fail, come and go under load
-	$(PYTEST) tests/nodes -s
+	$(PYTEST) tests/nodes -s --durations=0
 
 fuzz: setup $(JUDGES)/atheris/.installed  ## Fuzz every reader of model files, SECONDS (600) for headers and for whole models
 	mkdir -p $(FUZZ)

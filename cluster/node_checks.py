@@ -1,8 +1,13 @@
-"""What nodes of a Ray that others started lack for a cluster: the same code, HAProxy, free ports, and its files."""
+"""The checks of nodes of a Ray that others started: a cluster needs its code, HAProxy, free ports, and its files there.
+
+`atelier up` looks at all of them, and the registry at those that join later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,12 +17,14 @@ from cluster.node_code import running_code, why_other_code
 from configs.cluster import ClusterConfig
 
 LOOK_S: Final = 20.0  # a node may start a process first
+FIRST_PAUSE_S: Final = 5.0  # before a node that has a problem is looked at again; doubles each time
+LONGEST_PAUSE_S: Final = 60.0
 Ports = Mapping[str, tuple[str, int]]  # host and port that each node listens on, by the key of the config
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a cluster wants of each node beside its code: HAProxy, ports, and files, both by the key of the config."""
+    """The needs of a cluster on each node beside its code: HAProxy, ports, and files, both by the key of the config."""
 
     ports: Ports = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
@@ -42,25 +49,85 @@ def _ports(config: ClusterConfig, *, has_serve: bool) -> Ports:
 
 def node_problems(wanted: Wanted) -> list[str]:
     """Return a sentence for whatever a node lacks of the Ray that this process has joined. Blocks, `LOOK_S` at most."""
+    from cluster.registry.node_keepers import node_addresses
+
+    return [line for lines in problems_by_node(node_addresses(), wanted).values() for line in lines]
+
+
+def problems_by_node(
+    nodes: Mapping[str, str], wanted: Wanted, serving: Callable[[], Collection[str]] = set
+) -> dict[str, list[str]]:
+    """Return by id a sentence for whatever each of the nodes lacks. Blocks, `LOOK_S` at most.
+
+    `nodes` are addresses by id. `serving` returns the nodes whose ports the cluster itself has taken; it is called
+    where some are taken.
+    """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from cluster.registry.node_keepers import node_addresses
-
     look, asked = ray.remote(num_cpus=0, max_retries=0)(look_at_node), {}
-    for node_id, address in node_addresses().items():
+    for node_id in nodes:
         place = NodeAffinitySchedulingStrategy(node_id, soft=False)
-        asked[look.options(scheduling_strategy=place).remote(dict(wanted.ports), dict(wanted.files))] = address
+        asked[look.options(scheduling_strategy=place).remote(dict(wanted.ports), dict(wanted.files))] = node_id
     done, silent = ray.wait([*asked], num_returns=len(asked), timeout=LOOK_S) if asked else ([], [])
-    found = [
-        f"node {asked[ref]} does not answer within {LOOK_S:.0f} s: is it overloaded, or cut off?" for ref in silent
-    ]
+    late = f"does not answer within {LOOK_S:.0f} s: is it overloaded, or cut off?"
+    found = {asked[ref]: [f"node {nodes[asked[ref]]} {late}"] for ref in silent}
     for ref in done:
+        node_id, address = asked[ref], nodes[asked[ref]]
         try:
-            found += told(asked[ref], ray.get(ref), wanted)
+            seen = ray.get(ref)
+            if seen["ports"] and node_id in serving():
+                seen |= {"ports": {}}
+            found[node_id] = [*describe_look(address, seen, wanted)]
         except ray.exceptions.RayError as error:
-            found.append(unable(asked[ref], error))
+            found[node_id] = [describe_failed_look(address, error)]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was said of a node, the first of `num_times` in a row with a problem, and when it is looked at again."""
+
+    lines: list[str]
+    num_times: int
+    again_s: float
+
+
+class NodeWatch:
+    """The problems of nodes that join a running cluster. A node is looked at when it comes, and while it has some.
+
+    A problem counts once it was seen twice: what starts on a node may take its ports a moment before it says so.
+    `find_problems` takes addresses by id, as `problems_by_node`. Of those that are `known` nothing is asked.
+    """
+
+    def __init__(
+        self,
+        find_problems: Callable[[Mapping[str, str]], Mapping[str, list[str]]],
+        known: Collection[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find_problems = find_problems
+        self._clock = clock
+        self._looks = {node_id: _Look([], 0, math.inf) for node_id in known}
+        self.problems: dict[str, list[str]] = {}  # by node id
+
+    def look(self, nodes: Mapping[str, str]) -> list[str]:
+        """Look at the nodes that are due, of all of Ray's by id, and return the sentences that are new. May block."""
+        looks = {node_id: look for node_id, look in self._looks.items() if node_id in nodes}
+        now_s = self._clock()
+        due = {id_: address for id_, address in nodes.items() if id_ not in looks or now_s >= looks[id_].again_s}
+        problems = {node_id: lines for node_id, lines in self.problems.items() if node_id in looks}
+        new: list[str] = []
+        for node_id, lines in (self._find_problems(due) if due else {}).items():
+            before = looks.get(node_id, _Look([], 0, 0.0))
+            num_times = before.num_times + 1 if lines else 0
+            pause_s = min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S) if lines else math.inf
+            looks[node_id] = _Look(lines, num_times, self._clock() + pause_s)
+            counted = [line for line in lines if line in before.lines]
+            new += [line for line in counted if line not in problems.get(node_id, ())]
+            problems[node_id] = counted
+        self._looks, self.problems = looks, {node_id: lines for node_id, lines in problems.items() if lines}
+        return new
 
 
 def look_at_node(ports: Ports, files: Mapping[str, str]) -> dict[str, Any]:
@@ -73,8 +140,11 @@ def look_at_node(ports: Ports, files: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def told(node: str, look: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
-    """Yield the sentences on the look at a node. Pure but for the code of this process."""
+def describe_look(node: str, look: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
+    """Yield a sentence on each thing that a look at the node at that address has found missing.
+
+    Pure but for the code of this process.
+    """
     if other := why_other_code(node, look["code"], running_code()):
         yield other
     if wanted.needs_haproxy and look["haproxy"]:
@@ -86,7 +156,7 @@ def told(node: str, look: Mapping[str, Any], wanted: Wanted) -> Iterator[str]:
         yield f"node {node} cannot read {wanted.files[key]} ({why}), the `{key}`: copy it there"
 
 
-def unable(node: str, error: Exception) -> str:
+def describe_failed_look(node: str, error: Exception) -> str:
     """Return the sentence on a node where the look itself failed, as where there is no Atelier."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return f"node {node} cannot run Atelier ({lines[-1]}): install {' and '.join(running_code())} there"

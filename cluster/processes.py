@@ -1,8 +1,12 @@
-"""Processes of this machine, distinguished from those that have had their numbers."""
+"""Processes of this machine: distinguished from those that have had their numbers; started to be spoken with."""
 
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+from multiprocessing.connection import Connection
 from typing import Final, NamedTuple
 
 import psutil
@@ -37,3 +41,16 @@ def is_alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def start_connected(module: str, *arguments: object) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a module as a process, and return it and a connection to it, whose descriptor is its first argument."""
+    mine, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, str(theirs.fileno()), *map(str, arguments)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+    return process, Connection(mine.detach())

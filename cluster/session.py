@@ -49,6 +49,8 @@ _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own read
 _TOKEN_FILE: Final = "ray_token"  # noqa: S105  # its name
 # Of each log of a process: by itself, Ray keeps 3 GB.
 _LOG_LIMITS: Final = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "2"}
+# What Ray counts of its own handlers, and of every call, for its dashboard and what asks that.
+_NO_COUNTS: Final = {"RAY_event_stats": "0", "RAY_task_events_report_interval_ms": "0"}
 _SESSION_NAME: Final = re.compile(r"session_\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_\d{6}_\d+")
 _VERSIONS: Final = re.compile(r"Ray: (\S+)\s+Python: (\S+)")  # of Ray and of this process, as Ray words it
 _QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, also one in another container
@@ -182,7 +184,7 @@ def _start_private_ray(config: RayConfig) -> None:
 
     _guard_ray_token()
     _begin_removing_old_sessions()
-    for name, value in _LOG_LIMITS.items():
+    for name, value in {**_LOG_LIMITS, **({} if config.dashboard else _NO_COUNTS)}.items():
         os.environ.setdefault(name, value)
     with contextlib.ExitStack() as around:
         around.enter_context(ray_on_loopback())

@@ -76,7 +76,7 @@ _STANDARD: Final = "standard"
 
 
 class ScalingConfig(StrictModel):
-    """Automatic scaling: the number of workers follows the load."""
+    """Automatic scaling: the number of workers follows the load; to zero with `min_workers` 0, spare ones and all."""
 
     min_workers: int = Field(1, ge=0, le=10_000, description="minimum workers; 0: none while there are no requests")
     max_workers: int = Field(ge=1, le=10_000, description="maximum workers")

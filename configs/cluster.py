@@ -409,7 +409,7 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
     )
     replay: bool | Literal["checked"] = Field(
         True,
-        description="run forwards of a small denoiser again with the same bits, as recorded calls (CPU) or CUDA graphs; "
+        description="run forwards of a small denoiser again with the same bits, as recorded calls or CUDA graphs; "
         "checked: compare each with the module's own, and end the request where they differ",
     )
     checkpoint_interval_s: float = Field(

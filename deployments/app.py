@@ -35,7 +35,7 @@ from configs.changes import BEYOND, Concern
 from configs.cluster import ClusterConfig, LoggingConfig, ReplicaConfig
 from deployments.ingress.http import Ingress
 from deployments.pipelines.planning import load_checked_config
-from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+from deployments.services.replica_classes import TEMPLATE, TEXT_ENCODER, WORKER
 
 __all__ = ["AppArgs", "build_app", "start_control_plane", "versioned_app"]
 
@@ -74,7 +74,7 @@ def _bind(
     config: ClusterConfig, versions: Mapping[str, str], environments: Mapping[str, Mapping[str, str]] | None = None
 ) -> Application:
     def deployment(class_: type | str, name: str, settings: ReplicaConfig) -> serve.Deployment:
-        variables = template_environment(name) if environments is None else environments.get(name, {})
+        variables = template_environment(TEMPLATE) if environments is None else environments.get(name, {})
         made = _deployment(class_, name, settings, variables if isinstance(class_, str) else {}, config.logging)
         return replaced_by_version(made, versions[name]) if name in versions else made
 

@@ -198,17 +198,7 @@ def _kept_program(store: WeightStore | None, entry: Entry) -> ReadSource:
 
 
 def _of_summary(entry: Entry, found: ModelSummary) -> ReadSource:
-    record = ModelRecord(
-        entry.id,
-        "ready",
-        kind=found.kind,
-        nbytes=found.nbytes,
-        entry=entry,
-        features=found.features,
-        class_name=found.class_name,
-        signature=found.signature,
-    )
-    return ReadSource(record, None, {})
+    return ReadSource(ModelRecord(entry.id, "ready", entry=entry, **found.facts), None, {})
 
 
 def _component(entry: Entry) -> str | None:

@@ -16,6 +16,8 @@ Messages are single strings, so that every one of them survives the trip through
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class WeightsError(Exception):
     """Anything that goes wrong between bytes and tensors."""
@@ -59,3 +61,10 @@ class AdapterError(WeightsError):
 
 class BudgetExceeded(WeightsError):
     """More bytes are needed than the budget allows, and nothing more may be evicted."""
+
+
+def listed(names: Iterable[str], most: int = 30, none: str = "none") -> str:
+    """Return names for a message: the first `most` of them, and how many more there are."""
+    names = list(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or none) + more

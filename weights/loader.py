@@ -16,9 +16,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from weights.errors import WeightsError
-from weights.loading.external_memory import bytes_tensors, given_extents
 from weights.loading.stage_transforms import StageTransform, apply_stage
-from weights.loading.views import Tensors, attach, view_of
+from weights.loading.views import Tensors, attach, bytes_tensors, given_extents, view_of
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.memory.devices import open_device
 from weights.provider import ExtentProvider, LocalExtents
@@ -125,7 +124,7 @@ class LoadedFiles:
             future.set_result(None)
 
 
-class ExtentSource:
+class _ExtentSource:
     """Extents as 1-D uint8 tensors on a device. `will_copy`: the caller makes private memory of everything anyway."""
 
     def __init__(
@@ -210,7 +209,7 @@ def load_model(
             raise WeightsError(f"{manifest.model} has no component {name!r} (known: {', '.join(manifest.components)})")
     given = given_extents(manifest, names, external_weights or {}, verify=verify)
     wanted = [extent for extent in manifest.extents_of(names) if extent.id not in given]
-    source = ExtentSource(provider, device, loaded, will_copy=stage is not None)
+    source = _ExtentSource(provider, device, loaded, will_copy=stage is not None)
     if stage is None:
         bases = given | source.load_extents(wanted)
         return {name: attach(manifest.components[name], bases) for name in names}

@@ -6,10 +6,11 @@ import contextlib
 import os
 import stat
 import tempfile
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+
+from weights.storage.durable import replaced
 
 MAX_REMEMBERED_BYTES: Final = 2**20
 
@@ -67,15 +68,11 @@ def check_cache_folder(folder: Path) -> None:
 
 def remember(file: Path, content: bytes) -> None:
     """Replace a file of measurements, which save time only: nothing happens where it cannot be written."""
-    staged = file.with_name(f"{file.name}.{os.getpid()}.{threading.get_ident()}")
     with contextlib.suppress(OSError):
         check_cache_folder(file.parent)
         file.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with replaced(file) as staged:
             staged.write_bytes(content)
-            staged.replace(file)
-        finally:
-            staged.unlink(missing_ok=True)  # a part of it, when the disk is full
 
 
 def recall(file: Path) -> bytes:

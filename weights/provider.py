@@ -28,10 +28,8 @@ class ExtentProvider(Protocol):
 class LocalExtents:
     """Reads the store of this machine, extents in parallel, straight into memory that is the caller's to keep."""
 
-    def __init__(
-        self, packs: Path, *, planner: ReadPlanner | None = None, verify: bool = True, progress: Progress | None = None
-    ) -> None:
-        self._reader = ExtentReader(packs, None, planner or ReadPlanner(), verify=verify)
+    def __init__(self, packs: Path, *, progress: Progress | None = None) -> None:
+        self._reader = ExtentReader(packs, None, ReadPlanner())
         self._progress = progress
         self._last_report: LoadReport | None = None
 

@@ -28,7 +28,7 @@ from weights.store import DecodedExtents, StoredTensor, WeightStore, stored_tens
 
 _Read = Callable[[], bytes | memoryview]
 _BySource = dict[tuple[str, str], SourceTensor]  # by component and name
-Place = tuple[str, int, int, str, str]  # pack, offset, bytes, checksum, and the places of the bases of a delta
+_Place = tuple[str, int, int, str, str]  # pack, offset, bytes, checksum, and the places of the bases of a delta
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ def verify(
     """
     damages: list[Damage] = []
     manifests = _readable(store, damages) if model is None else [store.manifest(model)]
-    report = verify_models(store, manifests, deep=deep, progress=progress)
+    report = _verify_models(store, manifests, deep=deep, progress=progress)
     return replace(report, damages=(*damages, *report.damages))
 
 
-def verify_models(
+def _verify_models(
     store: WeightStore, manifests: Sequence[Manifest], *, deep: bool = False, progress: Progress | None = None
 ) -> VerifyReport:
     """Check the extents of some models, given by their manifests, as `verify` does."""
     extents = [extent for manifest in manifests for extent in manifest.extents.values()]
-    places = {place_of(form): form for extent in extents for form in extent.forms()}
-    problems: dict[Place, str] = {}
+    places = {_place_of(form): form for extent in extents for form in extent.forms()}
+    problems: dict[_Place, str] = {}
     total_bytes, done_bytes = sum(extent.nbytes for extent in places.values()), 0
     for place, extent in sorted(places.items()):
         try:
-            read_form(store, extent)
+            _read_form(store, extent)
         except StoreError as error:
             problems[place] = str(error)
         done_bytes += extent.nbytes
@@ -88,7 +88,7 @@ def verify_models(
     return VerifyReport(len(manifests), len(places), total_bytes, damages)
 
 
-def read_form(store: WeightStore, form: ExtentRef) -> None:
+def _read_form(store: WeightStore, form: ExtentRef) -> None:
     """Read an extent that has one form. Raises StoreError, ExtentCorrupt naming the file that is damaged."""
     for run in form.runs():
         if not store.holds(ExtentRef(id=form.id, **run._asdict(), checksum=form.checksum)):  # before it takes memory
@@ -97,7 +97,7 @@ def read_form(store: WeightStore, form: ExtentRef) -> None:
     read_extent(store.packs, form)
 
 
-def place_of(form: ExtentRef) -> Place:
+def _place_of(form: ExtentRef) -> _Place:
     """Return the key that models sharing an extent, in one of its forms, have in common."""
     bases = " ".join(f"{base.pack}@{base.offset}" for base in form.delta.bases) if form.delta else ""
     return form.pack, form.offset, form.nbytes, form.checksum, bases
@@ -119,10 +119,10 @@ def _readable(store: WeightStore, damages: list[Damage]) -> list[Manifest]:
     return manifests
 
 
-def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[Place, str], deep: bool) -> Iterator[Damage]:
+def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[_Place, str], deep: bool) -> Iterator[Damage]:
     if not store.skeleton(manifest).is_dir():
         yield Damage(manifest.model, f"models/{manifest.skeleton}", (), "the skeleton is missing")
-    forms = [form for extent in manifest.extents.values() for form in extent.forms() if place_of(form) in problems]
+    forms = [form for extent in manifest.extents.values() for form in extent.forms() if _place_of(form) in problems]
     broken = {form.id for form in forms}
     wrong: dict[str, list[str]] = {}
     for component in manifest.components.values():
@@ -137,7 +137,7 @@ def _damages(store: WeightStore, manifest: Manifest, problems: Mapping[Place, st
                 wrong.setdefault(ref.extent, []).append(f"{component.name}.{name}")
     for form in forms:
         names = tuple(wrong.get(form.id, ()))
-        yield Damage(manifest.model, f"packs/{form.pack}", names, problems[place_of(form)], form.id)
+        yield Damage(manifest.model, f"packs/{form.pack}", names, problems[_place_of(form)], form.id)
     for id_ in wrong.keys() - broken:
         problem = "the checksum is right, but the sha256 of tensors is not"
         yield Damage(manifest.model, f"packs/{manifest.extents[id_].pack}", tuple(wrong[id_]), problem, id_)
@@ -180,7 +180,7 @@ def repair(
     the store cannot be written.
     """
     if models:
-        found = verify_models(store, [store.manifest(model) for model in sorted(models)], deep=True, progress=progress)
+        found = _verify_models(store, [store.manifest(model) for model in sorted(models)], deep=True, progress=progress)
     else:
         found = verify(store, deep=True, progress=progress)
     if not found.damages:
@@ -196,7 +196,7 @@ def repair(
     broken |= {base for form in broken if form.delta for base in form.delta.bases if not _is_sound(store, base)}
     with store.locked():
         store.indexed(lambda index: index.forget_extents(broken))
-    run = _Repair(store, manifests, frozenset(map(place_of, broken)), allow_torch, weight_dir, progress)
+    run = _Repair(store, manifests, frozenset(map(_place_of, broken)), allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     concerned.sort(key=lambda manifest: manifest.version)  # bases before what is a delta from them
     problems = run.rewrite_all(concerned)
@@ -215,7 +215,7 @@ class _Repair:
 
     store: WeightStore
     known: dict[str, Manifest]
-    places: frozenset[Place]
+    places: frozenset[_Place]
     allow_torch: bool
     weight_dir: Path | None
     progress: Progress | None
@@ -269,7 +269,7 @@ class _Repair:
             extent.id: extent
             for known in self.known.values()
             for extent in known.plain_extents.values()
-            if place_of(extent) not in self.places
+            if _place_of(extent) not in self.places
         }
         moved = {}
         for id_ in {form.id for form in self._broken_forms(manifest)}:
@@ -277,7 +277,7 @@ class _Repair:
             if extent.delta is None:
                 return None
             bases = tuple(
-                sound.get(base.id, base) if place_of(base) in self.places else base for base in extent.delta.bases
+                sound.get(base.id, base) if _place_of(base) in self.places else base for base in extent.delta.bases
             )
             moved[id_] = extent.model_copy(update={"delta": extent.delta.model_copy(update={"bases": bases})})
         if all(_is_sound(self.store, form) for extent in moved.values() for form in extent.forms()):
@@ -287,13 +287,13 @@ class _Repair:
     def _broken_forms(self, manifest: Manifest) -> Iterator[ExtentRef]:
         for extent in manifest.extents.values():
             for form in extent.forms():
-                if not self.places.isdisjoint(map(place_of, (form, *(form.delta.bases if form.delta else ())))):
+                if not self.places.isdisjoint(map(_place_of, (form, *(form.delta.bases if form.delta else ())))):
                     yield form
 
 
 def _is_sound(store: WeightStore, form: ExtentRef) -> bool:
     try:
-        read_form(store, form)
+        _read_form(store, form)
     except StoreError:
         return False
     return True
@@ -306,7 +306,7 @@ def _left(
     for damage in found.damages:
         if damage.model and damage.model not in concerned:  # a manifest or a skeleton
             yield replace(damage, problem=f"{damage.problem}; `remove {damage.model}` and bring it in again")
-    for damage in verify_models(store, [store.manifest(model) for model in concerned], deep=True).damages:
+    for damage in _verify_models(store, [store.manifest(model) for model in concerned], deep=True).damages:
         problem = problems.get(damage.model)
         yield replace(damage, problem=f"{damage.problem}; {problem}") if problem else damage
 

@@ -34,7 +34,15 @@ from typing import Final, TypeVar
 
 from pydantic_core import PydanticSerializationError
 
-from weights.errors import ExtentCorrupt, FormatError, ModelNotStored, StoreError, StoreVersionError, WeightsError
+from weights.errors import (
+    ExtentCorrupt,
+    FormatError,
+    ModelNotStored,
+    StoreError,
+    StoreVersionError,
+    WeightsError,
+    listed,
+)
 from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.tensors import FileTensor
@@ -55,6 +63,7 @@ __all__ = [
 Result = TypeVar("Result")
 _NUM_DECODED: Final = 2
 _MAX_NAMED: Final = 50  # models in a refusal
+ManifestMark = tuple[int, int, int]
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -155,9 +164,7 @@ class WeightStore:
         """Return the manifest of `model`. Raises ModelNotStored with the known names: that looks at all of them."""
         if manifest := self.find_manifest(model):
             return manifest
-        names = self.model_names()
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        known = (", ".join(names[:_MAX_NAMED]) or "none") + more
+        known = listed(self.model_names(), _MAX_NAMED)
         raise ModelNotStored(f"no model {model!r} in {self.path} (stored: {known})")
 
     def find_manifest(self, model: str) -> Manifest | None:
@@ -324,6 +331,18 @@ def check_model_name(model: str) -> None:
     """Raise StoreError unless the name is a plain file name."""
     if not _MODEL_NAME.fullmatch(model):
         raise StoreError(f"model name {model!r}: expected letters, digits, '.', '_' and '-', 128 at most")
+
+
+def manifest_mark(models: Path, model: str) -> ManifestMark | None:
+    """Return modification time (ns), size and inode of a model's manifest file, None without one. `models`: its folder.
+
+    `convert` and `repair` move a version's bytes and leave its fingerprint; this tells.
+    """
+    try:
+        found = (models / model / "manifest.json").stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class DecodedExtents:

@@ -58,6 +58,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._replicas: dict[str, frozenset[str]] = {}
         self._avoided: dict[str, set[str]] = {}
+        self.met_pools: set[str] = set()  # that have had a replica
         self.changed = asyncio.Event()  # set when a controller should look at once; it clears it
         self.slots_changed = asyncio.Event()  # as well, when the slots of several ingresses should be split anew
 
@@ -120,6 +121,8 @@ class Dispatcher:
     def set_replicas(self, pool: str, names: Collection[str]) -> None:
         """Say which replicas there are."""
         self._replicas[pool] = frozenset(names)
+        if names:
+            self.met_pools.add(pool)
         self._list_replicas(pool)
         self._pump()
 

@@ -296,7 +296,7 @@ class Pool:
     """The requests for one deployment: those that wait, and its replicas, which other ingresses may share."""
 
     def __init__(self, config: AdmissionConfig, *, is_shared: bool = False) -> None:
-        self.lanes = Lanes(config.weight_of, config.max_overtakes)
+        self.lanes: Lanes = Lanes(config.weight_of, config.max_overtakes)
         self.slots = ReplicaSlots(is_shared=is_shared)
         self.offered = ArrivalRate()  # shares of replicas
         self.least_share = 1.0  # that a request took

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.admission.service_times import WORK_BOUNDS
@@ -263,3 +263,13 @@ class AdmissionSnapshot:
     replicas: Mapping[str, tuple[ReplicaLoad, ...]] = field(default_factory=dict)
     tenants: Mapping[str, int] = field(default_factory=dict)
     shares: tuple[TenantLoad, ...] = ()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits or runs."""
+        return not any(load.waiting or load.running for load in self.models)
+
+    @property
+    def lasting(self) -> AdmissionSnapshot:
+        """The snapshot without what time alone changes: rates, which fade."""
+        return replace(self, models=tuple(replace(load, rate_short=0.0, rate_long=0.0) for load in self.models))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+
+from weights.residency.recent import Recent
 
 MAX_MODELS: Final = 4096  # that are remembered
 SHORT_S: Final = 5.0
@@ -249,7 +250,7 @@ class ServiceTimes:
     """Measured times, by model."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, ModelTimes] = OrderedDict()
+        self._models: Recent[str, ModelTimes] = Recent(MAX_MODELS)
 
     def times(self, model: str) -> ModelTimes | None:
         """Return what is known of a model; None before its first request has ended."""
@@ -265,24 +266,17 @@ class ServiceTimes:
         """
         is_telling = WORK_BOUNDS[0] <= work <= WORK_BOUNDS[1] and 0 <= busy_s <= _LONGEST_S
         if is_telling and 0 <= latency_s <= _LONGEST_S:
-            self._remembered(model).note_served(now_s, work, busy_s, latency_s, num_left)
+            self._models.used(model, ModelTimes).note_served(now_s, work, busy_s, latency_s, num_left)
 
     def note_switch(self, model: str, switch_s: float) -> None:
         """Learn how long a replica took to switch to the model, when it had to."""
-        times = self._remembered(model)
+        times = self._models.used(model, ModelTimes)
         times.switch_s += (_NEW if times.switch_s else 1.0) * (switch_s - times.switch_s)
 
     def switch_s(self, model: str) -> float:
         """Return how long a switch to the model takes; 0 when none was seen."""
         found = self._models.get(model)
         return found.switch_s if found else 0.0
-
-    def _remembered(self, model: str) -> ModelTimes:
-        times = self._models.setdefault(model, ModelTimes())
-        self._models.move_to_end(model)
-        if len(self._models) > MAX_MODELS:
-            self._models.popitem(last=False)
-        return times
 
 
 class ArrivalRate:
@@ -322,15 +316,11 @@ class ModelCounts:
     """Requests that came, started and were refused, by model. Models that nobody asks for any more are forgotten."""
 
     def __init__(self) -> None:
-        self._models: OrderedDict[str, RequestCounts] = OrderedDict()
+        self._models: Recent[str, RequestCounts] = Recent(MAX_MODELS)
 
     def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
         return iter(self._models.items())
 
     def counts_of(self, model: str, pool: str) -> RequestCounts:
         """Return the counts of a model that a request came for."""
-        counts = self._models.setdefault(model, RequestCounts(pool))
-        self._models.move_to_end(model)
-        if len(self._models) > MAX_MODELS:
-            self._models.popitem(last=False)
-        return counts
+        return self._models.used(model, lambda: RequestCounts(pool))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
 from cluster.admission.records import Demand, TenantKey, TenantLoad, Waiting
+from weights.residency.recent import Recent
 
 MAX_TENANT_LOADS: Final = 256
 
@@ -28,7 +29,7 @@ class TenantCounts:
     """The counts of the pairs that were asked for last, `MAX_TENANT_LOADS` of them."""
 
     def __init__(self) -> None:
-        self._counts: OrderedDict[TenantKey, _Counts] = OrderedDict()
+        self._counts: Recent[TenantKey, _Counts] = Recent(MAX_TENANT_LOADS)
 
     def note_start(self, demand: Demand, waited_s: float) -> None:
         """Count a request that starts."""
@@ -41,12 +42,7 @@ class TenantCounts:
         self._counts_of(demand).refused += 1
 
     def _counts_of(self, demand: Demand) -> _Counts:
-        key = _key_of(demand)
-        counts = self._counts.setdefault(key, _Counts())
-        self._counts.move_to_end(key)
-        if len(self._counts) > MAX_TENANT_LOADS:
-            self._counts.popitem(last=False)
-        return counts
+        return self._counts.used(_key_of(demand), _Counts)
 
     def loads(self, waiting: Iterable[Waiting], now_s: float) -> tuple[TenantLoad, ...]:
         """Return what is known, beside how many of the `waiting` are whose, and since when the first of them."""

@@ -20,7 +20,7 @@ from cluster.keeper.holder_watch import HolderEpochs, HolderWatch
 from cluster.keeper.recalls import CHECK_S, Recalls
 from cluster.keeper.records import Claim, HeldExtent, Recall, RecallAnswer, ResidentExtent, Source, Totals
 from cluster.processes import ProcessMark
-from weights.errors import BudgetExceeded
+from weights.errors import BudgetExceeded, listed
 from weights.manifest import DeltaRef, ExtentRef
 from weights.memory.pages import ByteArray
 from weights.residency.admission import MAX_NAMED, Admission, Ticket, describe_holders
@@ -445,5 +445,4 @@ class HeldExtents:
 def _named(extents: Sequence[ExtentRef]) -> str:
     """Return what a refusal calls these extents."""
     packs = sorted({extent.pack for extent in extents})
-    more = f" and {len(packs) - MAX_NAMED} more" if len(packs) > MAX_NAMED else ""
-    return f"{len(extents)} extents of {', '.join(packs[:MAX_NAMED])}{more}"
+    return f"{len(extents)} extents of {listed(packs, MAX_NAMED)}"

@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +17,7 @@ from typing import Final
 import psutil
 
 from cluster.processes import ProcessMark, is_alive
+from weights.residency.recent import Recent
 
 INTERVAL_S: Final = 1.0
 # Of one whose process cannot be seen, in a container of its own for example. All of them beat every second.
@@ -119,7 +119,7 @@ class HolderEpochs:
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._epochs: dict[str, int] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._ended: Recent[str, None] = Recent(MAX_ENDED)
 
     def number(self, holder: str) -> int:
         """Return the number that the holder's leases have; 0 for one that is dead."""
@@ -141,6 +141,4 @@ class HolderEpochs:
     def expire(self, holder: str) -> None:
         """Count the holder as dead until it gives a sign again."""
         self._epochs.pop(holder, None)
-        self._ended[holder] = None
-        if len(self._ended) > MAX_ENDED:
-            self._ended.popitem(last=False)
+        self._ended.note(holder, None)

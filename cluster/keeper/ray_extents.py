@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,6 +19,7 @@ from cluster.ray_calls import get
 from weights.manifest import ExtentRef
 from weights.memory.pages import ByteArray
 from weights.reading.report import LoadReport
+from weights.residency.recent import Recent
 
 logger = logging.getLogger("atelier.replica")
 
@@ -82,7 +83,7 @@ class RayExtents:
         self._called: set[str] = set()  # wanted back as soon as they are not used
         self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
         self._answering = threading.local()
-        self._given: OrderedDict[str, str] = OrderedDict()  # extent ids by copy
+        self._given: Recent[str, str] = Recent(MAX_REMEMBERED)  # extent ids by copy
         self._generation = ""
         self._process = ProcessMark.this()
         self._heart: threading.Thread | None = None
@@ -254,10 +255,7 @@ class RayExtents:
     def _note_given(self, refs: Mapping[str, Any]) -> None:
         with self._lock:
             for id_, ref in refs.items():
-                self._given[copy_name(ref)] = id_
-                self._given.move_to_end(copy_name(ref))
-            while len(self._given) > MAX_REMEMBERED:
-                self._given.popitem(last=False)
+                self._given.note(copy_name(ref), id_)
 
     def _take_given(self, copies: Sequence[str]) -> list[str]:
         """The extents of those copies that were given to this replica. Each copy is told once."""

@@ -284,8 +284,8 @@ class NodeMemory:
         self._is_audited = bool(audit_bytes_per_s)
         self.writer = _StoreWriter(store, held)
         self.damage = DamageLog()
-        self.adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
-        self.audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
+        self.adoption: Adoption = Adoption(held, self.damage, verify=verify, wait_s=adoption_s)
+        self.audit: Audit = Audit(held.ids, held.held, self._note_damage, audit_bytes_per_s or float("inf"))
 
     def start(self, *, populate: bool) -> None:
         """Watch the holders, audit what is held and, with `populate`, make the store's pages, all in threads."""

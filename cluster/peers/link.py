@@ -17,7 +17,7 @@ from cluster.peers.client import PeerClient
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.peers.server import Lookup, PeerServer
 from cluster.ray_calls import get
-from weights.residency.claims import RENEW_S
+from cluster.registry.extent_locations import RENEW_S
 
 ANSWER_TIMEOUT_S: Final = 2.0
 RETRY_S: Final = 1.0
@@ -66,13 +66,11 @@ class PeerLink:
         node_id: str,
         host: str,
         *,
-        full_report_s: float = _FULL_REPORT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._node_id = node_id
         self._host = host
-        self._full_report_s = full_report_s
         self._clock = clock
         self._lock = threading.Lock()
         self._changes: dict[str, bool] = {}  # changes to report: by id, is it resident now
@@ -157,7 +155,7 @@ class PeerLink:
             try:
                 self._ends = self._ends or self._open(lookup)
                 self._opened.set()
-                wait_s = RENEW_S if self._report(resident_ids) else self._full_report_s
+                wait_s = RENEW_S if self._report(resident_ids) else _FULL_REPORT_S
             except Exception as error:
                 logger.debug("the registry does not answer: %s", error)
                 self._full_since_s = -float("inf")  # it may have lost its map: the next report is a full one
@@ -174,7 +172,7 @@ class PeerLink:
             changes, self._changes = self._changes, {}
             claimed = tuple(self._claimed)
         now_s = self._clock()
-        is_full = now_s - self._full_since_s >= self._full_report_s
+        is_full = now_s - self._full_since_s >= _FULL_REPORT_S
         is_renewal = bool(claimed) and now_s - self._renewed_s >= RENEW_S
         # Read after the changes were taken: every later one is reported again.
         added = resident_ids() if is_full else [id_ for id_, is_here in changes.items() if is_here]

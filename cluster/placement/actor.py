@@ -23,7 +23,7 @@ from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import OverrideRefused
 from cluster.logs import configure_logs
-from cluster.placement.autoscaling import Scaling, ScalingPolicy
+from cluster.placement.autoscaling import Scaling
 from cluster.placement.deciding import Decided, Deciding, LoggedDecision, newest_first
 from cluster.placement.observing import WORKERS, CatalogEntry, Observations
 from cluster.placement.on_demand import why_on_demand
@@ -46,6 +46,7 @@ __all__ = ["PLAN_LIVES_S", "Controller", "connect_controller"]
 
 PLAN_LIVES_S: Final = 3.0  # what was decided longer ago holds nobody up
 GAP_S: Final = 0.01  # between two decisions, whatever is reported
+REST_S: Final = PLAN_LIVES_S / 3  # between two while nothing waits, runs or changes: so often a plan has to be renewed
 HELD_S: Final = 1.0  # the registry is asked so often what the nodes hold, and what the config says
 REGISTRY_S: Final = 5.0
 MAX_CALLS: Final = 10_000
@@ -77,6 +78,7 @@ class Controller:
         self._catalog_revision: tuple[str, int] | None = None
         self._mailboxes: dict[str, _Mailbox] = {}
         self._changed = asyncio.Event()
+        self._heard = asyncio.Event()  # something that the next decision may differ by, though not at once
         self._held = HeldComponents()
         self._decided: Decided | None = None
         self._decided_s = 0.0
@@ -93,6 +95,7 @@ class Controller:
         """Take in the report of a worker or a queue. The next decision follows at once where something has changed."""
         now_s = time.monotonic()
         self._mailboxes.setdefault(name, _Mailbox())
+        self._heard.set()
         if isinstance(report, WorkerReport):
             before = self._observations.workers.get(name)
             self._observations.note_worker(name, report, now_s)
@@ -104,7 +107,11 @@ class Controller:
                 self._changed.set()
 
     async def receive(self, name: str, revision: str, wait_s: float) -> Update:
-        """Return what was decided for a reporter after `revision`, or the same again after `wait_s`."""
+        """Return what was decided for a reporter after `revision`, or the same again after `wait_s`.
+
+        Who asks lives, and what it has reported holds.
+        """
+        self._observations.note_sign(name, time.monotonic())
         mailbox = self._mailboxes.setdefault(name, _Mailbox())
         if mailbox.revision == revision:
             with contextlib.suppress(TimeoutError):
@@ -181,15 +188,39 @@ class Controller:
 
     async def _decide_on(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.tick_s):
-                    await self._changed.wait()
+            await self._next_moment()
             self._changed.clear()
+            self._heard.clear()
             try:
                 self._decide()
+                if not self._is_at_rest():
+                    self._heard.set()
             except Exception:  # a plan that fails must not end the planning; without one, the last one ends by itself
                 logger.exception("no decision")
             await asyncio.sleep(GAP_S)
+
+    async def _next_moment(self) -> None:
+        """Wait for a change, `tick_s` at most after something else was heard, and `REST_S` where nothing is."""
+        changed = asyncio.ensure_future(self._changed.wait())
+        heard = asyncio.ensure_future(self._heard.wait())
+        try:
+            await asyncio.wait([changed, heard], timeout=REST_S, return_when=asyncio.FIRST_COMPLETED)
+            if not changed.done() and heard.done():
+                await asyncio.wait([changed], timeout=self._config.tick_s)
+        finally:
+            changed.cancel()
+            heard.cancel()
+
+    def _is_at_rest(self) -> bool:
+        """Return whether the next decision would be the last one again, as long as nobody reports something else."""
+        decided = self._decided
+        return (
+            decided is not None
+            and self._observations.is_at_rest
+            and not decided.observed.unknown
+            and not any(orders.orders or orders.migrate for orders in decided.orders.values())
+            and not (self._scaling and (self._scaling.leaving or self._scaling.released))
+        )
 
     def _decide(self) -> None:
         if self._overrides is None:
@@ -263,9 +294,11 @@ class Controller:
 
     def _use(self, config: ControllerConfig) -> None:
         """Go by other values from the next decision on. Whether there are decisions is of the start."""
+        if config != self._config:
+            self._changed.set()
         self._config, self._deciding.policy = config, _POLICIES[config.policy]
         if self._scaling is not None and config.scaling is not None:
-            self._scaling.policy = ScalingPolicy(**config.scaling.model_dump())
+            self._scaling.policy = config.scaling
         elif config.scaling is None:
             self._scaling = None
 
@@ -277,7 +310,8 @@ class Controller:
                 if self._scaling is None and self._config.scaling is not None:
                     asked = await replicas.target()
                     if (found := self._config.scaling) is not None:
-                        self._scaling = Scaling(ScalingPolicy(**found.model_dump()), asked)
+                        self._scaling = Scaling(found, asked)
+                        self._changed.set()
                 elif self._scaling is not None and (target := self._scaling.target) != asked:
                     await replicas.set_target(target)
                     logger.info("%d workers instead of %d: %s", target, asked, self._scaling.reason)

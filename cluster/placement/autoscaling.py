@@ -27,25 +27,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from cluster.placement.state import ClusterState, Decision, ModelState, WorkerState
+from configs.admission import ScalingConfig
 
 MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
 JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
 NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
 STOP_S: Final = 20.0  # one that was released and is still there then was not the one that Serve stopped
 LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has
-
-
-@dataclass(frozen=True, slots=True)
-class ScalingPolicy:
-    """Bounds and speeds of scaling. With `min_workers` 0 the cluster scales to zero, `spare_workers` and all."""
-
-    min_workers: int = 0
-    max_workers: int = 1
-    target_utilization: float = 0.7
-    drain_s: float = 10.0
-    downscale_delay_s: float = 60.0
-    to_zero_delay_s: float = 300.0
-    spare_workers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +83,7 @@ class _Load:
 
 
 def target_replicas(
-    state: ClusterState, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+    state: ClusterState, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> ScalePlan:
     """Return how many workers there should be. `current` counts those that run or start.
 
@@ -131,7 +119,7 @@ def _load_of(state: ClusterState) -> _Load:
     )
 
 
-def _apply_load(state: ClusterState, load: _Load, policy: ScalingPolicy, current: int) -> tuple[int, str]:
+def _apply_load(state: ClusterState, load: _Load, policy: ScalingConfig, current: int) -> tuple[int, str]:
     """Return the workers that the load keeps busy at the utilization of the policy, and what else speaks for them."""
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
@@ -144,7 +132,7 @@ def _apply_load(state: ClusterState, load: _Load, policy: ScalingPolicy, current
 
 
 def _apply_delay(
-    wanted: int, policy: ScalingPolicy, memory: ScalingMemory, current: int, now_s: float
+    wanted: int, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> tuple[int, ScalingMemory, str]:
     """Return the target and what to remember: up at once, down by the most that was wanted during the delay."""
     settled = ScalingMemory(None, 0, memory.idle_since_s)
@@ -158,7 +146,7 @@ def _apply_delay(
     return current, ScalingMemory(since_s, highest, memory.idle_since_s), why
 
 
-def can_leave(state: ClusterState, worker: WorkerState) -> bool:
+def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
     """Return whether a draining worker may end: nothing runs, and no wanted model is ready only there.
 
     Where no other worker stays, nobody could take a model over.
@@ -284,7 +272,7 @@ class Scaling:
     `spares` are those of them that are here.
     """
 
-    policy: ScalingPolicy
+    policy: ScalingConfig
     target: int
     reason: str = ""
     leaving: dict[str, float] = field(default_factory=dict)
@@ -349,7 +337,7 @@ class Scaling:
             self.target -= num_undone
             self._let_go(self._num_working - plan.target, state, up_s, now_s)
         for name, since_s in list(self.leaving.items()):
-            if not can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
+            if not _can_leave(state, state.workers[name]) and now_s - since_s < LONGEST_DRAIN_S:
                 break  # Serve stops them in this order
             del self.leaving[name]
             self.spares.append(name)

@@ -9,7 +9,7 @@ where the reports say that the model is ready, or will be in a moment: orders fo
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,6 +22,7 @@ from cluster.placement.overrides import Overrides
 from cluster.placement.reports import Order, OrderOutcome, Orders, WorkerReport
 from cluster.placement.state import Decision, SwitchPlan, WorkerState
 from cluster.placement.switching import SwitchingPolicy, plan_switches
+from weights.residency.recent import Recent
 
 UNCONFIRMED_S: Final = 1.0  # an order that no report confirms is given anew
 PREFETCH_S: Final = 5.0  # a prefetch is not repeated for so long
@@ -82,7 +83,7 @@ class Deciding:
         self._table = _OrderTable()
         self._going_on: Collection[tuple[str, str, str]] = ()  # decisions of the plan before
         self._waits_since: dict[str, float] = {}
-        self._by_order: OrderedDict[str, LoggedDecision] = OrderedDict()
+        self._by_order: Recent[str, LoggedDecision] = Recent(MAX_DECISIONS)
 
     def decide(
         self, overrides: Overrides, now_s: float, wall_s: float, scaling: Scaling | None = None
@@ -166,9 +167,7 @@ class Deciding:
             given.append(_GivenOrder(order, now_s))
             self.log.append(logged)
             new.append(decision)
-            self._by_order[order.id] = logged
-            if len(self._by_order) > MAX_DECISIONS:
-                self._by_order.popitem(last=False)
+            self._by_order.note(order.id, logged)
         self._going_on = going_on
         return tuple(new)
 

@@ -23,15 +23,18 @@ from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.ended_requests import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import ClusterError
-from cluster.placement.actor import PLAN_LIVES_S, Controller
+from cluster.placement.actor import Controller
 from cluster.placement.reports import SlotReport, WorkerReport
 from cluster.placement.slot_book import SILENT_S
+from cluster.placement.state import STALE_S
 from cluster.processes import ProcessMark
 from cluster.ray_calls import call_actor
 from configs.admission import AdmissionConfig
 
 CALL_S: Final = 5.0
-LISTEN_S: Final = PLAN_LIVES_S / 3  # a placement is renewed so often
+# So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
+LISTEN_S: Final = STALE_S / 2
+REST_S: Final = 2.0  # between two reports at rest that differ by nothing but what time changes
 PAUSE_S: Final = 0.2
 GAP_S: Final = 0.01  # between two reports, whatever happens
 
@@ -88,11 +91,11 @@ class Link:
         for task in self._tasks:
             task.cancel()
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Report, and take in the answer."""
         raise NotImplementedError
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for what the controller decides, and apply it."""
         raise NotImplementedError
 
@@ -120,13 +123,13 @@ class Link:
                     await self._changed.wait()
             self._changed.clear()
             async with asyncio.timeout(CALL_S):
-                await self.report_once()
+                await self._report_once()
             await asyncio.sleep(self._gap_s)
 
     async def _listen(self) -> None:
         while True:
             async with asyncio.timeout(CALL_S):
-                await self.receive_once()
+                await self._receive_once()
 
 
 class ControllerLink(Link):
@@ -148,14 +151,26 @@ class ControllerLink(Link):
         self._report = report
         self._apply = apply
         self._revision = ""
+        self._told: WorkerReport | AdmissionSnapshot | None = None  # what the controller has heard and still knows
+        self._told_s = -math.inf
 
-    async def report_once(self) -> None:
-        """Report."""
-        await call_actor(await self.handle(), Controller.report, self.name, await self._report())
+    async def _report_once(self) -> None:
+        """Report. At rest, what the controller knows is told again after `REST_S` only: to listen says that it holds."""
+        report, now_s = await self._report(), time.monotonic()
+        lasting = report.lasting
+        if report.is_at_rest and lasting == self._told and now_s < self._told_s + REST_S:
+            return
+        self._told = None
+        await call_actor(await self.handle(), Controller.report, self.name, report)
+        self._told, self._told_s = lasting, now_s
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
-        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        try:
+            update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        except BaseException:  # the next controller knows nothing
+            self._told = None
+            raise
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)
@@ -218,7 +233,7 @@ class SlotLink(Link):
         """Return the requests of all ingresses that have ended, from a number on. Raises QueuesAway."""
         return await self._ask(Controller.ended_requests, number)
 
-    async def report_once(self) -> None:
+    async def _report_once(self) -> None:
         """Tell what is here. Two in a row that fail show that the controller is away."""
         began_s = self._clock()
         try:
@@ -239,7 +254,7 @@ class SlotLink(Link):
             self._queue.slots_changed.set()  # it joins by the next report
         self._queue.hold_slots(began_s + SILENT_S)
 
-    async def receive_once(self) -> None:
+    async def _receive_once(self) -> None:
         """Wait for news, and apply them."""
         session = self._session
         update = await call_actor(

@@ -79,6 +79,7 @@ class Observations:
         self._began_s = began_s
         self._workers: dict[str, tuple[WorkerReport, float]] = {}
         self._queues: dict[str, tuple[AdmissionSnapshot, float]] = {}
+        self._seen_s: dict[str, float] = {}  # of workers and queues: the last sign of life
         self._busy_s: dict[str, float] = {}  # by worker: when it was last seen with work
         # By worker: the model that a request began to switch to, and when it is ready.
         self._begun: dict[str, tuple[str, float]] = {}
@@ -97,6 +98,7 @@ class Observations:
         if name not in self._resident or self._resident[name].sizes != resident:
             self._resident[name] = Components(resident)
         self._workers[name] = report, now_s
+        self._seen_s[name] = now_s
         for model, need in report.needs.items():
             if self._needs.get(model) != need:
                 self._needs[model], self._components[model] = need, needs[model]
@@ -105,21 +107,35 @@ class Observations:
     def note_queue(self, name: str, snapshot: AdmissionSnapshot, now_s: float) -> None:
         """Take in the snapshot of a queue."""
         self._queues[name] = snapshot, now_s
+        self._seen_s[name] = now_s
         for loads in snapshot.replicas.values():
             for load in loads:
                 if load.running or load.name not in self._busy_s:
                     self._busy_s[load.name] = now_s
 
+    def note_sign(self, name: str, now_s: float) -> None:
+        """Take in that a worker or a queue lives: what it has reported still holds."""
+        if name in self._seen_s:
+            self._seen_s[name] = now_s
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits, runs or gets ready anywhere."""
+        return all(report.is_at_rest for report, _ in (*self._workers.values(), *self._queues.values()))
+
     def forget_silent(self, now_s: float) -> None:
         """Forget those that count as gone."""
-        for name, (_, at_s) in list(self._workers.items()):
-            if now_s - at_s > LOST_S:
+        for name in list(self._workers):
+            if now_s - self._seen_s[name] > LOST_S:
                 del self._workers[name], self._resident[name]
                 self._ready.pop(name, None)
                 self._begun.pop(name, None)
-        for name, (_, at_s) in list(self._queues.items()):
-            if now_s - at_s > QUEUE_LOST_S:
+        for name in list(self._queues):
+            if now_s - self._seen_s[name] > QUEUE_LOST_S:
                 del self._queues[name]
+        self._seen_s = {
+            name: at_s for name, at_s in self._seen_s.items() if name in self._workers or name in self._queues
+        }
         listed = {load.name for loads in self._loads_of_replicas() for load in loads}
         self._busy_s = {name: at_s for name, at_s in self._busy_s.items() if name in listed}
         if len(self._needs) > 2 * len(self.catalog) + MAX_DESCRIBED:
@@ -317,7 +333,7 @@ class Observations:
             is_draining=name in overrides.draining,
             is_frozen=name in overrides.frozen,
             idle_s=max(0.0, now_s - self._busy_s.get(name, now_s)),
-            age_s=age_s,
+            age_s=max(0.0, now_s - self._seen_s[name]),
             fixed_switch_s=report.fixed_switch_s,
             attach_bytes_per_s=report.attach_bytes_per_s,
             load_bytes_per_s=report.load_bytes_per_s,

@@ -13,9 +13,9 @@ from pydantic import Field
 
 from cluster.errors import OverrideRefused
 from configs.model import StrictModel
+from weights.errors import listed
 
 MAX_PINS: Final = 10_000
-_MAX_NAMES: Final = 30  # in one message
 
 
 class Overrides(StrictModel):
@@ -56,7 +56,7 @@ def changed(
     if change.kind == "drain":
         return overrides.model_copy(update={"draining": _with(overrides.draining, worker, change.is_on)})
     if change.is_on and change.model not in models:
-        raise OverrideRefused(f"model: no worker serves {change.model!r} (models: {_listed(models)})")
+        raise OverrideRefused(f"model: no worker serves {change.model!r} (models: {listed(sorted(models))})")
     pinned = _with(overrides.pins.get(worker, frozenset()), change.model, change.is_on)
     pins = {name: of_worker for name, of_worker in overrides.pins.items() if name != worker}
     if pinned:
@@ -72,14 +72,9 @@ def _full_name(given: str, workers: Collection[str]) -> str:
         return given
     if len(found) != 1:
         problem = f"{len(found)} workers begin with" if found else "no worker"
-        raise OverrideRefused(f"worker: {problem} {given!r} (workers: {_listed(workers)})")
+        raise OverrideRefused(f"worker: {problem} {given!r} (workers: {listed(sorted(workers))})")
     return found[0]
 
 
 def _with(names: frozenset[str], name: str, is_in: bool) -> frozenset[str]:
     return names | {name} if is_in else names - {name}
-
-
-def _listed(names: Collection[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (", ".join(sorted(names)[:_MAX_NAMES]) or "none") + more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.admission.ended_requests import EndedRequests
@@ -69,6 +69,17 @@ class WorkerReport:
     failures: Mapping[str, LoadFailure] = field(default_factory=dict)
     needs: Mapping[str, ModelNeed] = field(default_factory=dict)
     up_s: float = 0.0
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing runs or gets ready there."""
+        return not (self.leased or self.coming or self.switching_to)
+
+    @property
+    def lasting(self) -> WorkerReport:
+        """The report without what time alone changes."""
+        failures = {model: replace(failure, age_s=0.0) for model, failure in self.failures.items()}
+        return replace(self, up_s=0.0, failures=failures)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,9 @@ class SlotDesk:
     async def _tick(self) -> None:
         """Count ticks of this loop, not time: when it stood still, reports may wait that it has not read."""
         while True:
+            if not self._book.names:  # one ingress alone has all slots, and reports none
+                self._has_reported.clear()
+                await self._has_reported.wait()
             await asyncio.sleep(TICK_S)
             for name in self._book.tick():
                 logger.warning("an ingress is gone with its slots")

@@ -6,14 +6,18 @@ replicas run meets them here.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
+
+import grpc
 
 from cluster.ray_seam import shims
 
 BY_GRPC: Final = "RAY_SERVE_USE_GRPC_BY_DEFAULT"  # in the environment of Serve's processes
+CONNECT_S: Final = 2.0  # for a connection to a replica: enough where the first frame of it is lost
 OnReplicas = Callable[[frozenset[str]], None]
 
 # By application and deployment.
@@ -31,6 +35,25 @@ def by_value(handle: Any) -> Any:
     if shims.problems(shims.HANDLES):
         return handle
     return handle.options(_by_reference=False) if os.environ.get(BY_GRPC) == "1" else handle
+
+
+@functools.cache
+def bound_connecting() -> None:
+    """Let this process's channels give up after `CONNECT_S` where nobody answers, as where a node is gone.
+
+    gRPC itself waits for 20 s, in which it holds all calls of the channel up. Who makes channels before is not bounded.
+    """
+    if not shims.problems(shims.CHANNELS):
+        for name in ("insecure_channel", "secure_channel"):
+            setattr(grpc.aio, name, functools.partial(_bounded_channel, getattr(grpc.aio, name)))
+
+
+def _bounded_channel(
+    make: Callable[..., Any], *arguments: Any, options: Iterable[Any] | None = None, **given: Any
+) -> Any:
+    # By its name the least time between two tries: each has so long, too.
+    bound = "grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)
+    return make(*arguments, options=[*(options or ()), bound], **given)
 
 
 def watch_replicas(handle: Any, on_replicas: OnReplicas) -> None:

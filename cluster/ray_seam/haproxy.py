@@ -25,6 +25,7 @@ from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, 
 from cluster.door.haproxy_rules import METRICS, STATISTICS, rewrite_config, share_of_connections
 from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
+from cluster.ray_seam.serve_nodes import look_up_nodes_seldom
 
 _RESTART_PAUSE_S: Final = 0.5
 _STOP_PAUSE_S: Final = 0.02  # within which `stop` has forgotten the process that it has ended
@@ -40,9 +41,13 @@ _starting: ContextVar[Path] = ContextVar("_starting")  # the configuration file 
 
 
 def install() -> None:
-    """Let the controller, in whose process this is called, start `_DoorManager` on every node, not Serve's."""
+    """Let the controller, in whose process this is called, start `_DoorManager` on every node, not Serve's.
+
+    And let it ask Ray for all nodes as often as it needs them, not at each step of its loop.
+    """
     shims.require(shims.HAPROXY)
     controller.HAProxyManager = ray.remote(num_cpus=0)(_DoorManager)
+    look_up_nodes_seldom()
 
 
 class _DoorManager(HAProxyManager.__ray_actor_class__):

@@ -35,6 +35,7 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
 
     def __init__(self, *args: Any, deployment_id: Any, self_node_id: str | None = None, **kwargs: Any) -> None:
         shims.require(shims.ROUTER)
+        handles.bound_connecting()
         super().__init__(*args, deployment_id=deployment_id, self_node_id=self_node_id, **kwargs)
         self._node_id = self_node_id
         self._elsewhere: dict[str, tuple[str, int]] = {}  # addresses of replicas on other nodes
@@ -111,7 +112,7 @@ class PlacedRouter(FIFOMixin, LocalityMixin, RequestRouter):
         Raises ReplicaUnavailableError when it is gone or out of reach, and while it is found out whether it is dead:
         the ingress asks another one.
         """
-        if self._connecting is None and self._elsewhere:  # now, since a call to a silent node is never accepted
+        if self._connecting is None and self._elsewhere:
             later = asyncio.get_running_loop().call_later
             self._connecting = later(CONNECTED_S / 10, self._end_with_peers, CONNECTED_S)
         name = pending_request.metadata.session_id

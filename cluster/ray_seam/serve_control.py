@@ -124,6 +124,16 @@ def proxy_host() -> str | None:
     return str(host) if host else None
 
 
+def serving_nodes() -> set[str]:
+    """Return the ids of the nodes whose proxy answers; none while Serve does not say. Blocks."""
+    shims.require(shims.SERVE_CONTROL)
+    try:
+        details = ray.get(_serve_controller().get_serve_instance_details.remote(), timeout=CALL_S)
+    except (ValueError, ray.exceptions.RayError):  # no actor of that name, or it is away
+        return set()
+    return {node_id for node_id, proxy in details.get("proxies", {}).items() if proxy["status"] == "HEALTHY"}
+
+
 @dataclass(frozen=True, slots=True)
 class RunningServe:
     """Serve on a Ray: the port of all its applications, and the path of each one by name."""

@@ -82,6 +82,12 @@ HANDLES: Final = Shim(
     used=("ray.serve._private.common:RequestMetadata._by_reference",),  # what the option of a handle sets
     is_needed=False,
 )
+CHANNELS: Final = Shim(
+    "connections between replicas that nobody answers: they are given up soon",
+    "a node that is gone holds calls up for 20 s",
+    public={f"grpc.aio:{name}": "ray._private.grpc_utils" for name in ("insecure_channel", "secure_channel")},
+    is_needed=False,
+)
 REQUEST_CONTEXT: Final = Shim(
     "ids of requests in log lines and in calls of replicas",
     "the ingress answers no request",
@@ -104,6 +110,12 @@ DEMANDS: Final = Shim(
     "replicas that no node has room for",
     "a start that waits for a node does not say so",
     public={"ray.autoscaler.v2.sdk:get_cluster_status": "ray.autoscaler.v2.sdk"},
+    is_needed=False,
+)
+NODE_LOOKS: Final = Shim(
+    "Serve's list of nodes, which it looks up each second",
+    "it does so ten times a second",
+    changed={"ray.serve._private.cluster_node_info_cache:ClusterNodeInfoCache.update": _CONTROLLER},
     is_needed=False,
 )
 _NODE: Final = {"ray._private.node:Node": "ray._private.worker"}
@@ -137,9 +149,11 @@ ALL: Final = (
     RAY_LOOPBACK,
     ROUTER,
     HANDLES,
+    CHANNELS,
     REQUEST_CONTEXT,
     SERVE_CONTROL,
     DEMANDS,
+    NODE_LOOKS,
     SPARE_PROCESSES,
     TEMPLATES,
     UNFILLED,

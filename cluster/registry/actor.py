@@ -18,6 +18,7 @@ import logging
 import secrets
 import uuid
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Final, ParamSpec, TypeVar, cast, overload
 
@@ -29,15 +30,16 @@ from cluster.ending import end_control_plane, named_everywhere
 from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.logs import configure_logs
+from cluster.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
 from cluster.peers.protocol import Located, Question
 from cluster.placement.overrides import Overrides
 from cluster.ray_calls import call_actor, get
-from cluster.ray_seam.serve_control import draining_nodes
+from cluster.ray_seam.serve_control import draining_nodes, serving_nodes
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency
 from cluster.registry.importing import ImportProcess, ImportProgress, ImportSettings
 from cluster.registry.manifests import ModelSummary
-from cluster.registry.node_keepers import NodeKeepers, alive_nodes
+from cluster.registry.node_keepers import NodeKeepers, node_addresses
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
@@ -199,6 +201,8 @@ class WeightRegistry:
         self._admission: AdmissionConfig | None = None
         self._remember_limits(first, config)
         await self._models.begin_imports()
+        self._node_watch: NodeWatch | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._polling = asyncio.ensure_future(self._follow_nodes(config))
 
     # config
@@ -328,7 +332,9 @@ class WeightRegistry:
         extents = self._models.extents()
         wanted = {model: extents[model] for model in models if model in extents}
         found = await asyncio.to_thread(cluster_residency, stats, residents, wanted)
-        return {"num_nodes": len(all_nodes), **found}
+        by_node = self._node_watch.problems if self._node_watch else {}
+        problems = [line for lines in by_node.values() for line in lines]
+        return {"num_nodes": len(all_nodes), "node_problems": problems, **found}
 
     # settings at run time
 
@@ -362,14 +368,26 @@ class WeightRegistry:
         while ray.is_initialized():
             try:
                 users = self._users.names  # Ray's answer may be older than who comes meanwhile
-                alive, named = await asyncio.to_thread(lambda: (alive_nodes(), named_everywhere()))
+                alive, named = await asyncio.to_thread(lambda: (node_addresses(), named_everywhere()))
                 hosts = alive if to_start and len(alive) == 1 else keeper_nodes(cluster_key(config), named)
                 await self._keepers.follow(alive, hosts)
                 to_start = False
                 self._end_after_users(config, users - set(named))
+                if self._looking is None or self._looking.done():
+                    self._looking = asyncio.ensure_future(self._look_at_nodes(config, alive))
             except Exception:  # Ray's own: the next round may do better
                 logger.exception("the nodes could not be looked at")
             await asyncio.sleep(_NODE_POLL_S)
+
+    async def _look_at_nodes(self, config: ClusterConfig, alive: Mapping[str, str]) -> None:
+        """Look at nodes that have joined, beside everything else: one that hangs is waited for."""
+        if self._node_watch is None:  # `up` has looked at those that are there
+            self._node_watch = NodeWatch(partial(_node_problems, config), () if _is_restarted() else alive)
+        try:
+            for line in await asyncio.to_thread(self._node_watch.look, alive):
+                logger.warning("%s", line)
+        except ray.exceptions.RayError as error:
+            logger.warning("nodes that join could not be looked at: %s", str(error).partition("\n")[0])
 
     def _end_after_users(self, config: ClusterConfig, ended: Collection[str]) -> None:
         """End the control plane, and this process, when the last of its replicas has ended.
@@ -388,7 +406,14 @@ class WeightRegistry:
 
 def _node_of_several() -> str:
     """Return the address of this process's node where Ray has others, else ""."""
-    return ray.util.get_node_ip_address() if ray.is_initialized() and len(alive_nodes()) > 1 else ""
+    return ray.util.get_node_ip_address() if ray.is_initialized() and len(node_addresses()) > 1 else ""
+
+
+def _node_problems(config: ClusterConfig, nodes: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return what nodes lack for the cluster, whose head tells whether it has HAProxy. Blocks."""
+    needs_haproxy = config.http.proxy == "haproxy" and not why_no_haproxy()
+    wanted = wanted_of(config, has_serve=False, needs_haproxy=needs_haproxy)
+    return problems_by_node(nodes, wanted, serving_nodes)
 
 
 def _is_restarted() -> bool:

@@ -6,13 +6,14 @@ life of the registry: revisions of another life mean nothing, and everything is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal
 
 from cluster.errors import RegistrationConflict, RegistrationRefused
 from configs.model import AdapterConfig, GenerationDefaults, ModelConfig
+from weights.errors import listed
 from weights.feature_sizes import FeatureSizes
 from weights.formats.checkpoint import Checkpoint
 from weights.formats.learned_words import WORDS_CLASS
@@ -21,7 +22,6 @@ from weights.manifest import ModelKind
 from weights.programs.signature import ProgramSignature
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
-_MAX_NAMES: Final = 30  # in one message
 ADAPTERS: Final[Mapping[str, str]] = {"adapter": "LoRA", "controlnet": "ControlNet", "ip_adapter": "IP-Adapter"}
 
 Entry = ModelConfig | AdapterConfig
@@ -226,13 +226,6 @@ def _check_like(directory: Directory, like: Path | str) -> None:
     models = [record.id for record in directory if isinstance(record.entry, ModelConfig) and not record.entry.like]
     if like not in models:  # of those that are like another, two could wait for each other
         raise RegistrationRefused(f"{like!r} is no pipeline with configs of its own (models: {listed(models)})", "like")
-
-
-def listed(names: Iterable[str]) -> str:
-    """Return the names for a message: the first `_MAX_NAMES` of them, and how many more there are."""
-    names = list(names)
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return (", ".join(names[:_MAX_NAMES]) or "none") + more
 
 
 def _after(revisions: dict[str, int], revision: int) -> list[str]:

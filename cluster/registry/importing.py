@@ -15,7 +15,6 @@ import importlib.util
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ import psutil
 import cluster.errors as cluster_errors
 import weights.errors as weights_errors
 from cluster.errors import ImportFailed, ModelUnservable
+from cluster.processes import start_connected
 from cluster.registry.directory import Entry, misplaced, wanted_dtype
 from cluster.registry.manifests import ModelSummary, SummaryFiles, summarize
 from configs.model import AdapterConfig, ModelConfig, StrictModel
@@ -353,15 +353,7 @@ class ImportProcess:
             raise ImportFailed(f"the process that imported it {self._ended()}") from None
 
     def _start(self) -> Connection:
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        self._connection = Connection(mine.detach())
+        self._process, self._connection = start_connected(MODULE, os.getpid())
         self._connection.send_bytes(self._settings.model_dump_json().encode())
         return self._connection
 

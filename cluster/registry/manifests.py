@@ -9,11 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from pydantic import Field, ValidationError
 
@@ -25,12 +24,11 @@ from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
 from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
-from weights.store import WeightStore
+from weights.residency.recent import Recent
+from weights.store import ManifestMark, WeightStore, manifest_mark
 
 FOLDER: Final = "summaries"  # in the store
 MAX_MANIFESTS: Final = 64
-
-_Mark = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +49,11 @@ class ModelSummary:
     variant: Mapping[str, bool | int]
     widened: tuple[str, ...] = ()
     signature: ProgramSignature | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """All but the extents, by the names that they have in a `ModelRecord` too."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "extents"}
 
 
 def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ()) -> ModelSummary:
@@ -89,7 +92,7 @@ class _SummaryFile(StrictModel):
 
     version: Literal[2]
     source_mark: str
-    manifest: _Mark
+    manifest: ManifestMark
     packs: dict[str, int]
     skeleton: str
     summary: ModelSummary
@@ -113,7 +116,7 @@ class SummaryFiles:
             if hashlib.sha256(content).hexdigest().encode() != digest:
                 return None
             found = _SummaryFile.model_validate_json(content)
-            is_current = (found.source_mark, found.manifest) == (source_mark, _manifest_mark(self._store, model))
+            is_current = (found.source_mark, found.manifest) == (source_mark, manifest_mark(self._store.models, model))
             is_current &= found.bases == _versions(bases)
             is_whole = (self._store.models / found.skeleton).is_dir() and all(
                 (self._store.packs / pack).stat().st_size >= nbytes for pack, nbytes in found.packs.items()
@@ -124,7 +127,7 @@ class SummaryFiles:
 
     def save(self, model: str, manifest: Manifest, summary: ModelSummary, bases: Sequence[AdapterBase] = ()) -> None:
         """Write the summary of the manifest that the store has now. A full disk is not an error."""
-        mark = _manifest_mark(self._store, model)
+        mark = manifest_mark(self._store.models, model)
         if mark is None:
             return
         packs: dict[str, int] = {}
@@ -159,7 +162,7 @@ def _versions(bases: Sequence[AdapterBase]) -> dict[str, str]:
 class _Reading:
     """A manifest as it was read, or is being read, when its file had this mark."""
 
-    mark: _Mark | None
+    mark: ManifestMark | None
     manifest: asyncio.Future[Manifest]
 
 
@@ -172,8 +175,7 @@ class ManifestCache:
 
     def __init__(self, store: WeightStore, max_manifests: int = MAX_MANIFESTS) -> None:
         self._store = store
-        self._max_manifests = max_manifests
-        self._readings: OrderedDict[tuple[str, str], _Reading] = OrderedDict()
+        self._readings: Recent[tuple[str, str], _Reading] = Recent(max_manifests)
 
     def has(self, model: str, fingerprint: str) -> bool:
         """Return whether that version is in the cache."""
@@ -186,11 +188,11 @@ class ManifestCache:
         `WeightStore.manifest` raises; the next call tries again.
         """
         key = (model, fingerprint)
-        mark = await asyncio.to_thread(_manifest_mark, self._store, model)
+        mark = await asyncio.to_thread(manifest_mark, self._store.models, model)
         reading = self._readings.get(key)
         if reading is None or reading.mark != mark:
             reading = _Reading(mark, asyncio.ensure_future(self._read(model, fingerprint, reading)))
-        self._remember(key, reading)
+        self._readings.note(key, reading)
         try:
             manifest = await asyncio.shield(reading.manifest)
         except Exception:
@@ -209,21 +211,6 @@ class ManifestCache:
                 return manifest
         return await before.manifest
 
-    def _remember(self, key: tuple[str, str], reading: _Reading) -> None:
-        self._readings[key] = reading
-        self._readings.move_to_end(key)
-        while len(self._readings) > self._max_manifests:
-            self._readings.popitem(last=False)
-
     def _forget(self, key: tuple[str, str], reading: _Reading) -> None:
         if self._readings.get(key) is reading:
             del self._readings[key]
-
-
-def _manifest_mark(store: WeightStore, model: str) -> _Mark | None:
-    """Return modification time (ns), size and inode of the model's manifest file, None without one."""
-    try:
-        found = (store.models / model / "manifest.json").stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

@@ -308,11 +308,6 @@ class NodeKeepers:
         return actor.remote(self._packs, self._budget_bytes, node_id, settings, registry=registry)
 
 
-def alive_nodes() -> list[str]:
-    """Return the ids of the nodes that are alive, by Ray."""
-    return list(node_addresses())
-
-
 def _last_line(error: ray.exceptions.ActorDiedError) -> str:
     """Return the last line of a traceback: what was raised."""
     return [line.strip() for line in str(error).splitlines() if line.strip()][-1]

@@ -7,9 +7,7 @@ the place of the one that the registry started with is <store>/applied/<cluster>
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -21,7 +19,7 @@ from cluster.placement.overrides import Overrides
 from cluster.registry.directory import Entry
 from configs.cluster import ClusterConfig
 from configs.model import ModelId, StrictModel
-from weights.storage.durable import make_folder, move, remove_path, sync
+from weights.storage.durable import make_folder, remove_path, replaced, sync
 
 logger = logging.getLogger("atelier.registry")
 _IS_ID = TypeAdapter(ModelId)
@@ -123,15 +121,13 @@ def overrides_file(store: Path, cluster: str) -> KeptFile[Overrides]:
 
 
 def _write(target: Path, content: BaseModel, refusal: Callable[[str], ClusterError]) -> None:
-    staged = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         make_folder(target.parent)
-        staged.write_text(content.model_dump_json(exclude_defaults=True), encoding="utf-8")
-        sync(staged)
-        move(staged, target)
+        with replaced(target) as staged:
+            staged.write_text(content.model_dump_json(exclude_defaults=True), encoding="utf-8")
+            sync(staged)
+        sync(target.parent)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            staged.unlink(missing_ok=True)
         raise refusal(f"{target}: cannot be written: {error.strerror or error}") from error
 
 

@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.load_failures import LoadFailures, named_error
-from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry, listed
+from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
 from configs.model import ModelConfig
-from weights.errors import ModelNotStored, WeightsError
+from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
 from weights.store import WeightStore
@@ -344,22 +344,7 @@ class ServedModels:
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
         self._note_extents(entry.id, summary.extents)
-        self._apply(
-            ModelRecord(
-                id=entry.id,
-                state="ready",
-                kind=summary.kind,
-                nbytes=summary.nbytes,
-                fingerprint=summary.fingerprint,
-                error=error,
-                entry=entry,
-                features=summary.features,
-                class_name=summary.class_name,
-                variant=summary.variant,
-                widened=summary.widened,
-                signature=summary.signature,
-            )
-        )
+        self._apply(ModelRecord(entry.id, "ready", error=error, entry=entry, **summary.facts))
 
     async def _leave_source(self, entry: Entry) -> None:
         """Remove the local copy of an object storage URL with the last model that comes from there."""

@@ -45,12 +45,10 @@ class Controlled:
         self,
         world: World,
         policy: SwitchingPolicy = LATENCY_FIRST,
-        tick_s: float = TICK_S,
         is_controller_up: bool = True,
     ) -> None:
         self._world = world
         self._policy = policy
-        self._tick_s = tick_s
         self._queue = AdmissionQueue(_NO_BOUNDS)
         # A request takes the same part of whichever replica it gets; of unlike workers, the smallest one counts.
         self._share = 1 / min((worker.slots for worker in world.scenario.workers), default=1)
@@ -181,7 +179,7 @@ class Controlled:
 
     def _tick(self) -> None:
         self._decide()
-        self._world.call_at(self._world.now_s + self._tick_s, self._tick)
+        self._world.call_at(self._world.now_s + TICK_S, self._tick)
 
     def _tick_soon(self, delay_s: float) -> None:
         at_s = max(self._world.now_s + delay_s, self._ticked_s + GAP_S)

@@ -31,12 +31,12 @@ POLICIES: Final[Mapping[str, Policy]] = {
     "latency-first": lambda world: Controlled(world, LATENCY_FIRST),
     "throughput-first": lambda world: Controlled(world, THROUGHPUT_FIRST),
     "no-controller": lambda world: Controlled(world, is_controller_up=False),
-    "static": lambda world: Queued(world, "static"),
-    "least-loaded": lambda world: Queued(world, "least-loaded"),
+    "static": lambda world: _Queued(world, "static"),
+    "least-loaded": lambda world: _Queued(world, "least-loaded"),
 }
 
 
-class Queued:
+class _Queued:
     """Early binding, with one of two rules for the choice of the worker."""
 
     def __init__(self, world: World, rule: Literal["static", "least-loaded"]) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple
@@ -32,6 +32,7 @@ from typing import Final, Generic, NamedTuple
 from configs.batching import BatchingConfig
 from deployments.batching.queue import RequestQueue, RequestT
 from deployments.engines.memory_limits import MemoryLimits
+from weights.residency.recent import Recent
 
 MAX_GROUPS: Final = 256  # groups that are remembered
 WINDOW: Final = 64  # gaps remembered
@@ -98,9 +99,9 @@ class BatchPolicy(Generic[RequestT]):
 
     def __init__(self, queue: RequestQueue[RequestT]) -> None:
         self.queue = queue
-        self._delays: OrderedDict[Hashable, BatchingDelay] = OrderedDict()
+        self._delays: Recent[Hashable, BatchingDelay] = Recent(MAX_GROUPS)
         self._memory = MemoryLimits()
-        self._turns: OrderedDict[Hashable, int] = OrderedDict()  # the number of the last batch of each group
+        self._turns: Recent[Hashable, int] = Recent(MAX_GROUPS)  # the number of the last batch of each group
         self._num_batches = 0
 
     def add_request(self, request: RequestT, *, is_busy: bool = True) -> None:
@@ -149,10 +150,7 @@ class BatchPolicy(Generic[RequestT]):
 
     def _note_turn(self, group: Hashable) -> None:
         self._num_batches += 1
-        self._turns[group] = self._num_batches
-        self._turns.move_to_end(group)
-        if len(self._turns) > MAX_GROUPS:
-            self._turns.popitem(last=False)
+        self._turns.note(group, self._num_batches)
 
     def _form_batch(self, lead: RequestT) -> Batch[RequestT]:
         """Return all that fits, without regard to what pays."""
@@ -189,13 +187,7 @@ class BatchPolicy(Generic[RequestT]):
         return until_s if until_s > now_s else batch
 
     def _delay(self, group: Hashable) -> BatchingDelay:
-        delay = self._delays.get(group)
-        if delay is None:
-            delay = self._delays[group] = BatchingDelay()
-            if len(self._delays) > MAX_GROUPS:
-                self._delays.popitem(last=False)
-        self._delays.move_to_end(group)
-        return delay
+        return self._delays.used(group, BatchingDelay)
 
 
 def _by_batch(batch: Batch[RequestT], config: BatchingConfig, now_s: float) -> Batch[RequestT] | float:

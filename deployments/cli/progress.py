@@ -255,14 +255,17 @@ class StartWatch:
         """
         now_s = self._clock()
         missing = {name for name, (num_running, num_wanted) in state.replicas.items() if num_running < num_wanted}
-        if state.health in ("ok", "degraded") and state.replicas and missing <= state.unplaced.keys():
+        is_entering = any(found in _ENTERING for found in state.models.values())
+        # Without any replica of a kind, its models cannot be asked, and /healthz does not say more.
+        is_partial = any(state.replicas.get(name, (1, 1))[0] == 0 for name in state.unplaced) and not is_entering
+        can_serve = state.health in ("ok", "degraded") or (state.health != "" and is_partial)
+        if can_serve and state.replicas and missing <= state.unplaced.keys():
             return True
         without_door = state.replicas.get("ingress", (1, 1))[0] == 0 and "ingress" in state.unplaced
         if without_door and self._is_private:
             raise SessionError(f"the cluster cannot answer: {state.unplaced['ingress']}")
         if self._timeout_s is not None and now_s - self._start_s >= self._timeout_s:
             raise SessionError(f"the cluster was not ready within {self._timeout_s:g} s: {_shown(state)}")
-        is_entering = any(found in _ENTERING for found in state.models.values())
         if not is_entering and now_s - self._changed_s >= STALL_S:
             raise SessionError(f"nothing has changed for {STALL_S:g} s: {_shown(state)}")
         return False

@@ -36,7 +36,8 @@ from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
 from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line
 from deployments.preflight import device_mistakes
-from deployments.services.replica_classes import TEXT_ENCODER, WORKER
+from deployments.services.replica_classes import TEMPLATE, TEXT_ENCODER, WORKER
+from weights.errors import listed
 from weights.externalize import unpacked_bytes
 
 if TYPE_CHECKING:
@@ -157,15 +158,16 @@ def _say_of_nodes(wanted: Wanted) -> None:
 
 
 def _templates(config: ClusterConfig, serve_environment: Mapping[str, str]) -> Template:
-    """Return the templates of all processes of a cluster: those of the replicas are named after their deployments."""
+    """Return the templates of all processes of a cluster.
+
+    Workers and text encoders have one together: what a text encoder imports, a worker does too, and copies of two
+    templates would share none of it.
+    """
     actors = [f"cluster.{actor}.actor" for actor in ("registry", "keeper", "placement")]
     # `module:name`, at whose last dot an import path ends.
-    replicas = [
-        Template(name, [":".join(path.rsplit(".", 1))])
-        for name, path in (("worker", WORKER), ("text_encoder", TEXT_ENCODER))
-    ]
-    torch = [Template("", ["torch"], further=replicas)] if config.worker.standby else []
-    serve = Template(_SERVE_TEMPLATE, [*SERVE_MODULES, "deployments.ingress.http"], serve_environment, torch)
+    classes = [":".join(path.rsplit(".", 1)) for path in (WORKER, TEXT_ENCODER)]
+    replicas = [Template(TEMPLATE, classes)] if config.worker.standby else []
+    serve = Template(_SERVE_TEMPLATE, [*SERVE_MODULES, "deployments.ingress.http"], serve_environment, replicas)
     return Template(BASE, ["ray", *actors], further=[serve])
 
 
@@ -280,7 +282,7 @@ def widened_line(records: Sequence[ModelRecord]) -> str | None:
     if not types:
         return None
     models = [record.id for record in records]
-    shown = ", ".join(models[:MAX_MODELS]) + (f" and {len(models) - MAX_MODELS} more" * (len(models) > MAX_MODELS))
+    shown = listed(models, MAX_MODELS)
     return (
         f"{shown}: run in float32, for this processor computes {' and '.join(types)} about ten times slower "
         f"(dtype: auto; dtype: {types[-1]} keeps the type of the files)"
@@ -291,7 +293,7 @@ def unpacked_line(records: Sequence[ModelRecord]) -> str | None:
     """Return a line about the models whose quantized weights have no packed form here, None where there are none."""
     sizes = {record.id: unpacked_bytes(record.widened) for record in records}
     found = [f"{id_} ({decimal(nbytes)})" for id_, nbytes in sizes.items() if nbytes]
-    shown = ", ".join(found[:MAX_MODELS]) + (f" and {len(found) - MAX_MODELS} more" * (len(found) > MAX_MODELS))
+    shown = listed(found, MAX_MODELS)
     return (
         f"{shown}: quantized in a way that nothing here computes with, so the weights are stored unpacked"
         if found

@@ -87,6 +87,8 @@ def status(url: Url = None, key: Key = None, why: Why = False, wide: Wide = Fals
         if shown < total:
             print_line(f"the first {shown} of {total} {sort}; /admin/cluster lists the others, page by page")
     _print_nodes(cluster["nodes"], wide)
+    for problem in cluster.get("node_problems", ()):
+        print_line(problem, "red")
     _print_residency(cluster["models"], wide)
     _print_queue(cluster.get("admission"), wide)
     print_line("")

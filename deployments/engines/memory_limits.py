@@ -6,10 +6,11 @@ HAZARD: the frames of an error hold the tensors of the call that failed. Retry a
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, TypeVar
+
+from weights.residency.recent import Recent
 
 MAX_KINDS: Final = 256  # that are remembered
 PROBE_AFTER: Final = 64  # calls that fitted, before a larger one is tried again
@@ -68,7 +69,7 @@ class MemoryLimits:
     """
 
     def __init__(self) -> None:
-        self._limits: OrderedDict[Hashable, _Limit] = OrderedDict()
+        self._limits: Recent[Hashable, _Limit] = Recent(MAX_KINDS)
 
     def allowed(self, kind: Hashable) -> float:
         """Return the greatest size that the next call should have; infinity where nothing ever failed."""
@@ -88,9 +89,7 @@ class MemoryLimits:
         """Note that a call of this size found no memory."""
         limit = self._limits.get(kind)
         if limit is None:
-            self._limits[kind] = _Limit(max(1, size // 2))
-            if len(self._limits) > MAX_KINDS:
-                self._limits.popitem(last=False)
+            self._limits.note(kind, _Limit(max(1, size // 2)))
             return
         if size > limit.size:
             limit.probe_after = min(2 * limit.probe_after, MAX_PROBE_AFTER)

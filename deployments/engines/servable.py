@@ -94,7 +94,7 @@ def _check_stock_pipeline(checkpoint: Checkpoint) -> None:
         raise EngineError(f"{folder}: {error}") from None
     check_parts(class_name, folder, index)
     components = {component.name: component for component in checkpoint.components}
-    for name, (library, part_class) in parts_of(index).items():
+    for name, (library, part_class) in parts_of(class_name, index).items():
         if name in source.accepted and name not in components:
             check_part(library, part_class, folder / name)
     for name, component in components.items():

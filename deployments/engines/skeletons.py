@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from weights.errors import WeightsError
 from weights.loading.modules import Binding, copy_structure
 from weights.loading.views import memory_form
 from weights.manifest import Component
+from weights.residency.recent import Recent
 from weights.torch_dtypes import TORCH_DTYPES
 
 MAX_FREE: Final = 16  # a blank FLUX transformer takes about 5 MB
@@ -51,12 +51,10 @@ class SkeletonPool:
     ) -> None:
         """`arithmetic` is that of products with packed weights."""
         self._arithmetic: Arithmetic = arithmetic
-        self._max_free = max_free
-        self._max_templates = max_templates
         self._lock = threading.Lock()
-        self._free: OrderedDict[int, tuple[str, Skeleton]] = OrderedDict()
+        self._free: Recent[int, tuple[str, Skeleton]] = Recent(max_free)
         # None: built once, and not needed for a second time yet.
-        self._templates: OrderedDict[str, Skeleton | None] = OrderedDict()
+        self._templates: Recent[str, Skeleton | None] = Recent(max_templates)
         self._in_use: weakref.WeakKeyDictionary[nn.Module, tuple[str, Binding]] = weakref.WeakKeyDictionary()
         self._num_built = self._num_copied = self._num_rebound = 0
 
@@ -139,9 +137,7 @@ class SkeletonPool:
 
     def _keep(self, key: str, blank: Skeleton) -> None:
         with self._lock:
-            self._free[id(blank.module)] = (key, blank)
-            while len(self._free) > self._max_free:
-                self._free.popitem(last=False)
+            self._free.note(id(blank.module), (key, blank))
 
     def _note_built(self, key: str, skeleton: Skeleton) -> None:
         """A structure that is built for the second time will be needed again."""
@@ -153,10 +149,7 @@ class SkeletonPool:
 
     def _remember(self, key: str, template: Skeleton | None) -> None:
         with self._lock:
-            self._templates[key] = template
-            self._templates.move_to_end(key)
-            while len(self._templates) > self._max_templates:
-                self._templates.popitem(last=False)
+            self._templates.note(key, template)
 
 
 def blank_module(component: Component, folder: Path, optional_parts: Collection[str] = ()) -> nn.Module:

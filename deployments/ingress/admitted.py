@@ -27,6 +27,7 @@ from deployments.records import (
 WORKER: Final = "worker"
 ENCODER: Final = "text_encoder"
 PIPELINES: Final = "pipelines"
+_OF_ENCODER: Final = frozenset({"embedding", "reranker", "classifier", "head", "program"})
 _CHARS_PER_TOKEN: Final = 4
 _TOKENS_PER_TEXT: Final = 8  # what a text costs beside its tokens, in tokens
 _MANY_TOKENS: Final = 256  # of an answer whose request does not say
@@ -79,6 +80,13 @@ def demand_of(
     share = min(1.0, max(share, 1 / settings.max_ongoing_requests))  # a replica refuses what Serve does not let in
     version = request.model_version or ""
     return Demand(pool, request.model, work, share, terms.priority, terms.tenant, timeout_s, terms.is_inner, version)
+
+
+def pools_of(kind: str | None) -> frozenset[str]:
+    """Return the pools without which no model of that kind can be asked; a pipeline may have models of any."""
+    if kind == "pipeline":
+        return frozenset((WORKER, ENCODER))
+    return frozenset((ENCODER if kind in _OF_ENCODER else WORKER,))
 
 
 def _num_tokens(text: str | tuple[int | str, ...]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -10,12 +10,14 @@ from ray.exceptions import RayActorError
 
 from cluster.errors import ModelUnknown
 from cluster.registry.actor import WeightRegistry
-from cluster.registry.directory import ModelRecord, listed
+from cluster.registry.directory import ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.stock.known import PipelineSource, is_stock_class, knows_class, read_class
 from deployments.engines.stock.text_parts import text_parts
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
+from deployments.ingress.admitted import pools_of
+from weights.errors import listed
 from weights.formats.learned_words import WORDS_CLASS, candidates_in, words_in
 from weights.programs.signature import ProgramSignature
 
@@ -69,20 +71,21 @@ class ModelCard:
 class Health:
     """The answer to probes. `kinds` are those of which a model can be asked, "pipeline" among them.
 
-    `is_entering`: configured models are still entering the store.
+    `is_starting`: configured models are still entering the store, or the first of their replicas has not come.
     """
 
     num_models: int
     num_ready: int
     kinds: frozenset[str | None]
-    is_entering: bool
+    is_starting: bool
 
     @classmethod
-    def of(cls, models: Iterable[tuple[str | None, str]], *, is_entering: bool) -> Health:
-        """Count models by their kinds and states."""
+    def of(cls, models: Iterable[tuple[str | None, str]], pools: Set[str], *, is_entering: bool) -> Health:
+        """Count models by their kinds and states. `pools` are those whose replicas can be asked."""
         models = list(models)
-        kinds = [kind for kind, state in models if state in _ANSWERING]
-        return cls(len(models), len(kinds), frozenset(kinds), is_entering)
+        usable = [kind for kind, state in models if state in _ANSWERING]
+        kinds = [kind for kind in usable if pools_of(kind) <= pools]
+        return cls(len(models), len(kinds), frozenset(kinds), is_entering or len(kinds) < len(usable))
 
 
 class Catalog:

@@ -117,9 +117,11 @@ class Service:
         )
         self._config = config
         self._configured = frozenset(config.entries)
+        scaling = config.controller.scaling
+        self._woken = {WORKER} if scaling and scaling.min_workers == 0 else set[str]()  # by a request
         self._snapshot = snapshot
         self._catalog = Catalog(snapshot)
-        self._health: tuple[tuple[str, int], Health] | None = None  # with the revision that it is of
+        self._health: tuple[object, Health] | None = None  # with what it was counted of
         timeout_s = config.http.request_timeout_s
         self._encoder = RetriedCalls(ReplicaCalls(encoder, why_none(ENCODER)), queue, timeout_s)
         self._worker = RetriedCalls(ReplicaCalls(worker, why_none(WORKER)), queue, timeout_s)
@@ -490,14 +492,19 @@ class Service:
         return await self.operations.batching()
 
     async def health(self) -> Health:
-        """Return what probes ask: counted once for each revision of the directory, whoever probes how often."""
+        """Return what probes ask: counted once for each revision of the directory, whoever probes how often.
+
+        A pool that has had a replica counts as there: requests wait for the successor of one that has died.
+        """
         await self._snapshot.ready()
-        revision = self._snapshot.revision
-        if self._health is None or self._health[0] != revision:
+        pools = self.queue.met_pools | self._woken
+        counted_of = self._snapshot.revision, pools
+        if self._health is None or self._health[0] != counted_of:
             entering = {record.id for record in self._snapshot if record.state == "registering"}
             cards = [self._pipeline_card(name) for name in self.pipelines.names()]
             models = [(one.kind, one.state) for one in (*self._snapshot, *cards)]
-            self._health = revision, Health.of(models, is_entering=not entering.isdisjoint(self._configured))
+            is_entering = not entering.isdisjoint(self._configured)
+            self._health = counted_of, Health.of(models, pools, is_entering=is_entering)
         return self._health[1]
 
     def _pipeline_card(self, name: str) -> ModelCard:

@@ -25,6 +25,7 @@ from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import Builder, ComponentBuilder
 from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
+    ROOM_PART,
     LayerCaches,
     LayerPlacing,
     Merging,
@@ -301,11 +302,12 @@ class ModuleCache:
         others = {name: await self.manifests.find_version(name, versions.get(name)) for name in adapters}
         parts = self.planner.plan(manifest, wanted, others, streams=streams, merging=merging, room_bytes=room_bytes)
         taken, built = await self._take_built(RequestParts(model, parts), max_wait_s or MAX_WAIT_FOR_ROOM_S)
-        slots = taken.slots
+        slots = {name: slot for name, slot in taken.slots.items() if name != ROOM_PART}
+        fresh = {*taken.fresh} - {ROOM_PART}
         try:
-            report = switch_report(model, (self._clock() - start) * 1e3, slots, taken.fresh, built)
-            if taken.fresh:
-                nbytes = sum(sum(parts[name].footprint.values()) for name in taken.fresh)
+            report = switch_report(model, (self._clock() - start) * 1e3, slots, fresh, built)
+            if fresh:
+                nbytes = sum(sum(parts[name].footprint.values()) for name in fresh)
                 self.switches.note(model, nbytes, report, self._clock() - taken.at_s)
             yield Lease(self._modules, manifest, self.skeleton(manifest), slots, report)
             if damaged := [name.name for name, slot in slots.items() if slot.is_damaged]:
@@ -315,7 +317,7 @@ class ModuleCache:
                     "model",
                 )
         finally:
-            self._modules.stop_computing(slots.values())
+            self._modules.stop_computing(taken.slots.values())
             self._modules.give_back(taken)
 
     async def prefetch(self, model: str, wanted: Wants) -> None:

@@ -18,8 +18,7 @@ from typing import Final, Protocol
 import torch
 
 from deployments.modules.resident_modules import ModuleSlot
-from weights.loading.external_memory import bytes_tensors
-from weights.loading.views import Tensors, Views, view_of
+from weights.loading.views import Tensors, Views, bytes_tensors, view_of
 from weights.manifest import Component, ExtentRef, TensorRef
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream

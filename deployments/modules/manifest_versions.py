@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Final
 
 from weights.manifest import Manifest
+from weights.store import ManifestMark, manifest_mark
 
 MAX_MANIFESTS: Final = 256  # of 1,000 tensors each has about 2 MB
 FetchManifest = Callable[[str, str | None], Awaitable[Manifest]]
-
-_Mark = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     """A manifest, and the mark of its file before it was fetched."""
 
-    mark: _Mark | None
+    mark: ManifestMark | None
     manifest: Manifest
 
 
@@ -57,12 +56,12 @@ class ManifestVersions:
     def has_moved(self, manifest: Manifest) -> bool:
         """Return whether the bytes may be elsewhere by now: its file has changed. Blocks; from any thread."""
         known = self._known.get((manifest.model, manifest.fingerprint))
-        return known is None or known.mark != self._mark(manifest.model)
+        return known is None or known.mark != manifest_mark(self._models, manifest.model)
 
     async def locate(self, manifest: Manifest) -> Manifest:
         """Return the manifest with the places that its bytes have now: fetched again if its file has changed."""
         known = self._known.get((manifest.model, manifest.fingerprint))
-        mark = await asyncio.to_thread(self._mark, manifest.model)
+        mark = await asyncio.to_thread(manifest_mark, self._models, manifest.model)
         if known is not None and known.mark == mark:
             return known.manifest
         found = await self._fetch(manifest.model, manifest.fingerprint)
@@ -71,17 +70,12 @@ class ManifestVersions:
         return self._remember(manifest.model, found, mark, is_latest=False)
 
     async def _fetch_anew(self, model: str, version: str | None) -> Manifest:
-        mark = self._mark(model)  # rarely, and beside what the answer takes it is nothing
+        mark = manifest_mark(self._models, model)  # rarely, and beside what the answer takes it is nothing
         return self._remember(model, await self._fetch(model, version), mark)
 
-    def _mark(self, model: str) -> _Mark | None:
-        try:
-            found = (self._models / model / "manifest.json").stat()
-        except OSError:
-            return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
-
-    def _remember(self, model: str, manifest: Manifest, mark: _Mark | None, *, is_latest: bool = True) -> Manifest:
+    def _remember(
+        self, model: str, manifest: Manifest, mark: ManifestMark | None, *, is_latest: bool = True
+    ) -> Manifest:
         if is_latest:
             self._latest[model] = manifest.fingerprint
         self._known[model, manifest.fingerprint] = _Known(mark, manifest)

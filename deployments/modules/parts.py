@@ -52,6 +52,8 @@ class PartName(NamedTuple):
     is_adapter: bool = False
 
 
+ROOM_PART: Final = PartName(ROOM, is_adapter=True)  # of no pipeline
+
 # The bytes of the device that what is built of a component and its skeleton folder allocates itself: a KV cache.
 WorkingMemory = Callable[[Component, Path], int]
 
@@ -207,9 +209,9 @@ class PartsPlanner:
     ) -> dict[PartName, Part]:
         """Return the wanted parts of a model and of adapters, with what each takes of the budget.
 
-        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block by block where there is no room for all; else only where there is none
-        for it alone. Raises WeightsError, BudgetExceeded among them, for a language model whose layers cannot be where
-        `gpu_layers` wants them.
+        A forward of the request takes `room_bytes` of it, as a part of its own. With `streams`, the largest comes block
+        by block where there is no room for all; else only where there is none for it alone. Raises WeightsError,
+        BudgetExceeded among them, for a language model whose layers cannot be where `gpu_layers` wants them.
         """
         beside = adapters or {}
         parts = {
@@ -221,7 +223,7 @@ class PartsPlanner:
                 needed = self._workspace(manifest, component, beside)
                 parts[PartName(name, is_adapter=True)] = self._part(adapter, component, needed)
         if room_bytes and not self._is_on_node:
-            parts[PartName(ROOM, is_adapter=True)] = _room_part(manifest, room_bytes)
+            parts[ROOM_PART] = _room_part(manifest, room_bytes)
         if merging is not None:
             parts = merged_parts(parts, merging, self._size_of) or parts
         if self._layers is not None:

@@ -502,12 +502,16 @@ class ResidentModules:
         self._let_go(slots)
 
     def _unbind(self, gone: ModuleSlot) -> None:
-        """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now."""
+        """Forget what was made over it. A pipeline may also know an adapter: then those go that nobody uses now.
+
+        None knows a part that is room alone.
+        """
         in_use = {slot.serial for _, slot in self._all() if slot.is_needed}
         self._bound = {
             (settings, serials): thing
             for (settings, serials), thing in self._bound.items()
-            if gone.serial not in serials and (not gone.is_adapter or in_use.issuperset(serials))
+            if gone.serial not in serials
+            and (not gone.is_adapter or not gone.component.tensors or in_use.issuperset(serials))
         }
 
     def _current(self) -> list[tuple[Entry[ModuleSlot], ModuleSlot]]:

@@ -5,11 +5,11 @@ Whoever began a switch, a request or an order, it counts: the controller weighs 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 from deployments.records import SwitchReport
+from weights.residency.recent import Recent
 
 __all__ = ["SwitchLog", "SwitchSpeeds"]
 
@@ -63,16 +63,13 @@ class SwitchLog:
 
     num_switches: int = 0
     speeds: SwitchSpeeds = field(default_factory=SwitchSpeeds)
-    _reports: OrderedDict[str, SwitchReport] = field(default_factory=OrderedDict)
+    _reports: Recent[str, SwitchReport] = field(default_factory=lambda: Recent(MAX_REPORTS))
 
     def note(self, model: str, nbytes: int, report: SwitchReport, filled_s: float) -> None:
         """Count a switch that took `nbytes` of the budget, and `filled_s` from when it had room."""
         self.num_switches += 1
         self.speeds.learn(nbytes, report, filled_s)
-        self._reports[model] = report
-        self._reports.move_to_end(model)
-        while len(self._reports) > MAX_REPORTS:
-            self._reports.popitem(last=False)
+        self._reports.note(model, report)
 
     def describe(self) -> dict[str, Any]:
         """Return the count and the reports, JSON-able."""

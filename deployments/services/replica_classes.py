@@ -12,6 +12,7 @@ from typing import Any, Final
 
 WORKER: Final = f"{__name__}.Worker"
 TEXT_ENCODER: Final = f"{__name__}.TextEncoderService"
+TEMPLATE: Final = "replica"  # of the processes of both
 
 _PATHS: Final = {
     "Worker": "deployments.services.worker:Worker",

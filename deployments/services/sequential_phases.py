@@ -6,7 +6,6 @@ A request holds one lease at a time and waits for room with none, so requests ne
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
@@ -26,6 +25,7 @@ from deployments.modules.loading import batch_bounds, is_denoise_component
 from deployments.records import ImageRequest, SwitchReport
 from deployments.services.step_loop import DeviceThread
 from weights.manifest import Component, Manifest
+from weights.residency.recent import Recent
 
 MAX_BLANK: Final = 8  # a blank FLUX transformer takes about 5 MB
 MAX_WAIT_S: Final = 3600.0  # for the VAE, when the steps are done: those of others end, and the request has a deadline
@@ -44,7 +44,7 @@ class SequentialPhases:
         self._settings = settings
         self._workspace = workspace
         self._device = device
-        self._blank: OrderedDict[str, nn.Module] = OrderedDict()  # by structure
+        self._blank: Recent[str, nn.Module] = Recent(MAX_BLANK)  # by structure
 
     async def run_phases(
         self, request: ImageRequest, conditioned: ConditionedRequest, manifest: Manifest, take: TakeLease, run: Denoise
@@ -105,12 +105,7 @@ class SequentialPhases:
         return pipeline
 
     def _blank_module(self, component: Component, folder: Path) -> nn.Module:
-        key = component.module_key
-        if key not in self._blank:
-            self._blank[key] = blank_module(component, folder)
-            while len(self._blank) > MAX_BLANK:
-                self._blank.popitem(last=False)
-        return self._blank[key]
+        return self._blank.used(component.module_key, lambda: blank_module(component, folder))
 
 
 def _all_but(name: str) -> Wants:

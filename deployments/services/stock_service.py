@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +41,7 @@ from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.tasks import in_thread, shared_task
 from deployments.text.requests import Conditioning, ConditioningRequest, unpack
 from weights.manifest import Manifest
+from weights.residency.recent import Recent
 
 _NO_PREVIEWS = "partial_images: none were made: diffusers' own code runs this pipeline, which shows nothing on the way"
 _MAX_PLANNERS: Final = 16  # some MB each of a large pipeline's structure
@@ -102,7 +102,7 @@ class StockService:
     def __init__(self, module_cache: ModuleCache, device: DeviceThread) -> None:
         self._module_cache = module_cache
         self._device = device
-        self._planners: OrderedDict[str, asyncio.Task[TextPlanner]] = OrderedDict()  # by fingerprint
+        self._planners: Recent[str, asyncio.Task[TextPlanner]] = Recent(_MAX_PLANNERS)  # by fingerprint
         self.num_running = 0
 
     async def make_images(
@@ -197,10 +197,8 @@ class StockService:
         task = self._planners.get(key)
         if task is None or (task.done() and task.exception()):
             folder = self._module_cache.skeleton(manifest)
-            self._planners[key] = task = shared_task(in_thread(_open_planner, manifest, folder))
-        self._planners.move_to_end(key)
-        while len(self._planners) > _MAX_PLANNERS:
-            self._planners.popitem(last=False)
+            task = shared_task(in_thread(_open_planner, manifest, folder))
+        self._planners.note(key, task)
         return await asyncio.shield(task)
 
 

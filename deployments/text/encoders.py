@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +39,7 @@ from weights.formats import dense_head, encoder_files
 from weights.formats.lora import changes_text_encoders
 from weights.manifest import Component
 from weights.programs.signature import is_program
+from weights.residency.recent import Recent
 
 MAX_TOKENIZERS: Final = 32
 PROCESSOR_FOLDER: Final = "processor"
@@ -165,7 +165,7 @@ class TextEncoderBuilder:
         self.programs = BoundPrograms(device=device)
         self._footprints = footprints
         self._lock = threading.Lock()
-        self._tokenizers: OrderedDict[Path, Any] = OrderedDict()
+        self._tokenizers: Recent[Path, Any] = Recent(MAX_TOKENIZERS)
 
     def __call__(
         self, component: Component, skeleton: Path, tensors: Mapping[str, torch.Tensor]
@@ -226,9 +226,7 @@ class TextEncoderBuilder:
     def _keep(self, folder: Path, tokenizer: Any) -> None:
         """Keep a tokenizer for one encoder at a time: each call reconfigures it."""
         with self._lock:
-            self._tokenizers[folder] = tokenizer
-            while len(self._tokenizers) > MAX_TOKENIZERS:
-                self._tokenizers.popitem(last=False)
+            self._tokenizers.note(folder, tokenizer)
 
 
 class ImageReaders:
@@ -239,7 +237,7 @@ class ImageReaders:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readers: OrderedDict[Path, ImageReader] = OrderedDict()
+        self._readers: Recent[Path, ImageReader] = Recent(MAX_READERS)
 
     def read(self, skeleton: Path, config: Any, images: Sequence[npt.NDArray[np.uint8]]) -> tuple[PromptImage, ...]:
         """Return images, uint8 (height, width, 3), as the encoder of that config sees them. Blocks.
@@ -248,10 +246,7 @@ class ImageReaders:
         """
         folder = skeleton / PROCESSOR_FOLDER
         with self._lock:
-            reader = self._readers.pop(folder, None) or ImageReader.load(folder, load_tokenizer(folder), config)
-            self._readers[folder] = reader
-            while len(self._readers) > MAX_READERS:
-                self._readers.popitem(last=False)
+            reader = self._readers.used(folder, lambda: ImageReader.load(folder, load_tokenizer(folder), config))
             found = tuple(map(reader.read, images))
             for image in found:
                 reader.count(image)

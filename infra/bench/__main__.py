@@ -231,12 +231,15 @@ def bench_idle(
     seconds: Annotated[float, typer.Option(min=1, max=3600, help="To count CPU time over.")] = 60.0,
     as_json: Json = False,
 ) -> None:
-    """Measure what each process of a cluster takes of CPU and memory while nobody asks it for anything."""
+    """Measure what each process of a cluster takes of CPU and memory while nobody asks it for anything.
+
+    Beside Ray and Serve alone.
+    """
     from configs.loading import load_cluster_config
     from infra.bench.idle import measure_idle, print_idle_figures
 
-    with _err.status("measuring: takes a minute and a half"):
-        figures = measure_idle(load_cluster_config(config), str(config), seconds)
+    with _err.status("measuring: takes five minutes"):
+        figures = measure_idle(load_cluster_config(config), seconds)
     print_idle_figures(figures, as_json)
 
 

@@ -1,8 +1,9 @@
-"""`infra.bench idle`: what a cluster of one node costs while nobody asks it for anything.
+"""`infra.bench idle`: what a cluster of one node costs while nobody asks it for anything, and Ray and Serve alone.
 
 CPU time is that of all processes of the cluster, with those that they have ended, so that other work on the machine
 adds little to it. Memory is their proportional share (PSS): anonymous and of files on the one hand, shared memory,
-where the weights are, on the other. Processes called `python` are the templates of `ray.templates`.
+where the weights are, on the other. A cluster runs below a process that does what `atelier up` does, and counts; the
+bench's own does not.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import psutil
 
 from configs.cluster import ClusterConfig
 from deployments.cli.output import Column, print_json, print_line, print_table
-from deployments.cli.running import cluster_up
+from infra.bench.idle_clusters import running_cluster
 from infra.ports import free_port
 
-SETTLE_S: Final = 20.0  # of caches that fill and memory that is allocated after the start
+SETTLE_S: Final = 75.0  # by then processes that wait for more work after the start have ended
 TARGET_SHARE, TARGET_BYTES = 0.05, 2**30  # of a core, and beside the weights
 _TOTAL: Final = "all"
+_TEMPLATE: Final = "cluster.ray_seam.templates"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class Usage:
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
 
 
-def measure_idle(config: ClusterConfig, config_path: str, seconds: float) -> dict[str, Any]:
-    """Start the cluster with a Ray of its own, and return what each kind of process takes while it is idle."""
+def measure_idle(config: ClusterConfig, seconds: float) -> dict[str, Any]:
+    """Start the cluster with a Ray of its own, then Ray and Serve alone, and return what each takes while idle."""
     with tempfile.TemporaryDirectory() as folder:
         update = {
             "name": "idle",
@@ -52,11 +54,16 @@ def measure_idle(config: ClusterConfig, config_path: str, seconds: float) -> dic
             "grpc": None,
             "ray": config.ray.model_copy(update={"address": None}),
         }
-        with cluster_up(config.model_copy(update=update), config_path):
-            time.sleep(SETTLE_S)
-            before, start_s = _tree_usage(), time.monotonic()
-            time.sleep(seconds)
-            return idle_figures(before, _tree_usage(), time.monotonic() - start_s)
+        used = config.model_copy(update=update)
+        return {which: _measure_cluster(which, used, seconds) for which in ("ours", "floor")}
+
+
+def _measure_cluster(which: str, config: ClusterConfig, seconds: float) -> dict[str, Any]:
+    with running_cluster(which, config) as first:
+        time.sleep(SETTLE_S)
+        before, start_s = usage_by_name(_family(first)), time.monotonic()
+        time.sleep(seconds)
+        return idle_figures(before, usage_by_name(_family(first)), time.monotonic() - start_s)
 
 
 def idle_figures(before: Mapping[str, Usage], after: Mapping[str, Usage], wall_s: float) -> dict[str, Any]:
@@ -87,14 +94,18 @@ def short_name(command: list[str]) -> str:
         return ""
     if words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").partition(".")[0]  # behind the dot is the method that runs just now
+    program = Path(words[0]).name
+    if not program.startswith("python"):
+        return program
+    if any(word.startswith(_TEMPLATE) for word in words):
+        return "template"
     modules = [word for option, word in pairwise(words) if option == "-m"]
     script = next((word for word in words[1:] if word.endswith(".py")), "")
-    return modules[0] if modules else Path(script or words[0]).name
+    return modules[0] if modules else Path(script).name or program
 
 
-def _tree_usage() -> dict[str, Usage]:
-    own = psutil.Process()
-    return usage_by_name([own, *own.children(recursive=True)])
+def _family(first: psutil.Process) -> list[psutil.Process]:
+    return [first, *first.children(recursive=True)]
 
 
 def _usage(process: psutil.Process) -> Usage:
@@ -109,10 +120,29 @@ def _usage(process: psutil.Process) -> Usage:
 
 
 def print_idle_figures(figures: dict[str, Any], as_json: bool) -> None:
-    """Print a table of the processes, and how all of them stand to the targets; or one JSON object."""
+    """Print a table of the processes of each cluster, how ours stands to the targets, and what is Ray's and Serve's.
+
+    Or one JSON object.
+    """
     if as_json:
         print_json(figures)
         return
+    for which, title in (("ours", "Atelier"), ("floor", "Ray and Serve alone, with one replica")):
+        print_line(f"{title}, over {figures[which]['seconds']:.0f} s")
+        _print_rows(figures[which]["rows"])
+    total, floor = (figures[which]["rows"][-1] for which in ("ours", "floor"))
+    is_met = total["share"] < TARGET_SHARE and total["own_bytes"] < TARGET_BYTES
+    print_line(
+        f"target: less than {TARGET_SHARE:.0%} of a core and {TARGET_BYTES / 2**30:.0f} GiB beside shared memory: "
+        f"{'met' if is_met else 'missed'}"
+    )
+    print_line(
+        f"beyond Ray and Serve alone: {100 * (total['share'] - floor['share']):.1f} % of a core and "
+        f"{(total['own_bytes'] - floor['own_bytes']) / 2**20:.0f} MiB"
+    )
+
+
+def _print_rows(found: list[dict[str, Any]]) -> None:
     right = [Column(name, align="right") for name in ("number", "threads", "% of a core", "MiB", "MiB shared")]
     rows = [
         [
@@ -123,12 +153,6 @@ def print_idle_figures(figures: dict[str, Any], as_json: bool) -> None:
             f"{row['own_bytes'] / 2**20:.0f}",
             f"{row['shared_bytes'] / 2**20:.0f}",
         ]
-        for row in figures["rows"]
+        for row in found
     ]
     print_table([Column("process", "name"), *right], rows)
-    total = figures["rows"][-1]
-    is_met = total["share"] < TARGET_SHARE and total["own_bytes"] < TARGET_BYTES
-    print_line(
-        f"target: less than {TARGET_SHARE:.0%} of a core and {TARGET_BYTES / 2**30:.0f} GiB beside shared memory: "
-        f"{'met' if is_met else 'missed'}; over {figures['seconds']:.0f} s"
-    )

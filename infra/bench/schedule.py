@@ -20,13 +20,14 @@ from itertools import pairwise, product
 from multiprocessing import get_context
 from typing import Any, Final
 
-from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
+from cluster.placement.autoscaling import ScalingMemory, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.state import Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import plan_switches
 from cluster.simulator.multiplexed import policies_and_multiplexed
 from cluster.simulator.running import least_workers, simulate
 from cluster.simulator.scenario import Scenario, SimModel, SimWorker, poisson, zipf_shares
+from configs.admission import ScalingConfig
 from deployments.cli.output import Column, print_line, print_table
 from infra.bench.oracle import oracle_mean_latency_s
 
@@ -189,7 +190,7 @@ def _measure_tick(number: int, rounds: int) -> dict[str, Any]:
         moments.append(time.process_time())
         plan = plan_switches(state)
         moments.append(time.process_time())
-        target_replicas(state, ScalingPolicy(0, 2 * number), ScalingMemory(), number, 0.0)
+        target_replicas(state, ScalingConfig(min_workers=0, max_workers=2 * number), ScalingMemory(), number, 0.0)
         moments.append(time.process_time())
         parts = [1000 * (after - before) for before, after in pairwise(moments)]
         for name, value in zip(found, (*parts, sum(parts)), strict=True):

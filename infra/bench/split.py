@@ -1,9 +1,10 @@
 """`infra.bench split`: a language model on a device with room for half of it, beside accelerate's `device_map`.
 
-On a simulated device, in a process of its own, because simulating one patches torch. The host computes for the device,
-so a second says nothing of a card. What goes over the link for a token is what it is anywhere, and processor time says
-what each does on the host: accelerate copies the weights of the other half for each token, and here the host multiplies
-them where they lie.
+On a simulated device, in a process of its own, because simulating one patches torch. What goes over the link for a
+token is what it is anywhere: accelerate copies the weights of the other half, and here the host multiplies them where
+they lie. Tokens per second are those of a simulated link: processor time, and what the transfers of a token take longer
+at that rate than the host took to copy; once with the device's kernels, which the host computes here, and once as if
+they took no time. All is processor time of one thread, so other work on the machine changes little.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from rich.console import Console
@@ -29,7 +30,22 @@ _PROMPT: Final = tuple(range(2, 34))
 _NUM_TOKENS: Final = 24
 _NUM_LAYERS: Final = 12
 _VOCABULARY: Final = 4096
-_Token = tuple[int, float, int]  # the token, seconds of processor time, and bytes over the link for it
+LINKS_GBPS: Final = (12.0, 1.0)  # PCIe 3 x16; as slow beside one thread as PCIe is beside the memory of a server
+
+
+class _Token(NamedTuple):
+    """A token, and what it took: processor time, that of its copies and of the device's kernels, and bytes moved."""
+
+    number: int
+    cpu_s: float
+    copies_s: float
+    kernels_s: float
+    link_bytes: int
+
+    def seconds(self, link_gbps: float, *, with_kernels: bool) -> float:
+        """Return what it would take over a link of that rate, whose transfers nothing else overlaps."""
+        waiting_s = max(0.0, self.link_bytes / (link_gbps * 1e9) - self.copies_s)
+        return self.cpu_s + waiting_s - (0.0 if with_kernels else self.kernels_s)
 
 
 def measure_split(hidden_size: int = 768) -> list[dict[str, Any]]:
@@ -47,12 +63,12 @@ def measure_split(hidden_size: int = 768) -> list[dict[str, Any]]:
 
 def print_split(rows: Sequence[dict[str, Any]]) -> None:
     """Print what `measure_split` found."""
-    table = Table(
-        "way", "bytes over the link per token", "processor ms per token", title="decode at half of its device"
-    )
+    speeds = list(rows[0]["tokens_per_s"])
+    table = Table("way", "link bytes per token", "CPU ms", "kernels", *speeds, title="decode at half of its device")
     for row in rows:
-        table.add_row(row["way"], f"{row['link_bytes']:,.0f}", f"{row['cpu_ms']:.2f}")
-    Console().print(table)
+        own = (f"{row['link_bytes']:,.0f}", f"{row['cpu_ms']:.2f}", f"{row['kernels_ms']:.2f}")
+        table.add_row(row["way"], *own, *(f"{row['tokens_per_s'][name]:.1f}" for name in speeds))
+    Console(width=180).print(table)
 
 
 async def _measure(hidden_size: int) -> list[dict[str, Any]]:
@@ -79,17 +95,27 @@ async def _measure(hidden_size: int) -> list[dict[str, Any]]:
         ours = _tokens_of_ours(link, await _open(Path(folder)))
         peers = _tokens_of_accelerate(link, stock)
         pairs = list(zip(ours, peers, strict=True))[1:]  # the first are the prompt's
-    if [one for (one, _, _), _ in pairs] != [one for _, (one, _, _) in pairs]:
+    if any(one.number != other.number for one, other in pairs):
         raise RuntimeError("the two write other tokens")
     names = "Atelier", "accelerate, device_map"
-    return [
-        {
-            "way": name,
-            "link_bytes": statistics.median(pair[way][2] for pair in pairs),
-            "cpu_ms": 1e3 * min(pair[way][1] for pair in pairs),
-        }
-        for way, name in enumerate(names)
-    ]
+    return [_row(name, [pair[way] for pair in pairs]) for way, name in enumerate(names)]
+
+
+def _row(name: str, tokens: Sequence[_Token]) -> dict[str, Any]:
+    """Return what a way's tokens took: the median bytes, and the least times."""
+
+    def fastest(gbps: float, *, with_kernels: bool) -> float:
+        return 1 / min(token.seconds(gbps, with_kernels=with_kernels) for token in tokens)
+
+    speeds = {f"tokens/s at {gbps:g} GB/s": fastest(gbps, with_kernels=True) for gbps in LINKS_GBPS}
+    speeds |= {f"{gbps:g} GB/s, no kernels": fastest(gbps, with_kernels=False) for gbps in LINKS_GBPS}
+    return {
+        "way": name,
+        "link_bytes": statistics.median(token.link_bytes for token in tokens),
+        "cpu_ms": 1e3 * min(token.cpu_s for token in tokens),
+        "kernels_ms": 1e3 * min(token.kernels_s for token in tokens),
+        "tokens_per_s": speeds,
+    }
 
 
 async def _open(folder: Path) -> Any:
@@ -133,8 +159,7 @@ def _tokens_of_ours(link: Any, engine: Any) -> Iterator[_Token]:
         link.reset_link()
         begin_s = time.process_time()
         (delta,) = engine.step()
-        cpu_s = time.process_time() - begin_s
-        yield delta.token_ids[0], cpu_s, link.uploaded_bytes + link.downloaded_bytes
+        yield _counted(delta.token_ids[0], link, time.process_time() - begin_s)
 
 
 @torch.inference_mode()
@@ -153,8 +178,11 @@ def _tokens_of_accelerate(link: Any, model: Any) -> Iterator[_Token]:
         found = model(ids.to("sim:0"), past_key_values=past, use_cache=True)
         past = found.past_key_values
         ids = found.logits[:, -1].argmax(-1, keepdim=True).cpu()
-        cpu_s = time.process_time() - begin_s
-        yield int(ids), cpu_s, link.uploaded_bytes + link.downloaded_bytes
+        yield _counted(int(ids), link, time.process_time() - begin_s)
+
+
+def _counted(token: int, link: Any, cpu_s: float) -> _Token:
+    return _Token(token, cpu_s, link.copied_s, link.computed_s, link.uploaded_bytes + link.downloaded_bytes)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,7 @@ def test_bytes_over_the_link_are_counted_each_way(device: torch.device, second_d
     assert link.downloaded_bytes == 4
     tensor.to(second_device)
     assert (link.uploaded_bytes, link.downloaded_bytes) == (4000, 4004)
+    assert link.copied_s > 0
     assert link.link_s == pytest.approx(8004 / (link.link_s and 25e9))
 
 

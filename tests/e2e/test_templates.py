@@ -18,13 +18,13 @@ def test_killed_templates_cost_no_answer_and_workers_start_without_them(tmp_path
     assert observed["again"] == "template"
     assert observed["without"] == "raylet"
     for shown in (observed["shown"], observed["shown_again"]):
-        assert shown["ready"] == ["ray", "serve", "text_encoder", "worker"]
-        assert (shown["copies"]["worker"], shown["copies"]["text_encoder"]) == (1, 1)
+        assert shown["ready"] == ["ray", "replica", "serve"]
+        assert shown["copies"]["replica"] == 2  # the worker and the text encoder
         assert shown["copies"]["serve"] >= 2  # the ingress, and Serve's controller
         assert shown["problems"] == []
     assert observed["shown_without"]["ready"] == []
-    assert observed["shown_without"]["copies"]["worker"] == 0
-    assert any("no copy of template 'worker'" in problem for problem in observed["shown_without"]["problems"])
+    assert observed["shown_without"]["copies"]["replica"] == 1  # the text encoder lives on
+    assert any("no copy of template 'replica'" in problem for problem in observed["shown_without"]["problems"])
     # Without standby, a worker has Serve's imports done, and torch's not.
     assert observed["no_standby"]["started_by"] == ["template"] * 3
     assert observed["no_standby"]["again"] == "template"

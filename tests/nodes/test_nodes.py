@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from nodes.three_nodes import (
     NAMES,
     PORT,
     QUESTIONS,
+    WHOLE_S,
     Load,
     ThreeNodes,
     demo_fields,
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
 SPARE: Final = "spare"
+LISTENING: Final = (sys.executable, "-c", f"import socket; socket.create_server(('0.0.0.0', {PORT})).accept()")
 DEADLINE_S: Final = 3.0
 CHANGED: Final = (
     "models.second-adder",
@@ -72,7 +75,7 @@ def back(cluster: ThreeNodes, what: str, name: str) -> None:
         cluster.wait_whole()
 
     expected = disturbed(cluster, what, join, without=name)
-    wait_until(lambda: cluster.asked(f"{cluster.url(name)}/healthz"), f"HAProxy on {name}")
+    wait_until(lambda: cluster.asked(f"{cluster.url(name)}/healthz"), f"HAProxy on {name}", WHOLE_S)
     assert cluster.answers(cluster.url(name)) == expected
 
 
@@ -191,25 +194,45 @@ def test_a_node_is_cut_off_for_20_s(cluster: ThreeNodes) -> None:
         cluster.network.heal(cluster.nodes[name])
 
     disturbed(cluster, "node cut off for 20 s", cut, without=name)
-    wait_until(lambda: not cluster.runs_ray(name) or cluster.is_whole(), "a node that is back or gave up")
+    wait_until(lambda: not cluster.runs_ray(name) or cluster.is_whole(), "a node that is back or gave up", WHOLE_S)
     if not cluster.runs_ray(name):
         back(cluster, "another node in its place", name)
 
 
 def test_a_changed_config_is_applied(cluster: ThreeNodes) -> None:
     """Values of each kind at once, and some back; a node that joins has the room for successors, and drains after."""
-    first = {one.pid for name in NAMES for one in cluster.replicas(name)}
-    cluster.join(SPARE)
+    first = pids_of_replicas(cluster)
+    join_beside_a_server(cluster)
     said: list[str] = []
     disturbed(cluster, "twelve values applied", lambda: said.append(cluster.apply(changed_fields())))
     assert [key for key in CHANGED if key not in said[0]] == []
-    wait_until(lambda: not first & {one.pid for name in NAMES for one in cluster.replicas(name)}, "successors of all")
+    wait_until(lambda: first.isdisjoint(pids_of_replicas(cluster)), "successors of all", WHOLE_S)
     kept = changed_fields() | {"models": fields_of("studio")["models"]}
     kept["text_encoder"]["num_replicas"] = len(NAMES)
     disturbed(cluster, "some of them taken back", lambda: said.append(cluster.apply(kept)))
     assert "nothing to change" in cluster.apply(kept)
     disturbed(cluster, "the node that had room drains", lambda: cluster.end_by_sigterm(SPARE))
     cluster.wait_whole()
+
+
+def pids_of_replicas(cluster: ThreeNodes) -> set[int]:
+    return {one.pid for name in NAMES for one in cluster.replicas(name)}
+
+
+def join_beside_a_server(cluster: ThreeNodes) -> None:
+    """Let the spare node join with its port taken: it is named until what has it ends."""
+    cluster.join(SPARE, *LISTENING)
+    node = cluster.nodes[SPARE]
+
+    def problems() -> list[str] | None:
+        found: list[str] | None = cluster.asked(f"{cluster.url()}/admin/cluster").get("node_problems")
+        return found
+
+    (problem,) = wait_until(problems, "a node that is named", WHOLE_S)
+    assert f"node {node.address} cannot listen on 0.0.0.0:{PORT} (Address already in use)" in problem
+    (server,) = node.processes(" ".join(LISTENING[:2]))
+    server.kill()
+    wait_until(lambda: problems() == [], "a node that has no problem", WHOLE_S)
 
 
 def changed_fields() -> dict[str, Any]:

@@ -80,14 +80,17 @@ class ThreeNodes:
     def head(self) -> Node:
         return self.nodes["head"]
 
-    def join(self, name: str) -> None:
+    def join(self, name: str, *beside: str) -> None:
         """Start a node and its Ray, or another one in the place of one that is gone, and return once it has joined.
 
+        A command that runs `beside` its Ray begins before.
         Ray's processes wait 15 s for each other. Where a busy machine takes longer, Ray is started again, as whoever
         watches a node does. Raises OSError.
         """
         for _ in range(MAX_STARTS):
             self.nodes[name] = node = self.network.add(name, CLOCKS_OFF_S.get(name, 0))
+            if beside:
+                self._start(node, "beside", *beside)
             log = self._folder / f"ray-{len([*self._folder.glob('ray-*.log')])}.log"
             self._rays[name] = self._start(node, log.stem, *self._ray_command(node))
             wait_until(partial(self._has_begun, name, log), f"Ray on {name}", START_S)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -61,6 +62,7 @@ _CONFIG = "config.json"
 _ZIP_MAGIC = b"PK\3\4"
 _PROTOCOLS = (b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5")  # how a pickle of protocol 2 to 5 begins
 SKELETON_SUFFIXES = frozenset({".json", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".spm", ".codes"})
+_CLASS_NAME = re.compile(r"_*[A-Z]")  # how it begins
 # Ends of the names of classes that have no weights, or none that are needed to serve a pipeline.
 _WEIGHTLESS = (
     *("Tokenizer", "TokenizerFast", "TokenizersBackend", "SentencePieceBackend", "Scheduler", "Processor"),
@@ -292,7 +294,8 @@ def _pipeline_parts(folder: Path) -> dict[str, tuple[str, str]]:
     parts = {}
     for name, value in read_json(folder / "model_index.json").items():
         is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) for one in value)
-        if name.startswith("_") or not is_pair:  # an option of the pipeline may be two numbers
+        # An option of the pipeline may be two numbers, or two names: of layers, say, which are no classes' names.
+        if name.startswith("_") or not is_pair or not _CLASS_NAME.match(value[1]):
             continue
         if not is_plain_name(name):  # it is a folder's name; anything else could point out of the checkpoint
             raise FormatError(f"{folder / 'model_index.json'}: component {shown(name)} is not a plain name")

@@ -35,7 +35,9 @@ _OLD_MATRICES: Final = tuple(
     for name in ("lora_", "lora.", "lora1.", "lora2.", "lora_linear_layer.")
     for half in ("down", "up")
 )
-_MATRICES: Final = (*_OLD_MATRICES, ".lora_A.weight", ".lora_B.weight")
+_NAMED_MATRICES: Final = (".lora_A.default.weight", ".lora_B.default.weight")  # by PEFT, with its adapter's name
+_MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight")
+_COMFYUI_PREFIX: Final = "diffusion_model."
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"
@@ -106,9 +108,12 @@ def is_lora(names: Iterable[str]) -> bool:
 
 def is_convertible(names: Iterable[str]) -> bool:
     """Return whether a file with tensors of these names is a LoRA in a layout that stock converts: kohya's, XLabs',
-    ComfyUI's, or that of diffusers before PEFT.
+    ComfyUI's, DiffSynth's, or that of diffusers before PEFT.
     """
-    return any(is_kohya(name) or name.endswith(_OLD_MATRICES) for name in names)
+    return any(
+        is_kohya(name) or name.startswith(_COMFYUI_PREFIX) or name.endswith((*_OLD_MATRICES, *_NAMED_MATRICES))
+        for name in names
+    )
 
 
 def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: AdapterBase) -> None:
@@ -169,12 +174,12 @@ def read_lora_configs(file: Path, metadata: Mapping[str, str]) -> dict[str, Lora
         component, _, option = key.partition(".")
         options.setdefault(component, {})[option] = value
     return {
-        component: check_lora_options(file, f"metadata says {shown(component)[1:-1]}.", values)
+        component: _check_lora_options(file, f"metadata says {shown(component)[1:-1]}.", values)
         for component, values in options.items()
     }
 
 
-def check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> LoraConfig:
+def _check_lora_options(file: Path, prefix: str, options: Mapping[str, Any]) -> LoraConfig:
     """Check the options of PEFT's LoraConfig that decide on scales; `prefix` goes before their names in messages.
 
     Raises AdapterError as `read_lora_configs` does.
@@ -289,7 +294,7 @@ def read_peft_config(file: Path) -> LoraConfig:
             raise AdapterError(f"{file}: {option}={shown(options[option])}: {what} is not supported")
     if options["lora_alpha"] is None:
         raise AdapterError(f"{file}: lora_alpha is null, expected a number")
-    return check_lora_options(file, "", options)
+    return _check_lora_options(file, "", options)
 
 
 def peft_targets(file: Path, shapes: Mapping[str, Sequence[int]], *, use_dora: bool = False) -> dict[str, LoraTarget]:

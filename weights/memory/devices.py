@@ -41,6 +41,14 @@ def open_device(name: str, simulated: SimulatedConfig | None = None) -> torch.de
     return torch.device(kind, index)
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return the device by the name that its tensors tell: "cuda" is the current one."""
+    index: int | None = device.index  # torch's own annotation lacks None
+    if index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
 def check_device(name: str, simulated: SimulatedConfig | None = None) -> None:
     """Raise WeightsError, as `open_device` would in a fresh process of this machine, without opening anything."""
     kind, index = _parse_name(name)

@@ -12,9 +12,13 @@ program.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import json
+import re
 import warnings
+import zipfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -25,9 +29,8 @@ from torch.export.graph_signature import InputKind
 
 from weights.errors import FormatError, WeightsError
 from weights.formats.tensors import SourceTensor
-from weights.loading.external_memory import WARNINGS_LOCK
+from weights.loading.views import WARNINGS_LOCK
 from weights.manifest import Component, Layout, Manifest
-from weights.programs.archive import check_archive
 from weights.programs.exported_signature import read_signature
 from weights.programs.signature import SIGNATURE, UNSERVABLE
 from weights.programs.storing import (
@@ -47,6 +50,10 @@ from weights.torch_seam import with_tensors
 _GRAPH_FILE: Final = "graph.pt2"
 _MUTATED: Final = "mutated"  # metadata: names of buffers that the program writes, as JSON
 _INLINE: Final = "inline"  # metadata: names of tensors that stayed in the graph, as JSON
+_MAX_HEADER_BYTES: Final = 2**28
+_OPERATOR: Final = re.compile(r"torch\.ops\.(\w+)\.(\w+)(?:\.(\w+))?")
+# Classes of outputs that a library registers with torch when it is imported.
+_OUTPUT_CLASS: Final = re.compile(r'"type": "((?:transformers|diffusers)(?:\.\w+)+)\.\w+"')
 _TENSOR_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
@@ -169,12 +176,68 @@ def _open(path: Path, allow_torch: bool) -> ExportedProgram:
 
 
 def _load(path: Path, file: str | io.BytesIO) -> ExportedProgram:
-    check_archive(path, Path(file) if isinstance(file, str) else io.BytesIO(file.getbuffer()))
+    _check_archive(path, Path(file) if isinstance(file, str) else io.BytesIO(file.getbuffer()))
     try:
         program = torch.export.load(file)
     except Exception as error:  # the archive's reader, JSON and the graph's verifier have errors of their own
         raise FormatError(f"{path}: not a torch.export program: {type(error).__name__}: {error}") from error
     return program
+
+
+def _check_archive(path: Path, file: Path | io.BytesIO) -> None:
+    """Import what the archive's outputs are classes of. Raises FormatError for no archive, and for a missing operator.
+
+    Its header is read as JSON before torch opens it: torch.export.load says of a file that it cannot read no more than
+    "check the warnings above". Only modules of transformers and diffusers are imported, by a name that lies in them.
+    """
+    header = _archive_header(path, file)
+    module = header.get("graph_module")
+    graph = module.get("graph") if isinstance(module, dict) else None
+    if not isinstance(module, dict) or not isinstance(graph, dict) or not isinstance(graph.get("nodes"), list):
+        raise FormatError(f"{path}: not a torch.export program: its header has no graph")
+    targets = {str(node.get("target")) for node in graph["nodes"] if isinstance(node, dict)}
+    if missing := sorted(target for target in targets if not _is_known_operator(target)):
+        version = header.get("torch_version", "an unknown torch")
+        raise FormatError(
+            f"{path}: operator {missing[0]!r} is missing in torch {torch.__version__} (exported with {version})"
+        )
+    for name in sorted(set(_OUTPUT_CLASS.findall(_output_specs(module)))):
+        with contextlib.suppress(ImportError):  # torch will say that it does not know the class
+            importlib.import_module(name)
+
+
+def _archive_header(path: Path, file: Path | io.BytesIO) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            infos = [info for info in archive.infolist() if re.fullmatch(r"[^/]+/models/[^/]+\.json", info.filename)]
+            if len(infos) != 1:
+                raise FormatError(f"{path}: not a torch.export program: {len(infos)} models, expected one")
+            if infos[0].file_size > _MAX_HEADER_BYTES:
+                raise FormatError(
+                    f"{path}: a header of {infos[0].file_size} bytes, at most {_MAX_HEADER_BYTES} are read"
+                )
+            header = json.loads(archive.read(infos[0]))
+    except (OSError, zipfile.BadZipFile, NotImplementedError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: not a torch.export program: {type(error).__name__}: {error}") from None
+    if not isinstance(header, dict):
+        raise FormatError(f"{path}: not a torch.export program: its header is a {type(header).__name__}")
+    return header
+
+
+def _is_known_operator(target: str) -> bool:
+    """Return whether torch has the operator; what is none (a Python function, say) is for torch to judge."""
+    found = _OPERATOR.fullmatch(target)
+    if found is None:
+        return True
+    namespace, name, overload = found.groups()
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return packet is not None and (overload is None or namespace == "higher_order" or hasattr(packet, overload))
+
+
+def _output_specs(module: dict[str, Any]) -> str:
+    calls = module.get("module_call_graph")
+    signatures = [call.get("signature") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
+    return "\n".join(str(one.get("out_spec")) for one in signatures if isinstance(one, dict))
 
 
 def _save(program: ExportedProgram, target: io.BytesIO) -> None:

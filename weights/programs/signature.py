@@ -41,7 +41,7 @@ class ProgramTensor:
 
 @dataclass(frozen=True, slots=True)
 class UnfitInput:
-    """Why a program does not take some tensors: the input and a sentence."""
+    """The tensors that a program does not take: the input, and a sentence that says why."""
 
     name: str
     text: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from weights.loader import load_model
 from weights.manifest import Component, Layout, Manifest, WeightFormat
 from weights.programs.signature import COMPONENT
 from weights.provider import ExtentProvider, LocalExtents
-from weights.storage.durable import disk_errors
+from weights.storage.durable import disk_errors, replaced
 from weights.storage.hashing import hash_tensors
 from weights.storage.publishing import Draft, DraftComponent, publish_draft
 from weights.store import WeightStore, check_model_name
@@ -143,10 +142,5 @@ def program_tensors(store: WeightStore, model: str, provider: ExtentProvider | N
 @contextlib.contextmanager
 def published(target: Path, nbytes: int) -> Iterator[Path]:
     """Yield a path beside `target` that becomes it at the end, or is removed. Raises StoreError."""
-    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    with disk_errors(target.parent, nbytes):
-        try:
-            yield partial
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+    with disk_errors(target.parent, nbytes), replaced(target) as partial:
+        yield partial

@@ -2,7 +2,7 @@
 
 A request gets all of its leases or none: two that each hold half of what they need would wait for ever. It may
 overtake the first in the queue when it needs no room and nothing that is being called back, until the first has
-waited `patience_s`; from then on only what fits beside the first and everything else that has passed since, so that
+waited `PATIENCE_S`; from then on only what fits beside the first and everything else that has passed since, so that
 there is room once the older leases have ended. A holder that has held leases always passes: the first may be waiting
 for just those. Not so with leases that were called back for the first and that it uses still.
 
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, Generic
 
+from weights.errors import listed
 from weights.residency.entry_table import Entry, EntryTable, Thing
 from weights.residency.room_plan import fits_beside_pins, plan_room, shrink
 from weights.residency.sizes import DistinctBytes, Size, bytes_of, shown_bytes
@@ -52,13 +53,10 @@ class Ticket(Generic[Thing]):
 class Admission(Generic[Thing]):
     """The queue for the room of one table. `where` names its budget in a refusal ("store.node_budget_bytes")."""
 
-    def __init__(
-        self, table: EntryTable[Thing], clock: Callable[[], float], where: str, *, patience_s: float = PATIENCE_S
-    ) -> None:
+    def __init__(self, table: EntryTable[Thing], clock: Callable[[], float], where: str) -> None:
         self._table = table
         self._clock = clock
         self._where = where
-        self._patience_s = patience_s
         self.waiting: deque[Ticket[Thing]] = deque()  # room is made for the first
 
     def ask(
@@ -120,7 +118,7 @@ class Admission(Generic[Thing]):
         if not ticket.wanted.keys() <= table.entries.keys():
             return False
         is_recalled = any(table.entries[key].recall_requested for key in ticket.wanted)
-        if self._clock() - first.since_s < self._patience_s and not is_recalled:
+        if self._clock() - first.since_s < PATIENCE_S and not is_recalled:
             return True
         if table.has_held_leases(ticket.holder):
             return True
@@ -166,10 +164,8 @@ def refusal_text(
 def describe_holders(table: EntryTable[Thing]) -> str:
     """Say who has the room: the leases, the greatest first, what is pinned, and what is coming for nobody yet."""
     leased = table.bytes_by_holder()
-    holders = [f"{holder} ({shown_bytes(nbytes)})" for holder, nbytes in list(leased.items())[:MAX_NAMED]]
-    if len(leased) > MAX_NAMED:
-        holders[-1] += f" and {len(leased) - MAX_NAMED} more"
-    text = f"leased by: {', '.join(holders) or 'nobody'}"
+    holders = [f"{holder} ({shown_bytes(nbytes)})" for holder, nbytes in leased.items()]
+    text = f"leased by: {listed(holders, MAX_NAMED, 'nobody')}"
     pinned_bytes = sum(entry.nbytes for key in table.pinned if (entry := table.entries.get(key)) is not None)
     coming_bytes = sum(entry.nbytes for entry in table.coming if entry.is_current and not entry.is_leased)
     for label, nbytes in (("pinned", pinned_bytes), ("prefetches under way", coming_bytes)):

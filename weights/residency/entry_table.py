@@ -8,13 +8,14 @@ callbacks must be quick and must not call the table.
 from __future__ import annotations
 
 import itertools
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, Generic, TypeVar
 
 from weights.residency.policy import NEVER_USED, EvictionCandidate, EvictionOrder, Popularity, class_rate
+from weights.residency.recent import Recent
 from weights.residency.sizes import DistinctBytes, Size, bytes_of, unshared
 
 MAX_REMEMBERED: Final = 50_000  # entries that are not here and whose popularity is still known
@@ -93,7 +94,7 @@ class EntryTable(Generic[Thing]):
         self._bytes_of_origin: Counter[Hashable] = Counter()
         self._leases: dict[str, dict[Entry[Thing], None]] = {}
         self._leased_by: Counter[str] = Counter()
-        self._past: OrderedDict[str, Popularity] = OrderedDict()
+        self._past: Recent[str, Popularity] = Recent(MAX_REMEMBERED)
         self._ticks = itertools.count(1)
 
     @property
@@ -172,7 +173,7 @@ class EntryTable(Generic[Thing]):
         del self.entries[entry.key]
         entry.is_current = False
         self._sort(entry)
-        self._remember(entry)
+        self._past.note(entry.key, entry.popularity)
         # Its parts are its own now, beside the fresh ones that others share.
         self.used.remove(entry.size)
         entry.size = unshared(entry.size, f"{entry.key} before {next(self._ticks)}")
@@ -310,7 +311,7 @@ class EntryTable(Generic[Thing]):
             if entry.is_here:
                 self._count_here(entry, -1)
             del self.entries[entry.key]
-            self._remember(entry)
+            self._past.note(entry.key, entry.popularity)
         else:
             copies = self._detached[entry.key]
             copies.remove(entry)
@@ -372,12 +373,6 @@ class EntryTable(Generic[Thing]):
             entry.is_movable = is_movable
             (self.order.add if is_movable else self.order.discard)(entry)
             self.movable_bytes += entry.nbytes if is_movable else -entry.nbytes
-
-    def _remember(self, entry: Entry[Thing]) -> None:
-        self._past[entry.key] = entry.popularity
-        self._past.move_to_end(entry.key)
-        if len(self._past) > MAX_REMEMBERED:
-            self._past.popitem(last=False)
 
 
 def _subtract(leases: dict[str, int], holder: str, count: int) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import quote
 
-from weights.errors import StoreError
+from weights.errors import StoreError, listed
 from weights.sources.remote import MAX_OBJECTS, ObjectChanged, RemoteObject, is_inside
 
 SCHEME: Final = "hf://"
@@ -250,7 +250,7 @@ def _served_files(names: Collection[str]) -> list[str]:
     chosen = [path for folder in folders.values() for path in _one_model(folder)]
     if not chosen:
         pickles = sorted(path.as_posix() for path in paths if path.suffix in _PICKLES)
-        found = f"only pickles ({_listed(pickles)}), which are not downloaded" if pickles else "none that is known"
+        found = f"only pickles ({listed(pickles)}), which are not downloaded" if pickles else "none that is known"
         raise ValueError(f"no weights: {found}; expected .safetensors, .gguf or .onnx")
     # A folder whose weights stay behind (onnx, openvino, original) is another form of the model, with its configs.
     others = {path.parent for path in paths if path.suffix in _WEIGHTS | _PICKLES} - {path.parent for path in chosen}
@@ -267,7 +267,7 @@ def _one_model(files: list[PurePosixPath]) -> list[PurePosixPath]:
     if files[0].suffix == ".gguf":
         models = {_SHARD.sub("", file.name) for file in files}
         if len(models) > 1:
-            raise ValueError(f"{len(models)} GGUF models; add the name of one to the URL ({_listed(sorted(models))})")
+            raise ValueError(f"{len(models)} GGUF models; add the name of one to the URL ({listed(sorted(models))})")
         return files
     found = {file: match for file in files if (match := _SAFETENSORS.fullmatch(file.name))}
     if not found:
@@ -276,13 +276,8 @@ def _one_model(files: list[PurePosixPath]) -> list[PurePosixPath]:
     stem = next((stem for stem in _STOCK_STEMS if stem in stems), None)
     if stem is None and len(stems) > 1:
         names = sorted(file.as_posix() for file in found)
-        raise ValueError(f"{len(stems)} safetensors files; add the name of one to the URL ({_listed(names)})")
+        raise ValueError(f"{len(stems)} safetensors files; add the name of one to the URL ({listed(names)})")
     of_stem = {file: match for file, match in found.items() if stem is None or match["stem"] == stem}
     variants = {match["variant"] or match["of_index"] or "" for match in of_stem.values()}
     variant = next((one for one in _PLAIN_VARIANTS if one in variants), min(variants))
     return [file for file, match in of_stem.items() if (match["variant"] or match["of_index"] or "") == variant]
-
-
-def _listed(names: Collection[str], most: int = 12) -> str:
-    shown = ", ".join(list(names)[:most])
-    return shown + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Final
@@ -13,6 +12,7 @@ from urllib.parse import quote
 
 from weights.sources.bucket import split_url
 from weights.sources.hub import SCHEME, HubName
+from weights.storage.durable import remove_path
 
 SOURCES_FOLDER: Final = "sources"  # in the store
 _LOCK = ".mirror.lock"
@@ -45,7 +45,7 @@ def remove_mirror(mirror: Path) -> bool:
             return False
         for entry in mirror.iterdir():
             if entry.name != _LOCK:  # last: until it goes, nobody else begins
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                remove_path(entry)
         (mirror / _LOCK).unlink()
         with contextlib.suppress(OSError):  # somebody waits, and has begun to use it
             mirror.rmdir()

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
@@ -52,6 +53,20 @@ def move(source: Path, target: Path) -> None:
     """Rename within one file system, durably. `source` must be synced already."""
     source.replace(target)
     sync(target.parent)
+
+
+@contextlib.contextmanager
+def replaced(target: Path) -> Iterator[Path]:
+    """Yield a path beside `target` that becomes it at the end, or is removed: nobody finds a part of a file.
+
+    Not synced to disk: that is the caller's to decide. Raises OSError.
+    """
+    staged = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        yield staged
+        staged.replace(target)
+    finally:
+        staged.unlink(missing_ok=True)
 
 
 def copy_tree(source: Path, target: Path) -> None:

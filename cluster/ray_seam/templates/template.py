@@ -56,7 +56,7 @@ _MAY_DIFFER: Final = {
     *(FOLDER_VARIABLE, NAME_VARIABLE),
     *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_CLIENT_MODE", "RAY_LD_PRELOAD_ON_WORKERS"),
     *("RAY_RAYLET_PID", "RAY_ROTATION_BACKUP_COUNT", "RAY_ROTATION_MAX_BYTES", "RAY_USAGE_STATS_ENABLED"),
-    *("RAY_worker_niceness", "SPT_NOENV"),
+    *("RAY_event_stats", "RAY_task_events_report_interval_ms", "RAY_worker_niceness", "SPT_NOENV"),
     *("OLDPWD", "PWD", "SHLVL", "_"),
 }
 

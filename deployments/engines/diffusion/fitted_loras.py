@@ -187,7 +187,10 @@ def _named_by_stock(own: Mapping[str, torch.Tensor], family: Family, denoiser_co
 
         loader: Any = getattr(loaders, family.lora_loader)
         options = {"unet_config": denoiser_config} if family.denoiser_name == "unet" else {"return_alphas": True}
-        state, alphas = loader.lora_state_dict(state, **options)[:2]
+        found = loader.lora_state_dict(state, **options)
+        state, alphas = (
+            found[:2] if isinstance(found, tuple) else (found, {})
+        )  # those of newer models are multiplied in
     names = {peft_name(name): name for name in state if "lora" in name}  # stock looks at no others
     alpha_of = {_module_of(name.removesuffix(".alpha")): alpha for name, alpha in (alphas or {}).items()}
     tensors = {new: state[old] for new, old in names.items()}

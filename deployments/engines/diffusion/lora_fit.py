@@ -1,4 +1,4 @@
-"""Whether a LoRA fits a pipeline, asked of the pipeline's modules without weights and of a LoRA without values.
+"""LoRAs fitted to a pipeline at their registration: to its modules without weights, and without values of their own.
 
 Which module a name of kohya's, ComfyUI's or XLabs' layout means is known to the converters of diffusers alone, so the
 LoRA goes through them as a request's does: with its layers' sizes, and matrices of rank 1 that are all ones.
@@ -22,8 +22,8 @@ from weights.formats.checkpoint import Checkpoint
 from weights.formats.tensors import SourceTensor
 from weights.torch_dtypes import TORCH_DTYPES
 
-_DOWN: Final = ("down.weight", "lora_A.weight")
-_UP: Final = ("up.weight", "lora_B.weight")
+_DOWN: Final = ("down.weight", "lora_A.weight", "lora_A.default.weight")
+_UP: Final = ("up.weight", "lora_B.weight", "lora_B.default.weight")
 
 
 def check_lora(adapter: Checkpoint, base: AdapterBase, family: Family) -> None:

@@ -77,7 +77,7 @@ class CapturedForward:
 
     @property
     def is_current(self) -> bool:
-        """Whether it would run, and over the weights that the module has now."""
+        """Return whether it would run, and over the weights that the module has now."""
         return self.pool is not None and self.owner.addresses() == self.addresses
 
     def run(self, inputs: Inputs) -> torch.Tensor:

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from weights.memory.devices import allocated_bytes
+from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
 from weights.torch_seam import DispatchMode, buffers_of, fake_mode, parameters_of
 
@@ -143,7 +143,7 @@ class Recorder(DispatchMode):
         super().__init__()
         self._bytes_left = math.inf if max_bytes is None else max_bytes
         self.recording = Recording()
-        self._device = device
+        self._device = with_index(device)
         self._is_fake = is_fake
         self._keeps_calls = keeps_calls
         self._knows_given = is_fake or keeps_calls or keeps_given  # to know one is to keep it

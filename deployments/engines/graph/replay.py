@@ -11,7 +11,6 @@ kernel that is no operation of torch, or a number that was read from an input, e
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -20,6 +19,7 @@ import torch
 
 from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
+from weights.residency.recent import Recent
 from weights.torch_seam import is_written_to, out_form
 
 MIN_FORWARDS: Final = 16  # equal ones, before one is recorded: to record and to try costs as much as some five
@@ -45,14 +45,14 @@ class BoundForward(Protocol):
 
     @property
     def is_current(self) -> bool:
-        """Whether it would run, over the weights that the module has now."""
+        """Return whether it would run, and over the weights that the module has now."""
 
     def run(self, inputs: Inputs) -> torch.Tensor:
         """Return the result for other inputs of the same shapes and dtypes."""
 
 
 class Binder(Protocol):
-    """What makes a forward one that is run again: recorded calls on the host, a graph on a card (`card_graphs.py`)."""
+    """Binds forwards, so that they are run again: to recorded calls on the host, to a graph on a card."""
 
     def bind(self, inputs: Inputs, forward: Forward) -> tuple[BoundForward, torch.Tensor]:
         """Return `forward` bound, and its result for these inputs.
@@ -179,7 +179,7 @@ class Replays:
     is_checked: bool = False
     min_forwards: int = MIN_FORWARDS
     binder: Binder = field(default_factory=HostCalls)
-    _known: OrderedDict[Hashable, _Counted] = field(default_factory=OrderedDict)
+    _known: Recent[Hashable, _Counted] = field(default_factory=lambda: Recent(MAX_KEYS))
 
     def run(self, key: Hashable, inputs: Inputs, forward: Forward) -> torch.Tensor:
         """Return `forward(inputs)`, or the same bits of a replay.
@@ -187,10 +187,7 @@ class Replays:
         `forward` may depend on what `key` names, on the inputs, and on nothing else; on weights that stay where they
         are. Raises what `forward` raises, and AssertionError where a checked replay differs.
         """
-        known = self._known.setdefault(key, _Counted())
-        self._known.move_to_end(key)
-        if len(self._known) > MAX_KEYS:
-            self._known.popitem(last=False)
+        known = self._known.used(key, _Counted)
         known.count += 1
         if known.bound is not None and not known.bound.is_current:
             known.bound, known.is_tried, known.count = None, False, 1

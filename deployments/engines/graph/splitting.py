@@ -121,7 +121,7 @@ def split_recording(recording: Recording, lacking: Collection[str]) -> tuple[Spl
     ]
     nodes, sizes = [], {f"given {number}": storage.nbytes() for number, storage in enumerate(recording.given)}
     for at, node in enumerate(recording.nodes):
-        if not node.makes and not is_in_place(node.op):
+        if not node.makes and not _is_in_place(node.op):
             continue  # a view: who reads it reads its buffer
         name = f"{at} {node.op}"
         sources = (*(makers[one] for one in node.reads), *(f"given {one}" for one in node.given))
@@ -133,7 +133,7 @@ def split_recording(recording: Recording, lacking: Collection[str]) -> tuple[Spl
     return found, sum(sizes[copy.value] for copy in found.copies)
 
 
-def is_in_place(op: str) -> bool:
+def _is_in_place(op: str) -> bool:
     """Return whether an operation (`aten.add_.Tensor`) writes into what it reads, by torch's rule for names."""
     return op.split(".")[1].endswith("_")
 

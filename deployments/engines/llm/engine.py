@@ -26,7 +26,7 @@ from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
-from deployments.engines.llm.model_runner import ModelRunner
+from deployments.engines.llm.model_runner import ModelRunner, OwnCacheRunner
 from deployments.engines.llm.models.llama import DecoderSpec
 from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
 from deployments.engines.llm.models.registry import (
@@ -40,7 +40,6 @@ from deployments.engines.llm.models.registry import (
     load_config,
 )
 from deployments.engines.llm.models.stock import StockModel
-from deployments.engines.llm.own_cache_runner import OwnCacheRunner
 from deployments.engines.llm.pooling import load_embedding_rules
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs

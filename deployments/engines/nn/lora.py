@@ -3,27 +3,33 @@
 As a side path, y = base(x) + strength * scale * up(down(x)), through forward hooks: any adapters in one batch. Merged,
 y = (W + strength * scale * up down) x with a private copy of each layer that it changes: the steps of the base, for
 the memory of those layers, and a batch of its own. The two are equal up to rounding.
+
+A DoRA is a LoRA whose rows have lengths of their own, W' = m (W + f BA) / |W + f BA|, without a copy of W. The norms of
+all strengths f follow from three products of the rows of W and BA, which are computed once. Magnitudes are by output,
+as PEFT's, or by input, as LyCORIS had them at first. Source: peft 0.21, `tuners/lora/dora.py`.
 """
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
-from deployments.engines.nn.dora import add_dora, product_without_bias, row_scales, scaled_inputs
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
 
 Pairs = Mapping[str, LoraPair]
 FittedPairs = Sequence[tuple[nn.Module, LoraPair]]  # the layers that an adapter changes
+_TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
+_products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
 
 
 class AdaptedSpan(NamedTuple):
@@ -93,7 +99,7 @@ def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torc
     delta = pair.up.float().flatten(1) @ pair.down.float().flatten(1)  # a convolution's `up` is 1 x 1
     wide = torch.add(own.float(), delta.view(own.shape), alpha=factor)
     if pair.magnitude is not None:
-        scales = row_scales(layer, pair, factor)
+        scales = _row_scales(layer, pair, factor)
         wide *= scales.view(1, -1, *[1] * (own.ndim - 2)) if pair.by_input else scales.view(-1, *[1] * (own.ndim - 1))
     weight = wide.to(own.dtype)
     if isinstance(layer, nn.Conv2d):
@@ -186,12 +192,12 @@ def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tenso
             if pair.magnitude is None:
                 own += _delta(layer, x, pair, factor)
                 continue
-            scales = row_scales(layer, pair, factor)
+            scales = _row_scales(layer, pair, factor)
             if pair.by_input:
-                own += product_without_bias(layer, scaled_inputs(layer, x, scales - 1))
-                own += _delta(layer, scaled_inputs(layer, x, scales), pair, factor)
+                own += _product_without_bias(layer, _scaled_inputs(layer, x, scales - 1))
+                own += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
             else:
-                add_dora(layer, own, _delta(layer, x, pair, factor), scales)
+                _add_dora(layer, own, _delta(layer, x, pair, factor), scales)
 
     return add
 
@@ -228,8 +234,87 @@ def _rows_side_path(
                 own_rows.index_add_(0, rows, delta)
                 continue
             own = own_rows[rows]  # a copy
-            add_dora(target, own, delta, row_scales(target, pair, pair.scale * use.strength))
+            _add_dora(target, own, delta, _row_scales(target, pair, pair.scale * use.strength))
             own_rows[rows] = own
         return own_rows.view(output.shape)
 
     return add
+
+
+# DoRA
+
+
+def _row_scales(layer: Any, pair: LoraPair, factor: float) -> torch.Tensor:
+    """Return m / |W + f BA| of each output, or input (N,) of a pair that was fitted to this layer, in float32.
+
+    The layer's weights are read the first time only. A row of zeros keeps its zeros.
+    """
+    assert pair.magnitude is not None
+    products = _products.get(pair)
+    if products is None:
+        products = _products[pair] = _row_products(layer, pair)
+    own, cross, added = products
+    norms = (own + 2 * factor * cross + factor**2 * added).clamp(min=0).sqrt()
+    scales = torch.where(norms > 0, pair.magnitude.double() / norms, 1.0)
+    return scales.float()
+
+
+def _add_dora(layer: Any, output: torch.Tensor, delta: torch.Tensor, scales: torch.Tensor) -> None:
+    """Turn the output of a layer into that with DoRA, by output; `delta` is f BA x. All have the features last, or
+    those of a convolution second.
+    """
+    bias = layer.bias
+    if output.ndim == 4 and isinstance(layer, nn.Conv2d):
+        scales, bias = scales[:, None, None], None if bias is None else bias[:, None, None]
+    scales = scales.to(output.dtype)
+    base = output if bias is None else output - bias.to(output.dtype)
+    output += base * (scales - 1) + delta * scales
+
+
+def _scaled_inputs(layer: Any, x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Return x with its features times `scales` (N,)."""
+    is_image = x.ndim == 4 and isinstance(layer, nn.Conv2d)
+    return x * (scales[:, None, None] if is_image else scales).to(x.dtype)
+
+
+def _product_without_bias(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Return what the layer's own weights make of x, whatever stands in the place of its forward now."""
+    if not is_batch_invariant(layer):
+        output: torch.Tensor = type(layer).forward(layer, x)
+        return output if layer.bias is None else output - layer.bias
+    if isinstance(layer, nn.Conv2d):
+        assert not isinstance(layer.padding, str)  # diffusers gives numbers
+        return conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation)
+    return linear(x, layer.weight)
+
+
+def _row_products(layer: Any, pair: LoraPair) -> torch.Tensor:
+    """Return |W|^2, <W, BA> and |BA|^2 of each output or input, (3, N) in float64."""
+    down, up = pair.down.float().flatten(1), pair.up.float().flatten(1)  # a convolution's `up` is 1 x 1
+    num_inputs = pair.down.shape[1]
+    assert pair.magnitude is not None
+    found = torch.zeros(3, len(pair.magnitude), dtype=torch.float64, device=pair.magnitude.device)
+    start = 0
+    with torch.no_grad():
+        for tile in _weight_tiles(layer):
+            stop = start + len(tile)
+            added = up[start:stop] @ down
+            for place, (a, b) in enumerate(((tile, tile), (tile, added), (added, added))):
+                product = a * b
+                if pair.by_input:
+                    found[place] += product.view(len(tile), num_inputs, -1).sum((0, 2), dtype=torch.float64)
+                else:
+                    found[place, start:stop] = product.sum(1, dtype=torch.float64)
+            start = stop
+    return found
+
+
+def _weight_tiles(layer: Any) -> Iterator[torch.Tensor]:
+    """Yield the rows of a layer's weights in order, some at a time, flat and in float32."""
+    if hasattr(layer, "weight_tiles"):  # weights that are not wide
+        yield from layer.weight_tiles()
+        return
+    rows = layer.weight.flatten(1)
+    size = max(1, _TILE_BYTES // (4 * rows.shape[1]))
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size].float()

@@ -45,7 +45,7 @@ from weights.torch_seam import compile_graph, open_compiled
 
 COMPILE_TIMEOUT_S: Final = 1800
 MAX_PACKAGES: Final = 64  # of a node, a few MB each
-MODULE: Final = __name__
+_MODULE: Final = __name__
 _COMPILERS: Final = ("g++", "c++", "clang++")
 _VERSION: Final = 1  # of what is checked before a graph is compiled, and how it is
 _OPTIONS: Final[Mapping[str, Any]] = {}  # of inductor, beside its own
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 
 class NotCompiled(Exception):
-    """Why a graph runs as it is."""
+    """A graph that runs as it is, and why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,7 +89,7 @@ def _compile(compiled: CompiledGraph, component: Component, folder: Path, device
     try:
         if device.type != "cpu":
             raise NotCompiled(f"compiled programs run on the CPU, the text encoders' device is {device}")
-        compiled.run = open_compiled(package_of(component, folder, packages))
+        compiled.run = open_compiled(_find_package(component, folder, packages))
     except (NotCompiled, OSError, RuntimeError) as error:
         compiled.reason = " ".join(str(error).split())[-300:] or type(error).__name__
         logger.warning("program %s runs as it is, not compiled: %s", component.config_hash[:16], compiled.reason)
@@ -97,7 +97,7 @@ def _compile(compiled: CompiledGraph, component: Component, folder: Path, device
         compiled.ended.set()
 
 
-def package_of(component: Component, folder: Path, packages: Path) -> Path:
+def _find_package(component: Component, folder: Path, packages: Path) -> Path:
     """Return the package of a graph in `packages`, compiled if it is not there, or not as it was written.
 
     One at a time on a node; the others wait. Raises NotCompiled, and OSError for a folder that others may write to.
@@ -105,14 +105,14 @@ def package_of(component: Component, folder: Path, packages: Path) -> Path:
     target = private_folder(packages) / f"{_key(component)}.pt2"
     with (packages / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not is_whole(target):
+        if not _is_whole(target):
             _run_compiler(component, folder, target)
             _remove_oldest(packages)
         target.touch()
     return target
 
 
-def is_whole(package: Path) -> bool:
+def _is_whole(package: Path) -> bool:
     """Return whether a package is there, and its bytes are those that were written."""
     try:
         return hashlib.sha256(package.read_bytes()).hexdigest() == _digest_file(package).read_text()
@@ -158,7 +158,7 @@ def _run_compiler(component: Component, folder: Path, target: Path) -> None:
         with (
             errors.open("wb") as stderr,
             subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, *arguments],
+                [sys.executable, "-P", "-m", _MODULE, *arguments],
                 stdin=subprocess.PIPE,  # nothing is written there: when it is closed, the whole group ends
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -192,7 +192,7 @@ def has_traced_strides(program: ExportedProgram, arguments: Sequence[Any]) -> bo
 # What follows runs in the process that compiles.
 
 
-def flat_graph(program: ExportedProgram) -> fx.GraphModule:
+def _flat_graph(program: ExportedProgram) -> fx.GraphModule:
     """Return a graph that takes all tensors of `program`, weights and inputs, as it lists them, and gives its outputs.
 
     Raises NotCompiled for a program that takes or gives something else.
@@ -215,7 +215,7 @@ def flat_graph(program: ExportedProgram) -> fx.GraphModule:
     return fx.GraphModule(program.graph_module, graph)
 
 
-def check_values(program: ExportedProgram, signature: ProgramSignature) -> None:
+def _check_values(program: ExportedProgram, signature: ProgramSignature) -> None:
     """Check that no value of a request ends the process. Raises NotCompiled with the operator that might.
 
     HAZARD: compiled code looks up rows and divides within its threads, where an error cannot be caught. Only ids that a
@@ -255,11 +255,11 @@ def is_output(spec: Any) -> bool:
 def _compile_here(component: Component, folder: Path, made: Path) -> None:
     """Compile the graph of the skeleton `folder` into the file `made`. Raises what torch does, and NotCompiled."""
     program, signature = open_graph(component, folder), signature_of(component)
-    check_values(program, signature)
-    module = flat_graph(program)
+    _check_values(program, signature)
+    module = _flat_graph(program)
     values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     compile_graph(module, values, made, _OPTIONS)
-    plain, run = flat_graph(program), open_compiled(made)
+    plain, run = _flat_graph(program), open_compiled(made)
     for sizes in _trial_sizes(signature):
         tensors = _made_up(program, signature, sizes)
         with torch.no_grad():
@@ -282,7 +282,7 @@ def _made_up(program: ExportedProgram, signature: ProgramSignature, sizes: Mappi
     """Return random tensors for all that the flat graph takes."""
     given = {one.name: one for one in signature.inputs}
     tensors = []
-    for node in flat_graph(program).graph.find_nodes(op="placeholder"):
+    for node in _flat_graph(program).graph.find_nodes(op="placeholder"):
         value = node.meta["val"]
         if (one := given.get(node.name)) is None:
             tensors.append(_random(torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype), 1))

@@ -26,8 +26,8 @@ _LISTS: Final = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 class BorrowedModules:
     """The changes that a call makes in modules of others, put in with each of its turns and taken out after it.
 
-    That is: attributes of the modules, and of parts whose classes set attributes outside `__init__`, hooks, buffers, and
-    the types of parameters. HAZARD: what is changed in place, a list in an attribute say, is changed for all.
+    That is: attributes of the modules and of parts whose classes set some outside `__init__`, hooks, buffers, and the
+    types of parameters. HAZARD: what is changed in place, a list in an attribute say, is changed for all.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -322,7 +322,7 @@ class _Run:
 
 
 class _Borrowed:
-    """What a call finds as it left it, and leaves as it found it, with each of its turns."""
+    """Modules and random streams: in each turn a call finds them as it left them, and leaves them as it found them."""
 
     def __init__(self, modules: BorrowedModules, draws: OwnDraws) -> None:
         self._modules, self._draws = modules, draws

@@ -1,4 +1,4 @@
-"""What the modules of a stock pipeline take of a device: its `__call__` is rehearsed over modules without weights.
+"""The memory that calls of a stock pipeline's modules take: its `__call__` is rehearsed over modules without weights.
 
 The code between modules runs as it is, on the host and over zeros, so that every module is called with the shapes that
 it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
 import math
 import threading
 from collections.abc import Callable, Mapping
@@ -35,8 +34,7 @@ _HOST: Final = torch.device("cpu")  # where rehearsals run
 _LEAST_TEXT: Final = 64  # bytes
 _WORD: Final = "a "
 _DEPTH: Final = 4  # of objects in results
-
-logger = logging.getLogger("atelier.replica")
+_MAX_RECORDED: Final = 256  # calls of a structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,8 @@ class CallTwin:
             key = f"{entry} {dtype} {_form((args, kwargs))}"
             if key not in self._recorded:
                 self._recorded[key] = self._record(entry, method, module, args, kwargs)
+                while len(self._recorded) > _MAX_RECORDED:
+                    self._recorded.pop(next(iter(self._recorded)))
             found = self._recorded[key]
             if found.nbytes:
                 self._bytes[entry] = max(found.nbytes, self._bytes.get(entry, 0))

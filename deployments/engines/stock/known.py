@@ -58,16 +58,17 @@ _PLAIN_TYPES: Final = re.compile(r"\b(str|int|float|bool|Image|PipelineImageInpu
 class PipelineSource:
     """A pipeline class: the components that it must have, the parameters that a call needs, what a call returns.
 
-    It is made of what is `accepted`, the components among it. `needs` has annotations by name, "" without one;
-    `outputs` the first fields of the records that are returned, none where it passes on what another pipeline returns.
-    `parameters` are those of the call, `defaults` those of them that are plain values, and `fps` the frame rate at
-    which the class's own example writes its videos.
+    It is made of what is `accepted`: the components, and `options`, which are values. `needs` has annotations by name,
+    "" without one; `outputs` the first fields of the records that are returned, none where it passes on what another
+    pipeline returns. `parameters` are those of the call, `defaults` those of them that are plain values, and `fps` the
+    frame rate at which the class's own example writes its videos.
     """
 
     components: tuple[str, ...]
     needs: Mapping[str, str]
     outputs: frozenset[str]
     accepted: tuple[str, ...] = ()
+    options: frozenset[str] = frozenset()
     parameters: tuple[str, ...] = ()
     defaults: Mapping[str, bool | int | float | str] = field(default_factory=dict)
     fps: int | None = None
@@ -131,7 +132,7 @@ def check_parts(class_name: str, folder: Path, index: Mapping[str, object]) -> N
 
     Raises EngineError for one that the class needs and the index lacks, and for code that comes with a model.
     """
-    for name, (library, _) in parts_of(index).items():
+    for name, (library, _) in parts_of(class_name, index).items():
         if library not in LIBRARIES and not is_pipeline_folder(library):
             raise EngineError(
                 f"{folder}: its {name} is of {library!r}, code that comes with a model, which is never run"
@@ -158,12 +159,14 @@ def check_part(library: str, class_name: str, folder: Path) -> None:
             read_config(found)
 
 
-def parts_of(index: Mapping[str, object]) -> dict[str, tuple[str, str]]:
-    """Return the library and class of the parts that a model_index.json names."""
+def parts_of(class_name: str, index: Mapping[str, object]) -> dict[str, tuple[str, str]]:
+    """Return the library and class of the parts that a class's model_index.json names; an option may be a pair, too."""
+    options = read_class(class_name).options
     return {
         name: (entry[0], entry[1])
         for name, entry in index.items()
         if not name.startswith("_")
+        and name not in options
         and isinstance(entry, list)
         and len(entry) == 2
         and all(isinstance(one, str) for one in entry)
@@ -177,16 +180,19 @@ def read_class(class_name: str) -> PipelineSource:
     init = next((method for body in bodies if (method := _method(body, "__init__"))), None)
     call = next((method for body in bodies if (method := _method(body, "__call__"))), None)
     optional = next((names for body in bodies if (names := _optional_components(body)) is not None), frozenset())
-    components = tuple(name for name in (_required(init) if init else {}) if name not in optional)
+    required = _required(init) if init else {}
+    components = tuple(name for name in required if name not in optional)
     accepted = _names(init) if init else ()
+    options = frozenset(accepted) - required.keys() - optional
     if call is None:
-        return PipelineSource(components, {}, frozenset(), accepted)
+        return PipelineSource(components, {}, frozenset(), accepted, options)
     example = _EXAMPLE.search(_class_files()[class_name].read_text("utf-8"))
     return PipelineSource(
         components,
         _required(call),
         _outputs(call),
         accepted,
+        options,
         _names(call),
         _plain_defaults(call),
         int(example[1]) if example else None,

@@ -1,4 +1,4 @@
-"""What pipelines of the installed diffusers ask of modules that do not have it, and what it would be."""
+"""Modules get what pipelines of the installed diffusers ask of them, and they do not have."""
 
 from __future__ import annotations
 

@@ -70,17 +70,17 @@ def as_samples(audios: Any) -> np.ndarray:
 
 def sample_rate(pipeline: Any) -> int:
     """Return the samples per second of what a pipeline hears and makes, as its parts tell. Raises ValueError."""
-    if (rate := _told(pipeline, _RATES)) is None:
+    if (rate := _find_count(pipeline, _RATES)) is None:
         raise ValueError("no part of the pipeline says its sample rate")
     return rate
 
 
 def audio_channels(pipeline: Any) -> int | None:
     """Return the channels of what a pipeline hears and makes; None where no part's config tells."""
-    return _told(pipeline, _CHANNELS)
+    return _find_count(pipeline, _CHANNELS)
 
 
-def _told(pipeline: Any, keys: Collection[str]) -> int | None:
+def _find_count(pipeline: Any, keys: Collection[str]) -> int | None:
     """Return the first count by one of these names in the configs of a pipeline's parts."""
     parts = pipeline.components
     for name in dict.fromkeys((*_TOLD_FIRST, *parts)):

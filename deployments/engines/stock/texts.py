@@ -84,7 +84,7 @@ def weightless(component: Component, folder: Path) -> nn.Module:
 
 
 def with_own(module: nn.Module, device: torch.device, methods: Mapping[str, Callable[..., Any]]) -> nn.Module:
-    """Return the module itself, of a class with these methods that derives from its own. It claims to be on `device`."""
+    """Return the module itself, of a class with these methods derived from its own. It claims to be on `device`."""
     cls = type(module)
     own = {"device": property(lambda self: device), **methods, "__module__": cls.__module__}
     module.__class__ = type(cls.__name__, (cls,), own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from pydantic import Field
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from cluster.ray_seam.process_starts import TemplateStats
@@ -62,6 +63,7 @@ class ClusterAnswer(Answer):
     """The cluster at a glance: a page of its models and nodes, and all replicas; each may be `unreachable` instead.
 
     `registry` is there only when it did not answer, `templates` only where Ray's processes begin as copies of some.
+    `node_problems` are sentences on nodes that have joined and lack something, all of them on every page.
     """
 
     cluster: str
@@ -70,6 +72,7 @@ class ClusterAnswer(Answer):
     num_nodes: int
     models: list[ModelStatus]
     nodes: list[dict[str, Any]]
+    node_problems: list[str] = Field(default_factory=list)
     workers: list[dict[str, Any]]
     text_encoders: list[dict[str, Any]]
     admission: AdmissionAnswer | None = None
@@ -135,7 +138,8 @@ class BatchingAnswer(Answer):
 class HealthAnswer(Answer):
     """The state of the service. `models_ready` of `models` can be asked.
 
-    `starting`: none yet. `loading`: others are still entering the store. `degraded`: others cannot be asked.
+    `starting`: none yet. `loading`: others are still entering the store, or wait for their first replica. `degraded`:
+    others cannot be asked.
     """
 
     status: Literal["starting", "loading", "ok", "degraded"]

@@ -266,6 +266,7 @@ class Operations:
             num_nodes=residency["num_nodes"],
             models=_model_statuses(shown, residency, replicas),
             nodes=residency["nodes"],
+            node_problems=residency.get("node_problems", []),
             **replicas,
         )
         if self._queues is not None:

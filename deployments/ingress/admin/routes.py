@@ -64,7 +64,7 @@ _RESTARTING = "the directory of models is restarting; try again"
 
 
 def _status_of(health: Health) -> Literal["starting", "loading", "ok", "degraded"]:
-    if health.is_entering:
+    if health.is_starting:
         return "loading" if health.num_ready else "starting"
     return "ok" if health.num_ready == health.num_models else "degraded"
 

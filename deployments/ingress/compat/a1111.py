@@ -10,7 +10,6 @@ import asyncio
 import base64
 import json
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -52,6 +51,7 @@ from deployments.ingress.responses import Answer, json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult
+from weights.residency.recent import Recent
 
 # Lists that clients fetch with the others.
 _EMPTY: Final = ("sd-vae", "latent-upscale-modes", "hypernetworks", "face-restorers", "prompt-styles")
@@ -81,16 +81,12 @@ class _KeySessions:
     """The choice of model and the running jobs of each key."""
 
     clock: Callable[[], float] = time.monotonic
-    models: OrderedDict[str, str] = field(default_factory=OrderedDict)
+    models: Recent[str, str] = field(default_factory=lambda: Recent(_MAX_KEPT))
     jobs: dict[str, list[_Job]] = field(default_factory=dict)
 
     def choose_model(self, model: str) -> None:
         """Keep the model of the current key's requests."""
-        tenant = current_tenant.get()
-        self.models[tenant] = model
-        self.models.move_to_end(tenant)
-        if len(self.models) > _MAX_KEPT:
-            self.models.popitem(last=False)
+        self.models.note(current_tenant.get(), model)
 
     def begin_job(self, num_images: int) -> _Job:
         """Begin a job of the current key."""

@@ -16,7 +16,6 @@ encodings; how long a look-up took is not measured, so their nanoseconds are 0.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -24,6 +23,7 @@ from typing import Final
 
 from deployments.ingress.kserve.records import VERSION
 from deployments.ingress.kserve.repository import Repository
+from weights.residency.recent import Recent
 
 _MAX_MODELS: Final = 1024
 _MAX_EXACT_BATCH_SIZE: Final = 32
@@ -88,8 +88,7 @@ class Statistics:
 
     def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = _MAX_MODELS) -> None:
         self._clock_s = clock_s
-        self._max_models = max_models
-        self._models: OrderedDict[str, ModelStatistics] = OrderedDict()
+        self._models: Recent[str, ModelStatistics] = Recent(max_models)
 
     def succeeded(
         self,
@@ -127,10 +126,7 @@ class Statistics:
         return self._models.get(model) or ModelStatistics(model)
 
     def _touched(self, model: str) -> ModelStatistics:
-        found = self._models.setdefault(model, ModelStatistics(model))
-        self._models.move_to_end(model)
-        if len(self._models) > self._max_models:
-            self._models.popitem(last=False)
+        found = self._models.used(model, lambda: ModelStatistics(model))
         found.last_inference = int(self._clock_s() * 1e3)
         return found
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from typing import Any, Final, TypeVar
 
 from cluster.admission.fair_slots import FairSlots, SlotsFull
+from cluster.processes import start_connected
 from deployments.errors import InvalidRequest, Overloaded, QueueFull
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.openai.image_decoder import MODULE, PIXELS_OF_CPU_S, DecodeJob, DecodeReply
@@ -95,15 +92,7 @@ class _DecoderProcess:
     """One process, which does one job at a time. It ends when it has had none for a while, and with this process."""
 
     def __init__(self) -> None:
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        self._connection = Connection(mine.detach())
+        self._process, self._connection = start_connected(MODULE)
 
     @property
     def is_alive(self) -> bool:

@@ -6,15 +6,28 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from kit.clock import Clock
 
-from cluster.node_checks import LOOK_S, Wanted, look_at_node, node_problems, told, unable, wanted_of
+from cluster.node_checks import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    LOOK_S,
+    NodeWatch,
+    Wanted,
+    describe_failed_look,
+    describe_look,
+    look_at_node,
+    node_problems,
+    problems_by_node,
+    wanted_of,
+)
 from cluster.node_code import running_code, why_other_code
 from configs.cluster import ClusterConfig
 from infra.ports import free_port
@@ -89,7 +102,7 @@ def test_the_ports_of_a_node_are_those_of_its_ingress(
 
 def lines(wanted: Wanted, node: str = "10.0.0.3") -> list[str]:
     """Return what is told of this very machine."""
-    return [*told(node, look_at_node(wanted.ports, wanted.files), wanted)]
+    return [*describe_look(node, look_at_node(wanted.ports, wanted.files), wanted)]
 
 
 def test_a_port_that_is_taken_is_named_with_its_node_and_key() -> None:
@@ -175,13 +188,58 @@ def test_each_node_is_asked_and_what_does_not_answer_or_breaks_is_told_with_the_
     assert found[2] == "node 10.0.0.4 does not answer within 20 s: is it overloaded, or cut off?"
 
 
+def test_a_port_that_the_cluster_itself_has_taken_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(*arguments: Any) -> dict[str, Any]:
+        return look_at_node(*arguments) | {"ports": {"http.port": "Address already in use"}}
+
+    nodes = Nodes({"10.0.0.1": busy, "10.0.0.2": busy})
+    for name in ("remote", "wait", "get"):
+        monkeypatch.setattr(ray, name, getattr(nodes, name))
+    first, second = nodes.addresses
+    wanted = Wanted({"http.port": ("0.0.0.0", 8000)}, needs_haproxy=False)
+    found = problems_by_node(nodes.addresses, wanted, lambda: {first})
+    assert (found[first], len(found[second])) == ([], 1)
+    assert found[second][0].startswith("node 10.0.0.2 cannot listen on 0.0.0.0:8000 (Address already in use)")
+
+
+def test_a_node_that_joins_is_looked_at_while_it_has_a_problem_and_named_once_that_was_seen_twice() -> None:
+    clock, asked = Clock(), list[dict[str, str]]()
+    problems = {"b": ["no HAProxy"], "c": ["a port is taken"], "d": []}
+
+    def find_problems(nodes: Mapping[str, str]) -> dict[str, list[str]]:
+        asked.append(dict(nodes))
+        return {node_id: problems[node_id] for node_id in nodes}
+
+    watch = NodeWatch(find_problems, known={"a"}, clock=clock)
+    nodes = {node_id: f"10.0.0.{number}" for number, node_id in enumerate("abcd", 1)}
+    assert watch.look({"a": nodes["a"]}) == []
+    assert asked == [], "`up` has looked at it"
+    assert watch.look(nodes) == []
+    assert (asked.pop().keys(), watch.problems) == ({"b", "c", "d"}, {})
+    problems["c"] = []  # it was one that starts with the cluster
+    assert watch.look(nodes) == []
+    assert not asked
+    clock.now_s += FIRST_PAUSE_S
+    assert watch.look(nodes) == ["no HAProxy"]
+    assert asked.pop().keys() == {"b", "c"}
+    for _ in range(5):
+        clock.now_s += LONGEST_PAUSE_S
+        assert watch.look(nodes) == [], "it was named already"
+        assert (asked.pop().keys(), watch.problems) == ({"b"}, {"b": ["no HAProxy"]})
+    del nodes["b"]
+    assert watch.look(nodes) == []
+    assert watch.problems == {}
+    assert watch.look(nodes | {"b": "10.0.0.2"}) == []
+    assert asked.pop().keys() == {"b"}, "another one of that name"
+
+
 def test_a_node_without_atelier_is_named_with_what_to_install() -> None:
     error = RuntimeError(
         "The remote function failed to import:\n\nTraceback\nModuleNotFoundError: No module named 'x'\n"
     )
     atelier, python = running_code()
-    assert unable("10.0.0.3", error) == (
+    assert describe_failed_look("10.0.0.3", error) == (
         f"node 10.0.0.3 cannot run Atelier (ModuleNotFoundError: No module named 'x'): install {atelier} and {python} "
         "there"
     )
-    assert "(RuntimeError)" in unable("10.0.0.3", RuntimeError())
+    assert "(RuntimeError)" in describe_failed_look("10.0.0.3", RuntimeError())

@@ -6,6 +6,7 @@ compute, and gives the results to the device. Results are those of the host, bit
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -134,12 +135,14 @@ class SimulatedKernels:
     def _copy_from(self, source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         with below_autograd():
             hosts = [host_alias(side) if side.device.type == "sim" else side for side in (source, target)]
+            begin_s = time.thread_time()
+            hosts[1].copy_(hosts[0])
+            copy_s = time.thread_time() - begin_s
             if source.device != target.device:
                 if target.device.type == "sim":
-                    self._memory(target.device).count_transfer(source.nbytes, is_upload=True)
+                    self._memory(target.device).count_transfer(source.nbytes, is_upload=True, copy_s=copy_s)
                 if source.device.type == "sim":
-                    self._memory(source.device).count_transfer(source.nbytes, is_upload=False)
-            hosts[1].copy_(hosts[0])
+                    self._memory(source.device).count_transfer(source.nbytes, is_upload=False, copy_s=copy_s)
         return target
 
     def _read_number(self, tensor: torch.Tensor) -> Any:
@@ -184,7 +187,9 @@ class SimulatedKernels:
                 if at < len(host_args) and isinstance(host_args[at], (bool, int, float, complex)):
                     run = op.overloadpacket
                     break
+            begin_s = time.thread_time()
             result = run(*host_args, **host_kwargs)
+            memory.count_kernel(time.thread_time() - begin_s)
             if plan.is_of_host:
                 self._count_host_op(memory, call, result)
             for host, tensor in call.laid.values():

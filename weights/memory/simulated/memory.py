@@ -50,6 +50,8 @@ class DeviceMemory:
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
         self.num_transfers = 0
+        self.copied_s = 0.0
+        self.computed_s = 0.0
         self.blanks: dict[tuple[torch.dtype, bool], torch.Tensor] = {}  # by type, and whether of inference mode
         self._link_bytes_per_s = link_bytes_per_s
         self._lock = threading.Lock()
@@ -84,9 +86,10 @@ class DeviceMemory:
             self._peak_bytes = self._count_freed()
 
     def reset_link(self) -> None:
-        """Begin to count the link's bytes and seconds anew."""
+        """Begin to count the bytes of the link, and the seconds of copies and kernels, anew."""
         with self._lock:
             self.uploaded_bytes = self.downloaded_bytes = self.num_transfers = 0
+            self.copied_s = self.computed_s = 0.0
 
     def charge(self, nbytes: int) -> tuple[int, int]:
         """Take memory for `nbytes` bytes; returns an address, and the bytes that it took. Raises OutOfMemoryError."""
@@ -108,10 +111,16 @@ class DeviceMemory:
         """Give memory back. Takes no lock."""
         self._freed.append(charged)
 
-    def count_transfer(self, nbytes: int, *, is_upload: bool) -> None:
-        """Count a copy over the link."""
+    def count_kernel(self, seconds: float) -> None:
+        """Count the processor time that the host took for a kernel of the device, in `computed_s`."""
+        with self._lock:
+            self.computed_s += seconds
+
+    def count_transfer(self, nbytes: int, *, is_upload: bool, copy_s: float = 0.0) -> None:
+        """Count a copy over the link, and the processor time that the host took for it, in `copied_s`."""
         with self._lock:
             self.num_transfers += 1
+            self.copied_s += copy_s
             if is_upload:
                 self.uploaded_bytes += nbytes
             else:

@@ -41,6 +41,7 @@ class ZImage(PromptReader, ShiftedFlow):
     masks_text: ClassVar[bool] = True
     counts_tokens: ClassVar[bool] = True
     float32_latents: ClassVar[bool] = True
+    lora_loader: ClassVar[str | None] = "ZImageLoraLoaderMixin"
 
     def padded_text_length(self, num_tokens: int) -> int:
         """Return the length to which the transformer pads a text: those of one share forwards without a mask."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from deployments.engines.llm.models.gguf_keys import GgufKeys, rope_settings
-from deployments.engines.nn.packed_kinds import BLOCK_KINDS, FLOAT_KINDS
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, read_gguf, read_gguf_header
@@ -22,6 +21,12 @@ from weights.formats.untrusted import shown
 if TYPE_CHECKING:  # the control plane asks `describe_gguf`, and has no torch
     from transformers import PretrainedConfig
 
+# The types of tensors that the engines compute with, told without torch; `nn/packed_weights.py` unpacks them.
+FLOAT_KINDS: Final = ("F32", "F16", "BF16")
+BLOCK_KINDS: Final = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4"),
+)
 # Name in general.architecture -> transformers' model type, and whether rows of q and k are in neighbouring RoPE pairs.
 # The config's class is imported when it is needed: it brings much with it.
 _FAMILIES: Final = {

@@ -7,11 +7,18 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Refusal, Refused, Started
 
 POOL = "worker"
+
+
+def ask(tenant: str = "default", priority: int = 2, **fields: Any) -> Demand:
+    """Return a request for a whole replica, without a deadline but for what `fields` say."""
+    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "deadline_s": math.inf}
+    return Demand(**(values | {"tenant": tenant, "priority": priority} | fields))
 
 
 @dataclass

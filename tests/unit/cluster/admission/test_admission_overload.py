@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
+from unit.cluster.admission import simulated_replicas
 from unit.cluster.admission.simulated_replicas import POOL, Simulation
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Placement, Refusal, Started
 from configs.admission import AdmissionConfig
 
+ask = partial(simulated_replicas.ask, share=1 / 8)
+
 SECONDS_PER_WORK = 0.05
-
-
-def ask(now_s: float = 0.0, **fields: Any) -> Demand:
-    values: dict[str, Any] = {
-        "pool": POOL,
-        "model": "m",
-        "work": 1.0,
-        "share": 1 / 8,
-        "priority": 2,
-        "tenant": "default",
-        "deadline_s": math.inf,
-    }
-    return Demand(**(values | fields))
 
 
 def simulation(num_replicas: int = 2, **config: Any) -> Simulation:

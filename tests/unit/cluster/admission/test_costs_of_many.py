@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+from unit.cluster.admission import simulated_replicas
+from unit.cluster.admission.simulated_replicas import POOL
 from unit.counting import operations
 
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Demand, Placement
+from cluster.admission.records import Placement
 from configs.admission import AdmissionConfig
 
-POOL = "worker"
+ask = partial(simulated_replicas.ask, deadline_s=1e6)
 ROOMY = AdmissionConfig(max_waiting=1_000_000, max_waiting_per_model=1_000_000)
 LOGARITHMIC = 1.6  # for ten times as many: a heap is a few levels higher
-
-
-def ask(**fields: Any) -> Demand:
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "priority": 2}
-    return Demand(**(values | {"tenant": "default", "deadline_s": 1e6} | fields))
 
 
 class Crowded:

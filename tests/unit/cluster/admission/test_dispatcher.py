@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
 from kit.seeding import seeded_random
+from unit.cluster.admission import simulated_replicas
+from unit.cluster.admission.simulated_replicas import POOL
 
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand, Placement, Refusal
 from configs.admission import AdmissionConfig
 
-POOL = "worker"
-
-
-def ask(**fields: Any) -> Demand:
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 0.25, "priority": 2}
-    return Demand(**(values | {"tenant": "default", "deadline_s": math.inf} | fields))
+ask = partial(simulated_replicas.ask, share=0.25)
 
 
 def dispatcher(*replicas: str, **config: Any) -> Dispatcher:

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
+from unit.cluster.admission.simulated_replicas import ask
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Refused
 from configs.admission import AdmissionConfig
 
-POOL = "worker"
 LIMIT = 12
-
-
-def ask(tenant: str, priority: int = 2, **fields: Any) -> Demand:
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "deadline_s": 1e6}
-    return Demand(**(values | {"tenant": tenant, "priority": priority} | fields))
 
 
 class Full:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
+from unit.cluster.admission import simulated_replicas
+from unit.cluster.admission.simulated_replicas import POOL
 
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Demand, OnDemandSwitch, Placement, PoolPart, ReplicaPart, Started
+from cluster.admission.records import OnDemandSwitch, Placement, PoolPart, ReplicaPart, Started
 from configs.admission import AdmissionConfig
 
-POOL = "worker"
-
-
-def ask(**fields: Any) -> Demand:
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 0.25, "priority": 2}
-    return Demand(**(values | {"tenant": "default", "deadline_s": math.inf} | fields))
+ask = partial(simulated_replicas.ask, share=0.25)
 
 
 def queue(*replicas: str, **config: Any) -> AdmissionQueue:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from typing import Any
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from unit.cluster.admission import simulated_replicas
+from unit.cluster.admission.simulated_replicas import POOL
 
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.queue import AdmissionQueue
-from cluster.admission.records import Demand, Started
+from cluster.admission.records import Started
 from cluster.admission.service_times import ServiceTimes
 from configs.admission import AdmissionConfig
 
-POOL = "worker"
+ask = partial(simulated_replicas.ask, deadline_s=1000.0)
 ANY_FLOAT = st.one_of(st.floats(), st.sampled_from([0.0, -1.0, 1e-320, 1e-200, 1e200, math.inf, math.nan]))
-
-
-def ask(**fields: Any) -> Demand:
-    values: dict[str, Any] = {"pool": POOL, "model": "m", "work": 1.0, "share": 1.0, "priority": 2}
-    return Demand(**(values | {"tenant": "default", "deadline_s": 1000.0} | fields))
 
 
 @settings(max_examples=300, deadline=None)

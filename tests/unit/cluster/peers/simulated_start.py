@@ -18,8 +18,7 @@ from cluster.peers.fetch_queue import AskRegistry, Fetch, FetchQueue, Read
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, ResidencyReport
 from cluster.peers.server import LINGER_S, TransferSlots
 from cluster.peers.sources import FetchOutcome, PeerShare
-from cluster.registry.extent_locations import ResidencyMap
-from weights.residency.claims import RENEW_S
+from cluster.registry.extent_locations import RENEW_S, ResidencyMap
 
 MIB = 2**20
 QUESTION_S = 0.002  # there and back to the registry

@@ -12,7 +12,7 @@ import pytest
 from unit.cluster.peers.simulated_start import Flow, SimulatedStart
 
 from cluster.peers.sources import MAX_WAIT_S
-from weights.residency.claims import CLAIM_S, SLOW_S
+from cluster.registry.extent_locations import CLAIM_S, SLOW_S
 
 MAX_STORAGE_RATIO = 1.05
 

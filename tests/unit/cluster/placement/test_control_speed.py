@@ -8,9 +8,10 @@ from types import FrameType
 from typing import Any
 
 from cluster.placement import on_demand, outlook, switching
-from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
+from cluster.placement.autoscaling import ScalingMemory, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.switching import plan_switches
+from configs.admission import ScalingConfig
 from infra.bench.schedule import _large_state
 
 
@@ -27,7 +28,7 @@ def calls_of_a_tick(number: int) -> tuple[Counter[str], int]:
     try:
         state = usable_state(models, workers, held)
         plan = plan_switches(state)
-        target_replicas(state, ScalingPolicy(0, 2 * number), ScalingMemory(), number, 0.0)
+        target_replicas(state, ScalingConfig(min_workers=0, max_workers=2 * number), ScalingMemory(), number, 0.0)
     finally:
         sys.setprofile(None)
     assert state.ignored == ()

@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from cluster.placement.actor import Controller
 from cluster.placement.link import ControllerLink, Link, SlotLink, link_queue
 from cluster.placement.overrides import OverrideChange, Overrides
 from cluster.placement.reports import OrderOutcome, Orders, WorkerReport
+from cluster.placement.state import STALE_S
 from cluster.placement.switching import THROUGHPUT_FIRST
 from cluster.registry.extent_locations import GroupNews
 from configs.admission import AdmissionConfig, ControllerConfig
@@ -230,6 +232,50 @@ async def test_orders_by_hand_outlive_the_controller_and_need_the_registry_only_
     controller = await actors.start()
     await has_plan(actors)
     assert (await controller.describe(1))["overrides"]["pins"] == {"w": ["b"]}
+
+
+async def test_who_is_at_rest_reports_no_more_than_changes_and_lives_by_listening(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await has_plan(actors)
+    assert await place_of(queue, "a") == "w"
+    controller = actors.controller
+    assert controller is not None
+    reports = list[WorkerReport]()
+    noted = controller._observations.note_worker
+
+    def note_worker(name: str, report: WorkerReport, now_s: float) -> None:
+        reports.append(report)
+        noted(name, report, now_s)
+
+    monkeypatch.setattr(link_module, "REST_S", 1e9)
+    await until(lambda: controller._is_at_rest() and models.link._told == models.state.lasting)
+    monkeypatch.setattr(controller._observations, "note_worker", note_worker)
+    began = dict(controller._observations._seen_s)
+    await until(
+        lambda: all(seen_s > began[name] + STALE_S for name, seen_s in controller._observations._seen_s.items())
+    )
+    assert reports == []
+    monkeypatch.setattr(models.link, "_apply", lambda orders: None)  # nothing changes the state but this test
+    models.state = replace(models.state, budget_bytes=13)
+    await until(lambda: reports)
+    assert [one.budget_bytes for one in reports] == [13]
+    models.state = replace(models.state, leased=frozenset({"y"}))
+    await until(lambda: len(reports) > 3)  # at work, it reports all the time
+    assert not controller._is_at_rest()
+
+
+async def test_a_controller_that_was_replaced_hears_at_once_of_those_at_rest(
+    actors: Actors, queue: Dispatcher, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await has_plan(actors)
+    assert actors.controller is not None
+    await until(actors.controller._is_at_rest)
+    monkeypatch.setattr(link_module, "REST_S", 1e9)
+    actors.kill()
+    await until(lambda: models.link._told is None)  # it can listen to nobody
+    controller = await actors.start()
+    await until(lambda: controller._observations.workers and controller._observations.queues)
 
 
 class Serve:

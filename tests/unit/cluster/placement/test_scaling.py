@@ -9,16 +9,18 @@ import pytest
 from pydantic import ValidationError
 from unit.cluster.placement.reporting import load, need, queue, versions, worker
 
-from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, ScalingPolicy, _stop_order, can_leave
+from cluster.placement.autoscaling import LONGEST_DRAIN_S, STOP_S, Scaling, _can_leave, _stop_order
 from cluster.placement.checking import usable_state
 from cluster.placement.deciding import Deciding
 from cluster.placement.observing import Observations
 from cluster.placement.overrides import Overrides
 from cluster.placement.state import ClusterState, Components, ModelState, SloClass, WorkerState
 from cluster.placement.switching import LATENCY_FIRST
-from configs.admission import ControllerConfig
+from configs.admission import ControllerConfig, ScalingConfig
 
-POLICY = ScalingPolicy(0, 4, drain_s=10.0, downscale_delay_s=5.0, to_zero_delay_s=20.0)
+POLICY = ScalingConfig(
+    min_workers=0, max_workers=4, spare_workers=0, drain_s=10.0, downscale_delay_s=5.0, to_zero_delay_s=20.0
+)
 A, B = (ModelState(id_, Components({f"own-{id_}": 10})) for id_ in "ab")
 
 
@@ -109,10 +111,10 @@ def test_those_that_have_not_come_yet_are_undone_first() -> None:
     assert (scaling.target, scaling.draining) == (1, frozenset())
 
 
-SPARE = replace(POLICY, spare_workers=1)
+SPARE = POLICY.model_copy(update={"spare_workers": 1})
 
 
-def with_spare(policy: ScalingPolicy = SPARE) -> Scaling:
+def with_spare(policy: ScalingConfig = SPARE) -> Scaling:
     """One worker that works and a spare."""
     scaling = Scaling(policy, 1)
     used = replace(A, rate_long=0.1, service_s=1.0)
@@ -164,7 +166,7 @@ def test_a_spare_that_is_still_coming_works_when_it_is_wanted() -> None:
 
 
 def test_who_has_drained_is_the_spare_and_the_younger_one_is_stopped() -> None:
-    scaling = with_spare(replace(SPARE, min_workers=1))
+    scaling = with_spare(SPARE.model_copy(update={"min_workers": 1}))
     up_s = {"w0": 9.0, "w1": 8.0, "w2": 1.0}
     busy = [here(name, A, running={"a": 1}) for name in ("w0", "w1")]
     scaling.follow(state_of([replace(A, waiting=15)], *busy), up_s, 1.0)
@@ -178,7 +180,7 @@ def test_who_has_drained_is_the_spare_and_the_younger_one_is_stopped() -> None:
 
 
 def test_there_is_no_spare_beyond_the_most_workers_nor_with_none() -> None:
-    scaling = with_spare(replace(SPARE, max_workers=2))
+    scaling = with_spare(SPARE.model_copy(update={"max_workers": 2}))
     both = here("w0", A, running={"a": 1}), here("w1")
     scaling.follow(state_of([replace(A, waiting=100)], *both), {}, 1.0)
     assert (scaling.target, scaling.draining) == (2, frozenset())
@@ -211,12 +213,8 @@ def test_serve_stops_new_ones_of_nodes_with_few() -> None:
 def test_at_random_no_worker_is_stopped_that_may_not_go() -> None:
     for seed in range(30):
         chance = random.Random(seed)
-        policy = replace(
-            POLICY,
-            min_workers=chance.randrange(3),
-            downscale_delay_s=chance.choice([0.0, 3.0]),
-            spare_workers=chance.choice([0, 1, 2]),
-        )
+        drawn = {"min_workers": chance.randrange(3), "downscale_delay_s": chance.choice([0.0, 3.0])}
+        policy = POLICY.model_copy(update=drawn | {"spare_workers": chance.choice([0, 1, 2])})
         scaling, names = Scaling(policy, 2), iter(f"w{number}" for number in range(1000))
         born = {next(names): 0.0, next(names): 0.0}
         for second in range(200):
@@ -233,7 +231,7 @@ def test_at_random_no_worker_is_stopped_that_may_not_go() -> None:
             assert policy.min_workers <= scaling.target <= max(policy.max_workers, before)
             while len(born) > scaling.target:  # Serve, at once
                 newest = max(born, key=lambda name: (born[name], [-ord(letter) for letter in name]))
-                assert can_leave(state, state.workers[newest]) or newest not in running
+                assert _can_leave(state, state.workers[newest]) or newest not in running
                 del born[newest]
             while len(born) < scaling.target:
                 born[next(names)] = now_s + 0.001 * len(born)

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 from unit.cluster.placement.random_states import GB, broken, mistakes, random_records
 
-from cluster.placement.autoscaling import ScalingMemory, ScalingPolicy, target_replicas
+from cluster.placement.autoscaling import ScalingMemory, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.state import Components, ModelState, WorkerState
 from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, plan_switches
+from configs.admission import ScalingConfig
 
 MODES = [LATENCY_FIRST, THROUGHPUT_FIRST]
 
@@ -40,7 +41,9 @@ def test_broken_states_still_yield_feasible_plans(policy) -> None:
         state = usable_state(broken(models, chance), broken(workers, chance), held_junk)  # type: ignore[arg-type]
         plan = plan_switches(state, policy)
         assert mistakes(state, plan) == [], seed
-        scale = target_replicas(state, ScalingPolicy(0, 9), ScalingMemory(), len(state.workers), 0.0)
+        scale = target_replicas(
+            state, ScalingConfig(min_workers=0, max_workers=9), ScalingMemory(), len(state.workers), 0.0
+        )
         assert 0 <= scale.target <= 9
         num_ignored += len(state.ignored)
         num_orders += len(plan.decisions)

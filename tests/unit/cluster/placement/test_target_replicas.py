@@ -7,12 +7,21 @@ import random
 
 from unit.cluster.placement.random_states import random_records
 
-from cluster.placement.autoscaling import ScalePlan, ScalingMemory, ScalingPolicy, can_leave, target_replicas
+from cluster.placement.autoscaling import ScalePlan, ScalingMemory, _can_leave, target_replicas
 from cluster.placement.checking import usable_state
 from cluster.placement.state import ClusterState, Components, ModelState, WorkerState
+from configs.admission import ScalingConfig
 
 GB = 10**9
-POLICY = ScalingPolicy(0, 20, target_utilization=0.5, drain_s=10.0, downscale_delay_s=60.0, to_zero_delay_s=300.0)
+POLICY = ScalingConfig(
+    min_workers=0,
+    max_workers=20,
+    spare_workers=0,
+    target_utilization=0.5,
+    drain_s=10.0,
+    downscale_delay_s=60.0,
+    to_zero_delay_s=300.0,
+)
 
 
 def state_of(models: list[ModelState], workers: list[WorkerState]) -> ClusterState:
@@ -116,12 +125,12 @@ def test_the_least_missed_leave_and_sole_holders_hand_over() -> None:
     assert len(plan.leaving) == 4
     # Three may go without a word; the fourth holds what nobody else has.
     assert plan.hand_overs == (("w1", "rare"),)
-    assert can_leave(state, workers[3])
-    assert not can_leave(state, workers[1])
+    assert _can_leave(state, workers[3])
+    assert not _can_leave(state, workers[1])
     handed = state_of([hot, rare, dead], [*workers, worker("w5", rare)])
-    assert can_leave(handed, handed.workers["w1"])
+    assert _can_leave(handed, handed.workers["w1"])
     running = worker("w3", dead, running={"dead": 1})
-    assert not can_leave(state_of([hot, rare, dead], [running]), running)
+    assert not _can_leave(state_of([hot, rare, dead], [running]), running)
 
 
 def test_bounds_hold_and_broken_clocks_do_no_harm() -> None:
@@ -129,7 +138,7 @@ def test_bounds_hold_and_broken_clocks_do_no_harm() -> None:
         chance = random.Random(seed)
         models, workers, held = random_records(seed)
         state = usable_state(models, workers, held)
-        policy = ScalingPolicy(chance.randrange(0, 3), chance.randrange(3, 9))
+        policy = ScalingConfig(min_workers=chance.randrange(0, 3), max_workers=chance.randrange(3, 9), spare_workers=0)
         memory, current = ScalingMemory(), len(workers)
         for _ in range(6):
             now_s = chance.choice([0.0, 1e9, -5.0, 100.0, math.nan, math.inf])

@@ -86,7 +86,8 @@ def test_a_public_name_that_is_overridden_has_to_be_read_as_well(library: Module
 def test_private_names_of_ray_get_fewer() -> None:
     """The list may only get shorter: each name is one that a release takes away without a word."""
     # The 25th is that of objects which nobody fills: without it they are cleared, which a keeper finds out by trying.
-    assert len({name for shim in shims.ALL for name in shim.private}) <= 25
+    # The 26th is Serve's look at all nodes, ten times a second for ever: a fifth of what an idle cluster takes.
+    assert len({name for shim in shims.ALL for name in shim.private}) <= 26
 
 
 def test_what_only_instances_have_exists(library: ModuleType) -> None:

@@ -217,7 +217,7 @@ async def test_the_report_of_residency_is_made_beside_the_event_loop(
         return {"nodes": [], "models": {}}
 
     monkeypatch.setattr("cluster.registry.actor.cluster_residency", report)
-    assert await models.residency(["near"], 0, 10) == {"num_nodes": 0, "nodes": [], "models": {}}
+    assert await models.residency(["near"], 0, 10) == {"num_nodes": 0, "node_problems": [], "nodes": [], "models": {}}
     assert len(threads) == 1
     assert threads != [threading.get_ident()]
 

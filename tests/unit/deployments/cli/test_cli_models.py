@@ -32,6 +32,7 @@ CLUSTER = {
         | {"last_switch": None},
     ],
     "nodes": [NODE, {"node_id": "fedcba9876543210", "unreachable": "[/red] gone"}],
+    "node_problems": ["node 10.0.0.3 answers no HTTP: [/red] no program"],
     "text_encoders": [{"unreachable": "the actor died"}],
     "workers": [{"name": "4db2180e", "modules": [{}] * 4, "resident_bytes": 100, "denoising": 2}],
 }
@@ -187,6 +188,7 @@ def test_status_shows_what_is_where_and_why(run: Run, options: list[str]) -> Non
         assert word in built
     assert "may go" in idle
     assert "unreachable: [/red] gone" in out
+    assert "node 10.0.0.3 answers no HTTP: [/red] no program" in out
     assert "encoder is unreachable: the actor died" in out
     assert "worker-4db2180e: 4 modules, 100 B; 2 requests denoising" in out
 

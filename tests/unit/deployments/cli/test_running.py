@@ -19,6 +19,7 @@ from cluster.ray_seam.process_starts import Template
 from configs.cluster import ClusterConfig
 from deployments.cli import running
 from deployments.cli.running import _http_door, _templates, check_devices, cluster_up
+from deployments.services import replica_classes
 
 
 def config(**http: Any) -> ClusterConfig:
@@ -136,5 +137,5 @@ def test_every_module_that_templates_import_is_there() -> None:
             yield from imports(one)
 
     modules = {path.partition(":")[0] for path in imports(_templates(config(), {}))}
-    assert {"cluster.registry.actor", "deployments.ingress.http", "torch"} <= modules
+    assert {"cluster.registry.actor", "deployments.ingress.http", replica_classes.__name__} <= modules
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,14 +73,17 @@ def test_a_limit_of_the_whole_ends_a_start_that_still_moves() -> None:
         is_over(watched, StartState(models={"m": "registering"}))
 
 
-def test_the_rest_serves_while_a_replica_finds_no_place() -> None:
+@pytest.mark.parametrize(("num_workers", "health"), [(1, "ok"), (0, "loading"), (0, "starting")])
+def test_the_rest_serves_while_a_replica_finds_no_place(num_workers: int, health: str) -> None:
     watched, clock = watch()
-    state = StartState(RUNNING | {"worker": (1, 2)}, {"m": "ready"}, health="ok", unplaced=LINE)
+    state = StartState(RUNNING | {"worker": (num_workers, 2)}, {"m": "ready"}, health=health, unplaced=LINE)
     assert watched.look(state).unplaced == {}
     assert not is_over(watched, state)
     clock.now_s += UNPLACED_S
     assert watched.look(state).unplaced == LINE
     assert is_over(watched, state)
+    for unfinished in ({"models": {"m": "registering"}}, {"health": ""}):
+        assert num_workers or not is_over(watched, replace(state, **unfinished))
 
 
 def test_who_waits_for_a_place_again_waits_from_the_beginning() -> None:

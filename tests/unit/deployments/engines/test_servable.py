@@ -19,10 +19,9 @@ import transformers
 from safetensors.torch import save_file
 from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer
 
-from deployments.engines.llm.models.gguf_config import CLASS_NAMES
+from deployments.engines.llm.models.gguf_config import BLOCK_KINDS, CLASS_NAMES, FLOAT_KINDS
 from deployments.engines.llm.models.registry import ARCHITECTURES, load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
-from deployments.engines.nn.packed_kinds import BLOCK_KINDS, FLOAT_KINDS
 from deployments.engines.nn.packed_weights import DENSE_KINDS, UNPACKED_KINDS
 from deployments.engines.protocol import EngineError
 from deployments.engines.servable import why_unservable

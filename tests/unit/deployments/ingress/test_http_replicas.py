@@ -28,12 +28,14 @@ from unit.deployments.ingress.http_fakes import (
 )
 from unit.deployments.serve_fakes import FakeHandle
 
+from cluster.admission.dispatcher import Dispatcher
 from cluster.registry.directory import Directory, DirectoryChange, ModelRecord
 from cluster.registry.snapshot import RegistrySnapshot
-from configs.admission import AdmissionConfig
+from configs.admission import AdmissionConfig, ControllerConfig
 from configs.http import HttpConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
+from deployments.ingress.admitted import ENCODER, WORKER
 from deployments.ingress.catalog import Health
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
@@ -254,7 +256,7 @@ async def test_health_follows_the_directory_and_counts_it_once_for_each_change(m
 
     replicas, counted = Changing(), list[int]()
     count = Health.of
-    monkeypatch.setattr(Health, "of", lambda models, **given: counted.append(1) or count(models, **given))
+    monkeypatch.setattr(Health, "of", lambda *given, **more: counted.append(1) or count(*given, **more))
     async with served(replicas) as (http, service, _):
         for _ in range(3):
             assert (await http.get("/healthz")).json() == {"status": "loading", "models_ready": 1, "models": 2}
@@ -264,6 +266,33 @@ async def test_health_follows_the_directory_and_counts_it_once_for_each_change(m
             assert (await http.get("/healthz")).json() == {"status": "ok", "models_ready": 2, "models": 2}
             assert (await http.get("/v2/health/ready")).status_code == 200
     assert len(counted) == 2
+
+
+@pytest.mark.parametrize("min_workers", [0, 1])
+async def test_health_waits_for_who_answers_and_not_for_the_successor_of_one_that_died(min_workers: int) -> None:
+    scaling = {"enabled": True, "scaling": {"min_workers": min_workers, "max_workers": 2}}
+    config = CONFIG.model_copy(update={"controller": ControllerConfig.model_validate(scaling)})
+    replicas = Replicas()
+    replicas.states = {id_: state(id_, "ready") for id_ in ("flux", "clip")}
+    watch, handle, queue = RegistrySnapshot(lambda: replicas), FakeHandle(replicas), Dispatcher(AdmissionConfig())
+    async with client_over(create_http_app(Service(config, watch, handle, handle, queue=queue), config)) as http:
+
+        async def health() -> tuple[int, str, int]:
+            answer = await http.get("/healthz")
+            assert (await http.get("/v2/health/ready")).status_code == (200 if answer.status_code == 200 else 503)
+            return answer.status_code, answer.json()["status"], answer.json()["models_ready"]
+
+        # A request lets the first worker start where there may be none.
+        assert await health() == ((503, "starting", 0) if min_workers else (200, "loading", 1))
+        queue.set_replicas(WORKER, [])
+        queue.set_replicas(ENCODER, ["one"])
+        assert await health() == ((200, "loading", 1) if min_workers else (200, "ok", 2))
+        queue.set_replicas(WORKER, ["one"])
+        assert await health() == (200, "ok", 2)
+        for pool in (ENCODER, WORKER):
+            queue.set_replicas(pool, [])
+        assert await health() == (200, "ok", 2)
+    watch.close()
 
 
 async def test_health_does_not_wait_for_a_directory_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

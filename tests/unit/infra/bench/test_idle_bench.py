@@ -68,8 +68,11 @@ def test_the_row_of_all_is_the_sum_and_comes_last(capsys: pytest.CaptureFixture[
     spent_s = sum(after[name].cpu_s - before[name].cpu_s for name in "abc")
     assert total["share"] == pytest.approx(spent_s / 4)
     assert (total["processes"], total["own_bytes"], total["shared_bytes"]) == (6, 3 * 2**20, 3 * 2**21)
-    print_idle_figures(figures, as_json=False)
-    assert "missed" in capsys.readouterr().out
+    less = idle_figures(before, {name: one + Usage(cpu_s=0.4) for name, one in before.items()}, wall_s=4.0)
+    print_idle_figures({"ours": figures, "floor": less}, as_json=False)
+    shown = capsys.readouterr().out
+    assert "missed" in shown
+    assert f"{100 * (spent_s - 3 * 0.4) / 4:.1f} % of a core and 3 MiB" in shown
 
 
 def test_time_of_a_process_that_ended_meanwhile_counts_once() -> None:
@@ -85,7 +88,9 @@ def test_time_of_a_process_that_ended_meanwhile_counts_once() -> None:
         (["ray::NodeKeeper"], "NodeKeeper"),
         (["ray::ServeReplica:studio:worker.handle_request"], "ServeReplica:studio:worker"),
         (["/usr/lib/ray/raylet", "--store=/x.py/y"], "raylet"),
-        (["/usr/bin/python", "-u", "/lib/ray/_private/log_monitor.py", "--logs"], "log_monitor.py"),
+        (["/usr/lib/ray/raylet", "--worker_command=python", "/lib/ray/setup_worker.py"], "raylet"),
+        (["/usr/bin/python", "-c", "import cluster.ray_seam.templates.template as t; t.main()"], "template"),
+        (["/usr/bin/python3.11", "-u", "/lib/ray/_private/log_monitor.py", "--logs"], "log_monitor.py"),
         (["/usr/bin/python", "-m", "infra.bench", "idle"], "infra.bench"),
         ([], ""),
     ],

@@ -13,9 +13,8 @@ from torch import nn
 
 from weights.externalize import externalize
 from weights.loading import views
-from weights.loading.external_memory import bytes_tensors
 from weights.loading.modules import find_places
-from weights.loading.views import Views, attach, setters_of
+from weights.loading.views import Views, attach, bytes_tensors, setters_of
 from weights.manifest import Component
 from weights.provider import LocalExtents
 from weights.store import WeightStore

@@ -21,6 +21,7 @@ from weights.storage.durable import (
     make_folder,
     punch,
     remove_path,
+    replaced,
 )
 
 
@@ -52,6 +53,19 @@ def test_a_full_disk_is_recognised_while_copying(
 def test_other_refusals_name_the_file(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="gone: No such file"), disk_errors(tmp_path / "a" / "b", 7):
         (tmp_path / "gone").read_bytes()
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "file"
+    with replaced(target) as staged:
+        staged.write_bytes(b"one")
+        assert not target.exists()
+    with pytest.raises(ZeroDivisionError), replaced(target) as staged:
+        staged.write_bytes(bytes([1 // 0]))
+    with pytest.raises(OSError, match="No space"), replaced(target) as staged:  # noqa: PT012
+        staged.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"one")]
 
 
 def test_removing_never_follows_links(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +13,14 @@ import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
-from safetensors.torch import load_file
 from tokenizers import processors
+from unit.deployments.engines.diffusion.reader_pairs import ReaderPair
 from unit.deployments.engines.stock.tiny_pipelines import byte_tokenizer, make
 
-from deployments.engines.build import build_module
 from deployments.engines.diffusion.engine import DiffusionEngine
-from deployments.engines.diffusion.families import family_of
-from deployments.engines.diffusion.families.texts import EncodeItem
-from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError, PromptForm
 from deployments.engines.servable import why_unservable
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.tokens import TextTokenizer
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.pipeline_parts import pipeline_variant
@@ -39,70 +33,13 @@ CLASSES = [*FLUX_2, *UNDER_NOISE]
 PROMPTS = ["a grey cat", "two red birds on a wire, at dawn", "x"]
 
 
-class Pair:
-    """The same pipeline twice: stock's object, and the parts that replicas build of its folder."""
-
-    def __init__(self, class_name: str, folder: Path) -> None:
-        self.class_name, self.folder = class_name, folder
-        self.stock = make(class_name, folder)
-        self.family = family_of(class_name)
-        modules = {}
-        for name in ("transformer", "vae"):
-            tensors = load_file(folder / name / "diffusion_pytorch_model.safetensors")
-            modules[name] = build_module("diffusers", None, folder / name, tensors)
-        self.ours: DenoisePipeline = create_pipeline(class_name, folder, modules)
-        part = next(one for one in read_checkpoint(folder).components if one.name == "text_encoder")
-        tensors = load_file(folder / "text_encoder" / "model.safetensors")
-        self.encoder: TextEncoder = load_text_encoder(
-            folder / "text_encoder", "transformers", part.class_name, folder / "tokenizer", tensors
-        )
-
-    def conditioning(
-        self, request: DiffusionRequest, prompt: str, negative: str | None, **options: Any
-    ) -> dict[str, torch.Tensor]:
-        guides = self.family.uses_negative(request, negative is not None)
-        plan = self.family.plan_texts({}, prompt, negative, use_negative=guides, **options)
-        outputs = dict(zip(plan, self.encode(plan), strict=True))
-        return self.family.assemble_conditioning({}, outputs, use_negative=guides)
-
-    def encode(self, plan: Sequence[EncodeItem]) -> list[dict[str, torch.Tensor]]:
-        texts = [self.encoder.tokenize([item.text], item.max_length, form=item.form)[0] for item in plan]
-        return self.encoder.encode(texts)
-
-    def stock_run(
-        self, request: DiffusionRequest, prompt: str, negative: str | None, class_: Any = None, **options: Any
-    ) -> tuple[torch.Tensor, np.ndarray]:
-        """Return the latents and the images that stock makes of a request."""
-        latents = []
-
-        def note(_: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-            latents.append(tensors["latents"])
-            return {}
-
-        if self.class_name == "QwenImagePipeline":
-            options["true_cfg_scale"] = request.true_cfg_scale
-        else:
-            options["guidance_scale"] = request.guidance_scale
-        if self.class_name not in FLUX_2:
-            options["negative_prompt"] = negative
-        stock = self.stock if class_ is None else class_(**self.stock.components)
-        stock.set_progress_bar_config(disable=True)
-        images = stock(
-            prompt=prompt,
-            height=request.height,
-            width=request.width,
-            num_inference_steps=request.num_inference_steps,
-            num_images_per_prompt=request.num_images,
-            generator=torch.Generator().manual_seed(request.seed),
-            callback_on_step_end=note,
-            **options,
-        ).images
-        return latents[-1], np.stack([np.asarray(image) for image in images])
+def make_pair(class_name: str, folder: Path) -> ReaderPair:
+    return ReaderPair(make(class_name, folder), folder)
 
 
 @pytest.fixture(scope="module", params=CLASSES)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReaderPair:
+    return make_pair(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def request_of(**options: Any) -> DiffusionRequest:
@@ -117,42 +54,31 @@ def request_of(**options: Any) -> DiffusionRequest:
     return DiffusionRequest(**(settings | options))  # type: ignore[arg-type]
 
 
-def assert_equal_to_stock(ours: DenoisePipeline, state: Any, stock: tuple[torch.Tensor, np.ndarray]) -> None:
-    while not state.done:
-        ours.step([state])
-    latents, images = stock
-    assert (state.latents - latents).abs().max() <= 3e-5 * max(1.0, float(latents.abs().max()))
-    (decoded,) = ours.decode([state])
-    assert isinstance(decoded, np.ndarray)
-    assert decoded.shape == images.shape
-    assert np.abs(decoded.astype(int) - images.astype(int)).max() <= 1
-
-
 @pytest.mark.parametrize("negative", [None, "a dull dog"])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
-def test_images_are_those_of_stock(pair: Pair, scale: float, negative: str | None) -> None:
+def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str | None) -> None:
     if pair.class_name in FLUX_2:
         negative = None  # of stock it is always empty, or none
     request = request_of(num_images=2, guidance_scale=scale, true_cfg_scale=scale, height=48)
     conditioning = pair.conditioning(request, PROMPTS[0], negative)
     stock = pair.stock_run(request, PROMPTS[0], negative)
-    assert_equal_to_stock(pair.ours, pair.ours.start_request(request, conditioning), stock)
+    pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)
-def test_an_image_to_begin_at(pair: Pair) -> None:
+def test_an_image_to_begin_at(pair: ReaderPair) -> None:
     image = seeded_rng().integers(0, 256, (32, 32, 3), dtype=np.uint8)
     request = request_of(num_inference_steps=4, strength=0.5, init_image=image, guidance_scale=2.0, true_cfg_scale=2.0)
     conditioning = pair.conditioning(request, PROMPTS[1], "dull")
     class_ = getattr(diffusers, pair.class_name.replace("Pipeline", "Img2ImgPipeline"))
     options = {"image": PIL.Image.fromarray(image), "strength": 0.5}
     stock = pair.stock_run(request, PROMPTS[1], "dull", class_, **options)
-    assert_equal_to_stock(pair.ours, pair.ours.start_request(request, conditioning), stock)
+    pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("pair", UNDER_NOISE, indirect=True)
-def test_a_part_of_an_image_painted_anew(pair: Pair, strength: float) -> None:
+def test_a_part_of_an_image_painted_anew(pair: ReaderPair, strength: float) -> None:
     rng = seeded_rng()
     image = rng.integers(0, 256, (32, 32, 3), dtype=np.uint8)
     mask = np.where(rng.random((32, 32)) < 0.5, np.uint8(255), np.uint8(0))
@@ -164,20 +90,20 @@ def test_a_part_of_an_image_painted_anew(pair: Pair, strength: float) -> None:
     class_ = getattr(diffusers, pair.class_name.replace("Pipeline", "InpaintPipeline"))
     images = {"image": PIL.Image.fromarray(image), "mask_image": PIL.Image.fromarray(mask)}
     stock = pair.stock_run(request, PROMPTS[1], "dull", class_, strength=strength, **images)
-    assert_equal_to_stock(pair.ours, pair.ours.start_request(request, conditioning), stock)
+    pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
 @pytest.fixture(scope="module", params=FLUX_2)
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(request.param, tmp_path_factory.mktemp(request.param))
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReaderPair:
+    return make_pair(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def test_an_image_that_is_read(reader: Pair) -> None:
+def test_an_image_that_is_read(reader: ReaderPair) -> None:
     image = seeded_rng().integers(0, 256, (80, 64, 3), dtype=np.uint8)  # stock takes none below 64
     request = request_of(init_image=image, height=80, width=64, guidance_scale=2.0, num_images=2)
     conditioning = reader.conditioning(request, PROMPTS[1], None)
     stock = reader.stock_run(request, PROMPTS[1], None, image=PIL.Image.fromarray(image))
-    assert_equal_to_stock(reader.ours, reader.ours.start_request(request, conditioning), stock)
+    reader.assert_equal_to_stock(reader.ours.start_request(request, conditioning), stock)
     # Where denoiser and VAE are not on the device together, one encodes for the other.
     told = reader.ours.encode_inputs(request, conditioning, {})
     vae = copy.deepcopy(reader.ours._codec.vae).to("meta")
@@ -189,7 +115,7 @@ def test_an_image_that_is_read(reader: Pair) -> None:
     assert torch.equal(apart.extra_channels, both.extra_channels)
 
 
-def test_requests_with_and_without_an_image_to_read_share_a_batch(reader: Pair) -> None:
+def test_requests_with_and_without_an_image_to_read_share_a_batch(reader: ReaderPair) -> None:
     image = seeded_rng().integers(0, 256, (32, 32, 3), dtype=np.uint8)
     requests = [request_of(request_id=f"r{n}", seed=n, init_image=image if n % 2 else None) for n in range(4)]
     conditioning = reader.conditioning(requests[0], PROMPTS[0], None)
@@ -203,7 +129,7 @@ def test_requests_with_and_without_an_image_to_read_share_a_batch(reader: Pair) 
 
 
 def test_a_distilled_model_is_not_guided(tmp_path: Path) -> None:
-    pair = Pair(KLEIN, tmp_path)
+    pair = make_pair(KLEIN, tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
     assert index["is_distilled"] is False
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"is_distilled": True}))
@@ -214,7 +140,7 @@ def test_a_distilled_model_is_not_guided(tmp_path: Path) -> None:
     assert (defaults.num_inference_steps, defaults.guidance_scale) == (4, 1.0)
 
 
-def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: Pair) -> None:
+def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: ReaderPair) -> None:
     request = request_of()
     plans = [pair.family.plan_texts({}, prompt, None, use_negative=False) for prompt in PROMPTS]
     together = pair.encode([item for plan in plans for item in plan])
@@ -229,7 +155,7 @@ def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: Pair) -> None:
     torch.testing.assert_close(cut, stock, rtol=1e-4, atol=1e-5)
 
 
-def test_a_request_has_the_same_bits_in_any_batch(pair: Pair) -> None:
+def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair) -> None:
     rng = seeded_rng()
     requests = {
         f"r{number}": request_of(
@@ -260,12 +186,12 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: Pair) -> None:
     assert all(np.array_equal(found[name], alone[name]) for name in alone)
 
 
-def test_what_import_reads_of_it_can_be_served(pair: Pair) -> None:
+def test_what_import_reads_of_it_can_be_served(pair: ReaderPair) -> None:
     assert why_unservable(read_checkpoint(pair.folder)) is None
 
 
 def test_a_text_encoder_that_lacks_what_its_pipeline_asks_for(tmp_path: Path) -> None:
-    pair = Pair("ZImagePipeline", tmp_path)
+    pair = make_pair("ZImagePipeline", tmp_path)
     plan = pair.family.plan_texts({}, "x", None, use_negative=False)
     assert plan[0].form is not None
     pair.encoder._tokenizer._tokenizer.chat_template = None

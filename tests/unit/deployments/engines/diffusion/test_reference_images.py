@@ -9,30 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import PIL.Image
 import pytest
 import torch
 from kit.seeding import seeded_rng
-from safetensors.torch import load_file
+from unit.deployments.engines.diffusion.reader_pairs import Image, ReaderPair, create_ours
 from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
 from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_edit
 
-from deployments.engines.build import build_module, build_skeleton
+from deployments.engines.build import build_skeleton
 from deployments.engines.diffusion.engine import DiffusionEngine
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.footprints import PipelineTwin
-from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
+from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, memory_kind, parts_of
 from deployments.engines.protocol import ConditionedRequest, DiffusionRequest, EngineError
 from deployments.engines.servable import why_unservable
-from deployments.engines.text.loading import load_text_encoder
-from deployments.text.encoders import ImageReaders
 from weights.formats.checkpoint import read_checkpoint
 
 EDIT, PLUS = "QwenImageEditPipeline", "QwenImageEditPlusPipeline"
-Image = npt.NDArray[np.uint8]
 SQUARE, WIDE = (64, 64), (64, 128)  # height and width; sides are multiples of 64
 
 
@@ -45,59 +41,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Pair:
-    """The same pipeline twice: stock's object, and the parts that replicas build of its folder."""
+def make_pair(class_name: str, folder: Path, **transformer: Any) -> ReaderPair:
+    def build() -> Any:
+        parts = qwen_edit()
+        net = parts["transformer"]
+        return assembled(class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})})
 
-    def __init__(self, class_name: str, folder: Path, **transformer: Any) -> None:
-        def build() -> Any:
-            parts = qwen_edit()
-            net = parts["transformer"]
-            return assembled(
-                class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})}
-            )
-
-        self.folder, self.stock, self.family = folder, saved(build, folder), family_of(class_name)
-        modules = {}
-        for name in ("transformer", "vae"):
-            tensors = load_file(folder / name / "diffusion_pytorch_model.safetensors")
-            modules[name] = build_module("diffusers", None, folder / name, tensors)
-        self.ours: DenoisePipeline = create_pipeline(class_name, folder, modules)
-        tensors = load_file(folder / "text_encoder" / "model.safetensors")
-        name = type(self.stock.text_encoder).__name__
-        where = folder / "text_encoder", "transformers", name, folder / "tokenizer"
-        self.encoder, self.readers = load_text_encoder(*where, tensors), ImageReaders()
-
-    def conditioning(self, request: DiffusionRequest, prompt: str, negative: str | None) -> dict[str, torch.Tensor]:
-        guides = self.family.uses_negative(request, negative is not None)
-        plan = self.family.plan_texts({}, prompt, negative, use_negative=guides)
-        seen = [self.family.seen_reference(image) for image in request.references]
-        images = self.readers.read(self.folder, self.encoder.module.config, seen)
-        texts = [self.encoder.tokenize([item.text], item.max_length, form=item.form, images=images)[0] for item in plan]
-        outputs = dict(zip(plan, self.encoder.encode(texts), strict=True))
-        return self.family.assemble_conditioning({}, outputs, use_negative=guides)
-
-    def stock_run(self, request: DiffusionRequest, prompt: str, negative: str | None) -> tuple[torch.Tensor, Image]:
-        """Return the latents and the images that stock makes of a request."""
-        latents = []
-
-        def note(_: Any, step: int, timestep: Any, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-            latents.append(tensors["latents"])
-            return {}
-
-        images = [PIL.Image.fromarray(image) for image in request.references]
-        made = self.stock(
-            image=images if self.family.max_references > 1 else images[0],
-            prompt=prompt,
-            negative_prompt=negative,
-            true_cfg_scale=request.true_cfg_scale,
-            height=request.height,
-            width=request.width,
-            num_inference_steps=request.num_inference_steps,
-            num_images_per_prompt=request.num_images,
-            generator=torch.Generator().manual_seed(request.seed),
-            callback_on_step_end=note,
-        ).images
-        return latents[-1], np.stack([np.asarray(image) for image in made])
+    return ReaderPair(saved(build, folder), folder)
 
 
 def drawn(height: int, width: int) -> Image:
@@ -115,9 +65,9 @@ VARIANTS = {"edit": (EDIT, {}), "plus": (PLUS, {}), "plus of 2511": (PLUS, {"zer
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ReaderPair:
     class_name, transformer = VARIANTS[request.param]
-    return Pair(class_name, tmp_path_factory.mktemp("pair"), **transformer)
+    return make_pair(class_name, tmp_path_factory.mktemp("pair"), **transformer)
 
 
 @pytest.fixture
@@ -127,22 +77,15 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(("size", "negative"), [(SQUARE, None), (WIDE, "a dull dog")])
-def test_images_are_those_of_stock(pair: Pair, size: tuple[int, int], negative: str | None) -> None:
+def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], negative: str | None) -> None:
     images = [drawn(70, 90), drawn(90, 50)][: pair.family.max_references]
     request = request_of(*images, size=size, num_images=2)
     conditioning = pair.conditioning(request, "make it blue", negative)
-    latents, expected = pair.stock_run(request, "make it blue", negative)
-    state = pair.ours.start_request(request, conditioning)
-    while not state.done:
-        pair.ours.step([state])
-    assert (state.latents - latents).abs().max() <= 3e-5 * max(1.0, float(latents.abs().max()))
-    (found,) = pair.ours.decode([state])
-    assert isinstance(found, np.ndarray)
-    assert found.shape == expected.shape
-    assert np.abs(found.astype(int) - expected.astype(int)).max() <= 1
+    stock = pair.stock_run(request, "make it blue", negative)
+    pair.assert_equal_to_stock(pair.ours.start_request(request, conditioning), stock)
 
 
-def test_the_prompt_is_read_with_its_images_as_stock_does(pair: Pair) -> None:
+def test_the_prompt_is_read_with_its_images_as_stock_does(pair: ReaderPair) -> None:
     images = [drawn(48, 48), drawn(48, 96)][: pair.family.max_references]
     request = request_of(*images, true_cfg_scale=1.0)
     seen = [PIL.Image.fromarray(pair.family.seen_reference(image)) for image in images]
@@ -156,7 +99,7 @@ def test_the_prompt_is_read_with_its_images_as_stock_does(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_the_key_of_an_encoding_tells_what_was_seen(pair: Pair) -> None:
+def test_the_key_of_an_encoding_tells_what_was_seen(pair: ReaderPair) -> None:
     (item,) = pair.family.plan_texts({}, "x", None, use_negative=False)
     config = pair.encoder.module.config
 
@@ -173,7 +116,7 @@ def test_the_key_of_an_encoding_tells_what_was_seen(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_a_request_has_the_same_bits_in_any_batch(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = seeded_rng()
     alike = [drawn(64, 64) for _ in range(2)]
     conditioned = {}
@@ -209,7 +152,7 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: Pair, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: Pair) -> None:
+def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: ReaderPair) -> None:
     request = request_of(drawn(70, 90))
     conditioning = pair.conditioning(request, "x", None)
     told = pair.ours.encode_inputs(request, conditioning, {})
@@ -222,7 +165,7 @@ def test_where_denoiser_and_vae_are_apart_one_encodes_for_the_other(pair: Pair) 
 
 
 def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_those_of_stock(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: ReaderPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Asked(Exception):
         pass
@@ -252,7 +195,7 @@ def test_what_is_seen_and_encoded_of_an_image_and_the_sides_of_the_result_are_th
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_what_cannot_be_changed_is_refused_in_words(pair: Pair) -> None:
+def test_what_cannot_be_changed_is_refused_in_words(pair: ReaderPair) -> None:
     image = drawn(64, 64)
     conditioning = pair.conditioning(request_of(image), "x", None)
     most = pair.family.max_references
@@ -267,7 +210,7 @@ def test_what_cannot_be_changed_is_refused_in_words(pair: Pair) -> None:
 
 
 @pytest.mark.usefixtures("small_areas")
-def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_reference(pair: Pair) -> None:
+def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_reference(pair: ReaderPair) -> None:
     blank = {}
     for name, module in (("transformer", pair.ours.denoiser), ("vae", pair.ours._codec.vae)):
         shapes = {weight: tuple(tensor.shape) for weight, tensor in module.state_dict().items()}
@@ -284,11 +227,7 @@ def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_refe
 
 def test_only_editing_models_read_references(tmp_path: Path) -> None:
     make("QwenImagePipeline", tmp_path)
-    modules = {}
-    for name in ("transformer", "vae"):
-        tensors = load_file(tmp_path / name / "diffusion_pytorch_model.safetensors")
-        modules[name] = build_module("diffusers", None, tmp_path / name, tensors)
-    plain = create_pipeline("QwenImagePipeline", tmp_path, modules)
+    plain = create_ours("QwenImagePipeline", tmp_path)
     with pytest.raises(EngineError, match="1 references, and a QwenImagePipeline reads none"):
         plain.start_request(request_of(drawn(64, 64)), {"prompt_embeds": torch.zeros(1, 4, 16)})
     edits = {"zero_cond_t": True}
@@ -296,7 +235,7 @@ def test_only_editing_models_read_references(tmp_path: Path) -> None:
     assert family_of(PLUS).refusal(edits) is None
 
 
-def test_what_import_reads_of_it_can_be_served(pair: Pair, tmp_path: Path) -> None:
+def test_what_import_reads_of_it_can_be_served(pair: ReaderPair, tmp_path: Path) -> None:
     assert why_unservable(read_checkpoint(pair.folder)) is None
     without = shutil.copytree(pair.folder, tmp_path / "m")
     for file in (without / "processor").glob("*processor_config.json"):

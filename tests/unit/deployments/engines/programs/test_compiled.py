@@ -229,7 +229,7 @@ def test_what_a_value_of_a_request_might_end_runs_as_it_is(
     manifest = node.store.manifest("m")
     program = compiling.open_graph(node.component("m"), node.store.skeleton(manifest))
     with pytest.raises(compiling.NotCompiled, match=f"its operator {operator}.* unchecked"):
-        compiling.check_values(program, compiling.signature_of(node.component("m")))
+        compiling._check_values(program, compiling.signature_of(node.component("m")))
 
 
 def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
     node.put("bert", export_bert(tiny_bert()))
     for name in ("m", "bert"):
         program = compiling.open_graph(node.component(name), node.store.skeleton(node.store.manifest(name)))
-        compiling.check_values(program, compiling.signature_of(node.component(name)))
+        compiling._check_values(program, compiling.signature_of(node.component(name)))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
         ),
         (lambda node, patch: node.packages.mkdir(mode=0o755), "not used: its mode is 0755"),
         (lambda node, patch: node.packages.symlink_to(node.folder), "not used: it is a link"),
-        (lambda node, patch: patch.setattr(compiling, "MODULE", "no.such.module"), "No module named no|ModuleNotFound"),
+        (lambda node, patch: patch.setattr(compiling, "_MODULE", "no.such.module"), "No module named no|ModuleNotFound"),
         (lambda node, patch: patch.setattr(compiling, "COMPILE_TIMEOUT_S", 0.01), "it took more than 0.01 s"),
     ],
 )
@@ -310,9 +310,9 @@ def test_weights_that_lie_otherwise_than_traced_are_not_given_to_what_was_compil
 
 def test_a_package_is_whole_only_with_its_digest(tmp_path: Path) -> None:
     package = tmp_path / "p.pt2"
-    assert not compiling.is_whole(package)
+    assert not compiling._is_whole(package)
     package.write_bytes(b"from outside")
-    assert not compiling.is_whole(package)
+    assert not compiling._is_whole(package)
 
 
 REPLICA = """
@@ -325,7 +325,7 @@ from weights.store import WeightStore
 store, packages = WeightStore(Path(sys.argv[1])), Path(sys.argv[2])
 manifest = store.manifest("m")
 try:
-    compiling.package_of(manifest.components[COMPONENT], store.skeleton(manifest), packages)
+    compiling._find_package(manifest.components[COMPONENT], store.skeleton(manifest), packages)
 except compiling.NotCompiled as error:
     print(error, flush=True)
 sys.stdin.read()

@@ -19,8 +19,7 @@ from kit.seeding import seeded_rng
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 from transformers import BertModel
 
-from deployments.engines.programs.bound import BoundPrograms
-from deployments.engines.programs.onnx_program import OnnxProgram
+from deployments.engines.programs.bound import BoundPrograms, OnnxProgram
 from deployments.engines.programs.rows import ProgramJob, jobs_of, run_jobs
 from deployments.engines.protocol import EngineError
 from weights.errors import FormatError, WeightsError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 import sys
 import threading
@@ -24,6 +25,7 @@ from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, make, saved
 
 from deployments.engines.build import build_module
 from deployments.engines.protocol import ComputationFailed, EngineError, StockRequest
+from deployments.engines.servable import why_unservable
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.inputs import CallInputs
 from deployments.engines.stock.known import read_class
@@ -92,6 +94,7 @@ def stock_images(pipeline: Any, options: dict[str, Any], seed: int) -> np.ndarra
 @pytest.mark.parametrize("class_name", [name for name in PIPELINES if name not in NEED_IMAGES])
 def test_images_are_those_of_diffusers(class_name: str, tmp_path: Path) -> None:
     stock, options = make(class_name, tmp_path), PIPELINES[class_name][1]
+    assert why_unservable(read_checkpoint(tmp_path)) is None
     engine = StockEngine(load(tmp_path))
     for seed in (1, 2):  # a second request finds nothing of the first
         request = StockRequest(f"r{seed}", seed, PROMPT, **split(class_name, options), reports_steps=True)
@@ -100,6 +103,15 @@ def test_images_are_those_of_diffusers(class_name: str, tmp_path: Path) -> None:
         assert output.images.std() > 1
         assert turns > STEPS
         assert output.step_index == output.num_steps >= STEPS
+
+
+def test_an_option_that_is_a_pair_of_strings_is_no_component(tmp_path: Path) -> None:
+    make("StableDiffusionPAGPipeline", tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text()) | {"pag_applied_layers": ["down", "mid"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert why_unservable(read_checkpoint(tmp_path)) is None
+    stock = diffusers.StableDiffusionPAGPipeline.from_pretrained(tmp_path)
+    assert load(tmp_path).create_pipeline().pag_applied_layers == stock.pag_applied_layers == ["down", "mid"]
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,61 @@ def test_two_videos_may_be_decoded_by_a_vae_that_keeps_the_frames_before_in_itse
         given = {**options, **request.extra, "num_inference_steps": 2}
         frames = stock(PROMPT, generator=generator, output_type="np", **given).frames[0]
         np.testing.assert_array_equal(found[name].images, (frames * 255).round().astype(np.uint8))
+
+
+class Memory:
+    """Books of a device with room for so many bytes of forwards."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.lent: list[int] = []
+        self.most = self.num_refused = 0
+
+    @property
+    def is_lending(self) -> bool:
+        return bool(self.lent)
+
+    def room_bytes(self) -> float:
+        self.num_refused += sum(self.lent) > self.nbytes // 2
+        return self.nbytes - sum(self.lent)
+
+    @contextlib.contextmanager
+    def lend(self, nbytes: int) -> Iterator[None]:
+        self.lent.append(nbytes)
+        self.most = max(self.most, sum(self.lent))
+        try:
+            yield
+        finally:
+            self.lent.remove(nbytes)
+
+
+@pytest.mark.parametrize("room", [10, 20])
+def test_a_call_waits_for_memory_that_another_has_at_its_pause(tmp_path: Path, room: int) -> None:
+    stock, seed = make(PAG, tmp_path), int(seeded_rng().integers(2**32))
+    model, memory = load(tmp_path), Memory(room)
+    given = split(PAG, PIPELINES[PAG][1])
+    planned = {"unet.forward": 7, "vae.decode": 9}
+    requests = {name: StockRequest(name, seed, PROMPT, **given, forward_bytes=planned) for name in ("a", "b")}
+    found, _ = interleaved({name: StockEngine(model, memory=memory) for name in requests}, requests)
+    expected = stock_images(stock, PIPELINES[PAG][1], seed)
+    for output in found.values():
+        np.testing.assert_array_equal(output.images, expected)
+    assert not memory.lent
+    assert memory.most <= room
+    assert memory.most > 9 if room == 20 else memory.num_refused > 9  # within modules, if both have room
+    assert not any(vars(module).keys() & {"forward", "decode"} for module in model.modules.values())
+
+
+def test_what_a_call_has_lent_is_given_back_when_it_is_left(tmp_path: Path) -> None:
+    make(PAG, tmp_path)
+    memory = Memory(10)
+    engine = StockEngine(load(tmp_path), memory=memory)
+    request = StockRequest("a", 1, PROMPT, **split(PAG, PIPELINES[PAG][1]), forward_bytes={"unet.forward": 7})
+    engine.add_request(request)
+    while not memory.lent:
+        engine.step()
+    engine.abort("a")
+    assert not memory.lent
 
 
 class Counted:

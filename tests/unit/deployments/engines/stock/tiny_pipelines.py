@@ -511,12 +511,15 @@ def make(class_name: str, folder: Path) -> Any:
 
 
 def saved(build: Callable[[], Any], folder: Path) -> Any:
-    """Return what is built, and save it as a folder."""
+    """Return what is built, and save it as a folder.
+
+    HAZARD: torch's products round otherwise where a parameter requires gradients, without any being computed.
+    """
     torch.manual_seed(0)
     pipeline = build()
     pipeline.set_progress_bar_config(disable=True)
     for part in pipeline.components.values():
         if isinstance(part, torch.nn.Module):
-            part.eval()
+            part.eval().requires_grad_(False)
     pipeline.save_pretrained(folder)
     return pipeline

@@ -74,6 +74,7 @@ async def test_queues_of_several_ingresses_that_nobody_can_ask_are_said(monkeypa
         raise ActorDiedError
 
     replicas, queue = Replicas(), Dispatcher(CONFIG.admission, num_sharing=2)
+    queue.set_replicas("worker", ["one"])
     link = SlotLink("one", queue, connect)
     link.start()
     service = Service(CONFIG, RegistrySnapshot(lambda: replicas), replicas, replicas, queue=queue, queues=link)

@@ -12,8 +12,9 @@ from fastapi import FastAPI
 from ray.exceptions import ActorUnavailableError, RayTaskError
 
 from cluster.errors import OverrideRefused
-from cluster.placement.autoscaling import Scaling, ScalingPolicy
+from cluster.placement.autoscaling import Scaling
 from cluster.placement.overrides import OverrideChange, Overrides, changed
+from configs.admission import ScalingConfig
 from deployments.ingress.admin.controller import ControllerCalls, DecisionsAnswer, create_controller_router
 from deployments.ingress.error_forms import install_error_handlers
 
@@ -77,7 +78,7 @@ async def test_decisions_are_shown_as_the_controller_tells_them() -> None:
 
 async def test_workers_that_come_and_go_are_shown_with_the_spares() -> None:
     actor = Actor()
-    actor.scaling = Scaling(ScalingPolicy(min_workers=1, max_workers=3, spare_workers=1), 3)
+    actor.scaling = Scaling(ScalingConfig(min_workers=1, max_workers=3, spare_workers=1), 3)
     actor.scaling.assign(["a", "b", "c"])
     actor.scaling.released["gone"] = 0.0
     async with client(lambda: actor) as http:

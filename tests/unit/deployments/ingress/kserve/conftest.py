@@ -13,6 +13,7 @@ import pytest
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, UnknownModel
+from deployments.ingress.admitted import ENCODER, WORKER
 from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.kserve.inference import Inference
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
@@ -182,7 +183,7 @@ class FakeService:
 
     async def health(self) -> Health:
         states = [(card.kind, card.state) for card in await self.models()]
-        return Health.of(states, is_entering=any(state == "registering" for _, state in states))
+        return Health.of(states, {WORKER, ENCODER}, is_entering=any(state == "registering" for _, state in states))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import random
 import pytest
 from kit.clock import Clock
 
-from weights.residency.claims import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
+from cluster.registry.extent_locations import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
 
 
 def test_the_first_gets_it_and_the_others_hear_of_that() -> None:

@@ -1,0 +1,31 @@
+"""The entries that were used last, of which so many are kept: what a long life must not make grow. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class Recent(OrderedDict[KeyT, ValueT]):
+    """A dict of at most `most` entries, the one that was used last at its end. Only `note` and `used` count as uses."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+
+    def note(self, key: KeyT, value: ValueT) -> None:
+        """Put an entry in, or another value in its place; the one that was used longest ago goes for it."""
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self.most:
+            self.popitem(last=False)
+
+    def used(self, key: KeyT, make: Callable[[], ValueT]) -> ValueT:
+        """Return the value of a key, made where there is none."""
+        found = self[key] if key in self else make()
+        self.note(key, found)
+        return found
