@@ -155,7 +155,7 @@ class ControllerLink(Link):
         self._told_s = -math.inf
 
     async def _report_once(self) -> None:
-        """Report. At rest, what the controller knows is told again after `REST_S` only: to listen says that it holds."""
+        """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
         report, now_s = await self._report(), time.monotonic()
         lasting = report.lasting
         if report.is_at_rest and lasting == self._told and now_s < self._told_s + REST_S:
