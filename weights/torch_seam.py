@@ -78,7 +78,10 @@ SHIMS: Final = (
     Shim(
         "recordings of forwards",
         "no forward is planned: batches keep to the bounds of the config",
-        used=("torch._subclasses.fake_tensor:FakeTensorMode", "torch.utils._python_dispatch:TorchDispatchMode"),
+        used=(
+            *(f"torch._subclasses.fake_tensor:{name}" for name in ("FakeTensorMode", "in_kernel_invocation_manager")),
+            "torch.utils._python_dispatch:TorchDispatchMode",
+        ),
         is_needed=False,
     ),
 )
@@ -156,11 +159,55 @@ def is_written_to(op: Any) -> bool:
     return bool(op._schema.is_mutable)
 
 
+@functools.cache
+def is_kernel_of_views(op: Any) -> bool:
+    """Return whether an operation gives views of its first argument by a kernel of its own, not by other operations."""
+    if op.namespace != "aten" or not op.is_view:
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
 def fake_mode() -> Any:
     """Return a mode within which tensors have sizes and no memory, on any device."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # seconds, for what most processes never ask
 
     return FakeTensorMode(allow_non_fake_inputs=True)  # constants that are attributes of modules
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return whether a tensor has a size and no values: what asks for one takes the way that needs most memory."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
+def fake_view(op: Any, *args: Any, **options: Any) -> Any:
+    """Return what an operation that gives views gives of a fake tensor: by torch's kernel, without the mode's rules.
+
+    These take tens of times as long where they see sizes for the first time. Of anything else, what the mode says.
+    """
+    given = args[0]
+    if not is_fake(given) or given.constant is not None:  # what has values keeps them
+        return op(*args, **options)
+    with _sizes_alone(given.fake_mode):
+        found = op(*args, **options)
+    wrapped = [type(given)(given.fake_mode, one, given.fake_device) for one in _listed(found)]
+    return wrapped[0] if isinstance(found, torch.Tensor) else wrapped
+
+
+def fake_blank(like: Any, size: Sequence[int]) -> torch.Tensor:
+    """Return a new fake tensor in C order, of the mode, device and dtype of one that is there."""
+    with _sizes_alone(like.fake_mode):
+        made = torch.empty(size, dtype=like.dtype, device="meta")
+    return cast("torch.Tensor", type(like)(like.fake_mode, made, like.fake_device))
+
+
+def _sizes_alone(mode: Any) -> Any:
+    from torch._subclasses.fake_tensor import in_kernel_invocation_manager
+
+    return in_kernel_invocation_manager(mode)
+
+
+def _listed(found: Any) -> list[torch.Tensor]:
+    return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
 def storage_at(weak_pointer: Any) -> torch.UntypedStorage | None:

@@ -20,6 +20,7 @@ from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
+from deployments.engines.llm.engine import STEP_KIND
 from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens
@@ -82,6 +83,13 @@ class FootprintBook:
         if self.memory is None:
             return UNBOUNDED
         return Workspace(self.memory, self._text(component, folder))
+
+    def of_steps(self, component: Component) -> Workspace:
+        """Return the room of the steps of a language model: that of the largest one, where it is known."""
+        largest = self.steps.get(structure_of(component), 0)
+        if self.memory is None or not largest:
+            return UNBOUNDED
+        return Workspace(self.memory, {STEP_KIND: Footprint(((1, largest),))})
 
     def _text(self, component: Component, folder: Path) -> TextFootprints:
         from deployments.engines.text.footprints import TextFootprints, make_text_twin

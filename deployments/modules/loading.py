@@ -95,7 +95,8 @@ class ComponentBuilder:
                 kinds=component.block_types,
             )
         with IMPORT_LOCK:
-            return LLMEngine(folder, tensors, self._llm_engine_config(component, skeleton))
+            config, workspace = self._llm_engine_config(component, skeleton), self.footprints.of_steps(component)
+            return LLMEngine(folder, tensors, config, workspace=workspace)
 
     def _llm_engine_config(self, component: Component, skeleton: Path) -> LLMEngineConfig:
         settings = self._settings

@@ -91,7 +91,7 @@ def measure_denoise(
             "checkpoint": lambda: _measure_checkpoint(model, settings, costs),
             "loras": lambda: measure_loras(model, settings.num_steps, settings.part_s),
             "offload": lambda: measure_offload(settings.num_steps, settings.part_s, seed),
-            "room": lambda: measure_room(settings.num_steps, settings.part_s, seed),
+            "room": lambda: measure_room(settings.num_steps, 4 * settings.part_s, seed),
             "replay": lambda: measure_replay(settings.num_steps, settings.part_s, seed),
         }
         for name in parts:
@@ -355,10 +355,10 @@ def print_part(name: str, figures: Any) -> None:
             table.add_row(f"{row['share']:.0%}", f"{row['steps_per_s']:.1f}", uploaded)
         console.print(table)
     elif name == "room":
-        table = Table("rows of a forward", "halvings", "steps / CPU s", "/ the best fixed bound")
-        best = max(row["steps_per_cpu_s"] for row in figures if row["bound"] != "planned")
+        table = Table("rows of a forward", "halvings", "rounds", "steps / CPU s", "/ planned, round by round")
         for row in figures:
-            cells = str(row["halvings"]), f"{row['steps_per_cpu_s']:.1f}", f"{row['steps_per_cpu_s'] / best:.3f}"
+            counts = str(row["halvings"]), str(row["rounds"])
+            cells = *counts, f"{row['steps_per_cpu_s']:.1f}", f"{row['to_planned']:.3f}"
             table.add_row(row["bound"], *cells)
         console.print(table)
     elif name == "replay":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,9 +23,10 @@ from deployments.engines.memory_limits import MemoryLimits
 from deployments.engines.skeletons import blank_module
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import batch_bounds, is_denoise_component
-from deployments.records import ControlNetUse, ImageRequest, ImageResult
+from deployments.records import CompletionRequest, ControlNetUse, ImageRequest, ImageResult, TextChunk
 from deployments.services.image_service import ImageService
 from deployments.services.step_loop import DeviceThread
+from deployments.services.text_service import TextService, whole_text
 from deployments.text.fallback import FallbackEncoder
 from weights.errors import BudgetExceeded
 from weights.memory.device_arena import DeviceArena
@@ -86,9 +88,11 @@ def requests_of(model: str, count: int) -> list[ImageRequest]:
     ]
 
 
-async def draw_all(host: Host, texts: Host, requests: list[ImageRequest]) -> list[np.ndarray]:
+async def draw_all(
+    host: Host, texts: Host, requests: list[ImageRequest], thread: DeviceThread | None = None
+) -> list[np.ndarray]:
     """Return the images; texts are encoded on another host."""
-    thread = DeviceThread()
+    thread = thread or DeviceThread()
     encoder, images = FallbackEncoder(texts, DeviceThread()), ImageService(host, host.settings, thread)
     results = await asyncio.gather(*(images.generate(one, encoder.condition) for one in requests))
     return [result.images[0] for result in results if isinstance(result, ImageResult)]
@@ -199,6 +203,73 @@ async def test_a_cache_that_takes_all_there_is_leaves_room_for_a_step(
     free, _ = torch.get_device_module(device).mem_get_info(device)
     assert 0 < step_bytes <= free <= step_bytes * 9 / 8 + budget / 16 + 2**20  # adapters have room beside it
     assert engine.stats().num_blocks > 0
+
+
+async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
+    tmp_path: Path,
+    device: torch.device,
+    halvings: list[int],
+    ballast: list[torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both are resident with room for the larger one's forwards, and not for both; answers are those of a roomy one."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+    store = demo_store(tmp_path / "store", "adder", "digits-sdxl")
+    limits = {"kv_cache_bytes": 2**22, "max_step_tokens": 256, "max_num_seqs": 16}
+    texts, images, roomy = Host(store, "cpu"), requests_of("digits-sdxl", 5), Host(store, str(device), **limits)
+    prompt = CompletionRequest(model="adder", prompt="12 + 7 = ", max_tokens=8, temperature=0.0)
+    expected = await draw_all(roomy, texts, images), await write(roomy, DeviceThread(), prompt)
+    adder, pipeline = store.manifest("adder"), store.manifest("digits-sdxl")
+    model = adder.components["model"]
+    assert (book := roomy.footprints) is not None
+    roomy.builder.prepare(model, roomy.skeleton(adder))
+    step = book.least_bytes(adder, model)
+    drawing = max(found.bytes_of(5 if kind[0] == "denoise" else 2) for kind, found in book.of(pipeline).items())
+    sizes = roomy.tensors_of("adder", "digits-sdxl").values()
+    static = sum(-(-nbytes // 512) * 512 for nbytes in sizes) + roomy.builder.working_memory(
+        model, roomy.skeleton(adder)
+    )
+    for name in ("adder", "digits-sdxl"):
+        roomy.evict(name)
+    budget = static + max(step, drawing) + BESIDE // 2
+    assert budget < static + step + drawing
+    leave(device, budget, ballast)
+    host, thread = Host(store, str(device), budget, **limits), DeviceThread()
+    host.builder.prepare(model, host.skeleton(adder))
+    assert host.footprints is not None
+    host.footprints._entry(pipeline).least[frozenset()] = drawing
+    lent = noted_loans(host.forward_memory, monkeypatch)
+    async with host.lease("digits-sdxl", is_denoise_component), host.lease("adder", is_denoise_component):
+        held = host.arena["resident_bytes"]
+        assert static + max(step, drawing) <= held <= budget
+        drawn, written = await asyncio.gather(draw_all(host, texts, images, thread), write(host, thread, prompt))
+        assert host.arena["resident_bytes"] == held
+    assert halvings == []
+    assert step in lent
+    assert max(lent) <= budget - static
+    assert written == expected[1]
+    assert all(np.array_equal(one, other) for one, other in zip(drawn, expected[0], strict=True))
+
+
+def noted_loans(memory: DeviceArena | None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which the bytes of all forwards that run are appended as each begins."""
+    assert memory is not None
+    lent, plain = [], memory.lend
+
+    @contextlib.contextmanager
+    def lend(nbytes: int) -> Iterator[None]:
+        with plain(nbytes):
+            lent.append(memory._lent.total())
+            yield
+
+    monkeypatch.setattr(memory, "lend", lend)
+    return lent
+
+
+async def write(host: Host, thread: DeviceThread, request: CompletionRequest) -> str:
+    chunks: list[TextChunk] = []
+    await TextService(host, thread).write(request, chunks.append)
+    return whole_text(request.model, chunks).text
 
 
 def test_the_workspace_is_the_largest_and_not_the_sum(device: torch.device, ballast: list[torch.Tensor]) -> None:

@@ -85,10 +85,11 @@ class PipelineTwin(DenoisePipeline):
     def denoise_footprint(
         self, height: int, width: int, text_length: int, most_rows: int, adapters: AdapterShapes = ()
     ) -> Footprint:
-        """Return the footprint of forwards for images of that size, and prompts of so many tokens."""
-        rows = [1, 2, max(3, most_rows)]
+        """Return the footprint of forwards of up to `most_rows` for images of that size, prompts of so many tokens."""
+        rows = (1, 2)
         if computes_on_host(self.device) and self._modulation.is_there:  # which computes ahead for few rows
-            rows = [1, 2, MAX_PARTS, MAX_PARTS + 1, max(MAX_PARTS + 2, most_rows)]
+            rows = (1, 2, MAX_PARTS, MAX_PARTS + 1)
+        rows = (*(count for count in rows if count < most_rows), most_rows)
         return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n, adapters).eager_peak(), rows)
 
     def decode_footprint(self, height: int, width: int) -> Footprint:
@@ -103,7 +104,8 @@ class PipelineTwin(DenoisePipeline):
     ) -> Recording:
         """Return the recording of one forward of so many rows."""
         adapted = self._adapted(adapters, height, width)
-        parts = [self._part(height, width, text_length, adapted) for _ in range(rows)]
+        one = self._part(height, width, text_length, adapted)
+        parts = [one, *(_another(one) for _ in range(rows - 1))]
         return self._record(lambda: self._predict(parts), {self.family.denoiser_name: self.denoiser})
 
     def record_decode(self, height: int, width: int, rows: int) -> Recording:
@@ -223,6 +225,12 @@ class PipelineTwin(DenoisePipeline):
             "twin", width=width, height=height, num_inference_steps=1, guidance_scale=1.0, seed=0
         )
         check_request(request, self.family.size_multiple(self._codec.scale_factor))
+
+
+def _another(part: Condition) -> Condition:
+    """Return the only condition of another request for such an image. Its tensors are the same: they have no values."""
+    branch = replace(part.branch)
+    return Condition(replace(part.state, branches=(branch,), ahead={}), branch)
 
 
 def make_twin(manifest: Manifest, folder: Path, device: torch.device) -> PipelineTwin:

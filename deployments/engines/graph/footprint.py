@@ -1,8 +1,7 @@
-"""The bytes that a forward takes beside its weights: lines through its peaks of few and of many rows. Pure."""
+"""The bytes that a forward takes beside its weights: lines through its peaks of a few rows. Pure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -15,8 +14,8 @@ ROUNDING_BYTES: Final = 8 * 512  # of the buffers that live at once, few have od
 class Footprint:
     """The peaks of a forward by its rows, at `points` (rows, bytes) that ascend.
 
-    Between two points a peak lies on the line or below, but for what an allocator rounds: it is the largest of sums
-    that are each linear in the rows.
+    A peak is the largest of sums of buffers, each of them constant and linear in the rows. So, but for what an allocator
+    rounds, it lies on the line between two points or below, and beyond the last one below its multiple.
     `workspace_bytes` is what kernels take beside tensors, measured where there is a device that has some.
     """
 
@@ -24,14 +23,14 @@ class Footprint:
     workspace_bytes: int = 0
 
     def bytes_of(self, rows: int) -> int:
-        """Return the bytes that so many rows take, from 1 on; beyond the points on the last line."""
-        (few, low), (many, high) = self.points[-2:]
+        """Return the bytes that so many rows take, from 1 on; beyond the last point in proportion to it."""
+        (few, low), (many, high) = (0, 0), self.points[-1]
         for left, right in pairwise(self.points):
             if rows <= right[0]:
                 (few, low), (many, high) = left, right
                 break
         rounding = 0 if rows in (few, many) else ROUNDING_BYTES
-        return low + math.ceil((high - low) * (rows - few) / (many - few)) + rounding + self.workspace_bytes
+        return low - (low - high) * (rows - few) // (many - few) + rounding + self.workspace_bytes
 
     def rows_within(self, nbytes: int, most: int) -> int:
         """Return how many rows, and all fewer, take at most so many bytes: 0 to `most`."""
@@ -42,5 +41,5 @@ class Footprint:
 
 
 def fit_footprint(peak_of: Callable[[int], int], rows: Sequence[int]) -> Footprint:
-    """Return the footprint by the peaks of these numbers of rows, at least two, ascending from 1."""
+    """Return the footprint by the peaks of these numbers of rows, ascending from 1."""
     return Footprint(tuple((count, peak_of(count)) for count in rows))

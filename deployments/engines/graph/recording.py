@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 import weakref
@@ -16,16 +17,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
 from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
-from weights.torch_seam import DispatchMode, buffers_of, fake_mode, parameters_of
+from weights.torch_seam import (
+    DispatchMode,
+    buffers_of,
+    fake_blank,
+    fake_mode,
+    fake_view,
+    is_fake,
+    is_kernel_of_views,
+    parameters_of,
+)
 
 MAX_NODES: Final = 200_000  # of one recording
+_ATEN: Final[Any] = torch.ops.aten
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +167,7 @@ class Recorder(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        run = _FAKE_FORMS.get(func, func) if self._is_fake else func
+        run = _fake_form(func) if self._is_fake else func
         if func.namespace == "prim":  # a question about a tensor
             return run(*args, **kwargs)
         nodes, at = self.recording.nodes, len(self.recording.nodes)
@@ -258,7 +269,11 @@ class Recorder(DispatchMode):
 def _convolution(
     x: torch.Tensor, weight: torch.Tensor, bias: Any, padding: Any, stride: Any, dilation: Any, groups: int
 ) -> torch.Tensor:
-    made: torch.Tensor = torch.ops.aten.convolution.default(
+    if is_fake(x) and x.is_contiguous() and weight.is_contiguous():
+        sides = zip(x.shape[2:], weight.shape[2:], padding, stride, dilation, strict=True)
+        made_sides = ((side + 2 * pad - gap * (reach - 1) - 1) // step + 1 for side, reach, pad, step, gap in sides)
+        return fake_blank(x, (len(x), len(weight), *made_sides))
+    made: torch.Tensor = _ATEN.convolution.default(
         x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups
     )
     return made
@@ -266,16 +281,95 @@ def _convolution(
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
     """Return what the host's kernel gives, which a simulated device computes with: it has heads behind the tokens."""
-    made: torch.Tensor = torch.ops.aten.scaled_dot_product_attention.default(query, key, value, *more, **options)
+    made: torch.Tensor = _ATEN.scaled_dot_product_attention.default(query, key, value, *more, **options)
     is_fused = made.ndim == 4 and query.shape[-1] == value.shape[-1]
     return made.transpose(1, 2).contiguous().transpose(1, 2) if is_fused else made
 
 
-# Operations that fake tensors have no rule for, or one that lays out memory otherwise.
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return fake_blank(a, (a.shape[0], b.shape[1])) if is_fake(a) else _ATEN.mm.default(a, b)
+
+
+def _product_and_sum(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **factors: Any) -> torch.Tensor:
+    return _product(a, b) if is_fake(a) else _ATEN.addmm.default(bias, a, b, **factors)
+
+
+def _elementwise(op: Any, *given: Any, **options: Any) -> Any:
+    """Return one more tensor like the largest, where the size, the type and the order of the result are beyond doubt."""
+    tensors = [one for one in given if not isinstance(one, float | int | str)]
+    if not all(is_fake(one) and one.is_contiguous() for one in tensors):
+        return op(*given, **options)
+    largest = max(tensors, key=lambda one: (one.numel(), one.ndim))
+    is_plain = largest.is_floating_point() and all(_fits_into(one, largest) for one in tensors)
+    return fake_blank(largest, largest.shape) if is_plain else op(*given, **options)
+
+
+def _fits_into(other: torch.Tensor, largest: torch.Tensor) -> bool:
+    shape = (1,) * (largest.ndim - other.ndim) + tuple(other.shape)
+    is_alike = (other.dtype, other.device, len(shape)) == (largest.dtype, largest.device, largest.ndim)
+    return is_alike and all(own in (1, full) for own, full in zip(shape, largest.shape, strict=True))
+
+
+def _layer_norm(x: torch.Tensor, shape: Sequence[int], *more: Any) -> Any:
+    if not _is_plain_float32(x):
+        return _ATEN.native_layer_norm.default(x, shape, *more)
+    of_rows = (*x.shape[: x.ndim - len(shape)], *(1 for _ in shape))
+    return fake_blank(x, x.shape), fake_blank(x, of_rows), fake_blank(x, of_rows)
+
+
+def _group_norm(x: torch.Tensor, weight: Any, bias: Any, rows: int, channels: int, *more: Any) -> Any:
+    if not _is_plain_float32(x):
+        return _ATEN.native_group_norm.default(x, weight, bias, rows, channels, *more)
+    of_groups = rows, more[1]
+    return fake_blank(x, x.shape), fake_blank(x, of_groups), fake_blank(x, of_groups)
+
+
+def _is_plain_float32(x: torch.Tensor) -> bool:
+    """Return whether a norm of a tensor is of its type: that of other types depends on the device."""
+    return is_fake(x) and x.dtype == torch.float32 and x.is_contiguous()
+
+
+def _clone(x: torch.Tensor, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+    is_plain = is_fake(x) and (x.is_contiguous() or memory_format == torch.contiguous_format)
+    return fake_blank(x, x.shape) if is_plain else _ATEN.clone.default(x, memory_format=memory_format)
+
+
+def _concatenation(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    first = tensors[0]
+    kinds = {(one.ndim, one.dtype, one.device, is_fake(one), one.is_contiguous()) for one in tensors}
+    if kinds != {(first.ndim, first.dtype, first.device, True, True)}:
+        return cast("torch.Tensor", _ATEN.cat.default(tensors, dim))
+    size = list(first.shape)
+    size[dim] = sum(one.shape[dim] for one in tensors)
+    return fake_blank(first, size)
+
+
+_ELEMENTWISE: Final = frozenset(
+    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.pow.Tensor_Scalar)
+    + tuple(getattr(_ATEN, name).default for name in ("silu", "gelu", "neg", "rsqrt", "exp", "sin", "cos"))
+)
+# Operations that fake tensors have no rule for, one that lays out memory otherwise, or one that takes long.
 _FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {
-    torch.ops.aten.mkldnn_convolution.default: _convolution,
-    torch.ops.aten.scaled_dot_product_attention.default: _attention,
+    _ATEN.mkldnn_convolution.default: _convolution,
+    _ATEN.scaled_dot_product_attention.default: _attention,
+    _ATEN.mm.default: _product,
+    _ATEN.addmm.default: _product_and_sum,
+    _ATEN._unsafe_view.default: partial(fake_view, _ATEN._unsafe_view.default),
+    torch.ops.prim.device.default: lambda tensor: tensor.device,
+    _ATEN.native_layer_norm.default: _layer_norm,
+    _ATEN.native_group_norm.default: _group_norm,
+    _ATEN.clone.default: _clone,
+    _ATEN.cat.default: _concatenation,
+    **{op: partial(_elementwise, op) for op in _ELEMENTWISE},
 }
+
+
+@functools.cache
+def _fake_form(op: Any) -> Callable[..., Any]:
+    """Return what runs in the place of an operation on fake tensors."""
+    if (form := _FAKE_FORMS.get(op)) is not None:
+        return form
+    return partial(fake_view, op) if is_kernel_of_views(op) else cast("Callable[..., Any]", op)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -287,11 +381,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(one)
     elif isinstance(value, Mapping):
         yield from tensors_in(list(value.values()))
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has a size and no values: what asks for one takes the way that needs most memory."""
-    return type(tensor).__name__ == "FakeTensor"
 
 
 def fake_weights(module: nn.Module, mode: AbstractContextManager[Any], device: torch.device) -> None:

@@ -12,13 +12,14 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from deployments.engines.build import converted_bytes
+from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import LLMEngineConfig, LLMEngineStats
@@ -58,6 +59,8 @@ from deployments.engines.protocol import ComputationFailed, EngineError, StepAbo
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
 
+STEP_KIND: Final = "step"  # of forwards, to the workspace: one row is the largest step
+
 logger = logging.getLogger(__name__)
 
 
@@ -82,10 +85,12 @@ class LLMEngine:
         tensors: Mapping[str, torch.Tensor],
         config: LLMEngineConfig,
         *,
+        workspace: Workspace = UNBOUNDED,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the model of a stock Hugging Face folder, or of a GGUF file, around `tensors`, which are shared and
-        never written. `clock` measures steps in seconds.
+        never written. Each step has the room of `STEP_KIND` in the device's `workspace`, which is also that of other
+        engines. `clock` measures steps in seconds.
 
         The weights may be absent from the folder. `tensors` have the checkpoint's names and one floating
         dtype, which is also that of the computation and, unless `config.kv_dtype` is int8, of the KV cache.
@@ -103,7 +108,7 @@ class LLMEngine:
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._uses_host = any(place.type == "cpu" for place in (device, *places))
         plan, self._runner = plan_runner(model, config)
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._workspace = config, clock, workspace
         self._shares_prompts = isinstance(self._runner, ModelRunner)
         self.max_model_len = plan.max_model_len
         self.embedding_rules = load_embedding_rules(folder, model_config)
@@ -258,7 +263,8 @@ class LLMEngine:
             begin_s = self._clock()
             if plan.copies:
                 self._runner.copy_blocks(plan.copies)
-            chunks, tokens = self._run_wanted(plan.chunks)
+            with self._workspace.lend(STEP_KIND, 1, 1) if plan.chunks else contextlib.nullcontext():
+                chunks, tokens = self._run_wanted(plan.chunks)
         deltas = self._postprocess(chunks, tokens)
         if plan.chunks and not self.failures and chunks == plan.chunks:
             self._pace.note_step(plan.num_decoding, plan.num_prompt_tokens, self._clock() - begin_s)

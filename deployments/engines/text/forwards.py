@@ -24,7 +24,6 @@ from typing import Any, Final
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.graph.recording import is_fake
 from deployments.engines.library_seam import attends_by_sdpa, has_known_layers
 from deployments.engines.nn.few_rows import multiply_few
 from deployments.engines.protocol import LAST, PENULTIMATE, ClipLayer, EngineError
@@ -32,6 +31,7 @@ from deployments.engines.text.forward_plan import ForwardLimits
 from deployments.engines.text.known import PROMPT_READERS
 from deployments.engines.text.sentence_layers import Pooling
 from weights.formats.classifier import SUFFIX
+from weights.torch_seam import is_fake
 
 PER_TEXT = ("pooled", "embedding")  # outputs with one vector per text; the others have a row per token
 

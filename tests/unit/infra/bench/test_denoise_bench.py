@@ -77,8 +77,8 @@ def test_each_part_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
         },
         "offload": [{"share": 0.3, "steps_per_s": 4.5, "uploaded_bytes_per_step": 3.2e6}],
         "room": [
-            {"bound": "at most 2", "halvings": 0, "steps_per_cpu_s": 4.0},
-            {"bound": "planned", "halvings": 0, "steps_per_cpu_s": 3.9},
+            {"bound": "at most 2", "halvings": 0, "rounds": 5, "steps_per_cpu_s": 4.0, "to_planned": 0.975},
+            {"bound": "planned", "halvings": 0, "rounds": 5, "steps_per_cpu_s": 3.9, "to_planned": 1.0},
         ],
         "replay": [{"model": "m", "num_requests": 1, "eager_ms": 4.0, "replayed_ms": 3.0, "ratio": 0.75}],
     }

@@ -13,7 +13,7 @@ from deployments.engines.diffusion.image_codec import ImageCodec
 from deployments.engines.diffusion.pipeline import DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, decode_kind
 from deployments.engines.graph.footprint import Footprint
-from deployments.engines.graph.recording import Recorder, is_fake, record
+from deployments.engines.graph.recording import Recorder, record
 from deployments.engines.graph.workspace import Workspace
 
 SIDE = 48  # the VAE of the tests has a sample_size of 32: four tiles

@@ -23,6 +23,8 @@ def test_no_peak_is_above_its_line(pieces: list[tuple[int, int]], most: int, nby
     found = fit_footprint(peak, [1, 2, most])
     assert all(found.bytes_of(rows) >= peak(rows) for rows in range(1, most + 1))
     assert [found.bytes_of(rows) for rows in (1, 2, most)] == [peak(1), peak(2), peak(most)]
+    few = fit_footprint(peak, [1, 2])
+    assert all(few.bytes_of(rows) >= peak(rows) for rows in range(1, most + 1))
     rows = found.rows_within(nbytes, most)
     assert all(found.bytes_of(fewer) <= nbytes for fewer in range(1, rows + 1))
     assert rows == most or found.bytes_of(rows + 1) > nbytes

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from deployments.engines.graph.recording import Recorder, Recording, Slot, fake_weights, record
+from deployments.engines.graph.recording import Recorder, Recording, Slot, fake_weights, record, tensors_in
 from infra.bench.best_fit import best_fit_bytes
 from weights.memory.lifetimes import place
 from weights.torch_seam import fake_mode
@@ -85,6 +89,58 @@ def test_bytes_come_in_the_steps_of_the_device() -> None:
         x = torch.empty(3, device=meta)
     found = record(lambda: x + 1, Recorder(meta, is_fake=True), {}, mode)
     assert [buffer.nbytes for buffer in found.buffers] == [512]
+
+
+def laid_out(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in C order, with two dimensions exchanged, or of a part of a longer one."""
+    tensor = torch.rand(*shape).to(dtype)
+    if random.random() < 0.2 and len(shape) > 1:
+        return torch.rand(*shape[:-2], shape[-1], shape[-2]).to(dtype).transpose(-1, -2)
+    return torch.cat([tensor, tensor], -1)[..., : shape[-1]] if random.random() < 0.2 else tensor
+
+
+BINARY = (torch.add, torch.sub, torch.mul, torch.div)
+UNARY = (F.silu, torch.neg, torch.rsqrt, torch.exp, torch.sin, torch.cos, torch.clone)
+# Operations with a form of their own on fake tensors, and views.
+CALLS: list[Callable[[Any], Any]] = [
+    *(lambda t, op=op: [op(t.full, t.row), op(t.one, t.full), op(t.column, t.row), op(t.full, 2)] for op in BINARY),
+    lambda t: [torch.add(t.full, t.one, alpha=2), t.full * (t.full + 1j), t.full**2, t.full * 0.5],
+    lambda t: [op(t.full) for op in UNARY],
+    lambda t: [F.gelu(t.full, approximate="tanh"), t.full.clone(memory_format=torch.contiguous_format)],
+    lambda t: [t.a @ t.b, torch.addmm(t.row, t.a, t.b), F.linear(t.full, t.square, t.row), F.linear(t.full, t.square)],
+    lambda t: [F.layer_norm(t.full, t.row.shape), F.layer_norm(t.full, t.row.shape, t.row, t.row)],
+    lambda t: [F.group_norm(t.image, 2), F.group_norm(t.image, 2, t.weights, t.weights)],
+    lambda t: torch.mkldnn_convolution(t.image, t.kernel, None, (1, 0), (2, 1), (1, 1), 1),
+    lambda t: [torch.cat([t.full, t.full, t.full[:, :, :]], dim) for dim in (0, 1, -1)],
+    lambda t: torch.cat([t.image, t.image.contiguous(memory_format=torch.channels_last)], 1),
+    lambda t: t.full.transpose(0, 1)[:, :1].unsqueeze(0).expand(3, -1, -1, -1),
+    lambda t: t.image.unflatten(1, (2, 2)).permute(0, 2, 1, 3, 4).flatten(0, 1),
+    lambda t: [*t.image.split(3, 1), *t.image.unbind(1), t.image.unbind(1)[2].reshape(-1)],
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", CALLS)
+def test_fake_results_have_the_sizes_and_the_memory_of_real_ones(
+    call: Callable[[Any], Any], dtype: torch.dtype
+) -> None:
+    for _ in range(8):
+        r, c, k = (random.randint(1, 9) for _ in range(3))
+        shapes = {"full": (2, r, c), "row": (c,), "one": (1, 1, c), "column": (r, 1), "square": (c, c), "a": (r, k)}
+        shapes |= {"b": (k, c), "image": (2, 4, r + 4, c + 4), "kernel": (6, 4, 3, 3), "weights": (4,)}
+        given, mode = {name: laid_out(*shape, dtype=dtype) for name, shape in shapes.items()}, fake_mode()
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
+        found: list[Any] = []
+        with torch.no_grad():
+            expected = call(SimpleNamespace(**given))
+        record(lambda: found.append(call(SimpleNamespace(**fakes))), Recorder(HOST, is_fake=True), {}, mode)
+        assert [memory_of(one) for one in tensors_in(found)] == [memory_of(one) for one in tensors_in(expected)]
+
+
+def memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what a tensor takes, and how it lies there: strides but those of dimensions of one element."""
+    strides = tuple(stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    return tensor.dtype, tuple(tensor.shape), strides, tensor.storage_offset(), tensor.untyped_storage().nbytes()
 
 
 def test_hooks_are_gone_also_after_a_failure() -> None:
