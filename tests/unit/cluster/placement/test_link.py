@@ -73,6 +73,7 @@ class Actors:
         self.registry = Registry()
         monkeypatch.setattr(module, "RegistrySnapshot", lambda connect: self.registry)
         self.controller: Controller | None = None
+        self._calls = set[asyncio.Future[Any]]()
 
     async def start(self, config: ClusterConfig = CONFIG) -> Controller:
         self.controller = Controller.__new__(Controller)
@@ -86,6 +87,8 @@ class Actors:
             task.cancel()
         self.controller._slots.close()
         self.controller = None
+        for call in self._calls:
+            call.cancel()
 
     def __getattr__(self, name: str) -> Any:
         return SimpleNamespace(remote=lambda *arguments: self._call(name, arguments))
@@ -93,7 +96,16 @@ class Actors:
     async def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         if self.controller is None:
             raise ActorUnavailableError("gone", None)
-        return await getattr(self.controller, name)(*arguments)
+        call = asyncio.ensure_future(getattr(self.controller, name)(*arguments))
+        self._calls.add(call)
+        try:
+            await asyncio.wait([call])
+        finally:
+            self._calls.discard(call)
+            call.cancel()
+        if call.cancelled():  # as Ray does with the calls of an actor that dies
+            raise ActorUnavailableError("gone", None)
+        return call.result()
 
 
 class Models:
@@ -273,7 +285,6 @@ async def test_a_controller_that_was_replaced_hears_at_once_of_those_at_rest(
     await until(actors.controller._is_at_rest)
     monkeypatch.setattr(link_module, "REST_S", 1e9)
     actors.kill()
-    await until(lambda: models.link._told is None)  # it can listen to nobody
     controller = await actors.start()
     await until(lambda: controller._observations.workers and controller._observations.queues)
 
