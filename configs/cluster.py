@@ -407,10 +407,11 @@ class WorkerConfig(LanguageModelConfig, ModelReplicaConfig):
         description="maximum bytes of tensors of one image in the VAE; larger images are decoded in overlapping tiles, "
         "as by diffusers' enable_tiling. The default is 1672x1672 pixels of SDXL in float32, 2360x2360 in bfloat16",
     )
-    replay: bool | Literal["checked"] = Field(
-        True,
-        description="run forwards of a small denoiser again with the same bits, as recorded calls or CUDA graphs; "
-        "checked: compare each with the module's own, and end the request where they differ",
+    replay: bool | Literal["auto", "checked"] = Field(
+        "auto",
+        description="run forwards of a small denoiser again with the same bits, as recorded calls, on a card as CUDA "
+        "graphs; auto: not on a card; checked: compare each with the module's own, and end the request where they "
+        "differ",
     )
     checkpoint_interval_s: float = Field(
         5.0,

@@ -339,9 +339,15 @@ class ImageService:
             lease.modules,
             device=self._settings.torch_device,
             bounds=batch_bounds(self._settings),
-            replays=Replays(is_checked=self._settings.replay == "checked") if self._settings.replay else None,
+            replays=self._replays(),
             workspace=self._workspace(lease),
         )
+
+    def _replays(self) -> Replays | None:
+        asked = self._settings.replay
+        if asked is False or (asked == "auto" and torch.device(self._settings.torch_device).type == "cuda"):
+            return None
+        return Replays(is_checked=asked == "checked")
 
 
 def _adapter_names(request: ImageRequest) -> list[str]:
