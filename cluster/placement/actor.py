@@ -191,12 +191,14 @@ class Controller:
             await self._next_moment()
             self._changed.clear()
             self._heard.clear()
+            is_at_rest = False
             try:
                 self._decide()
-                if not self._is_at_rest():
-                    self._heard.set()
+                is_at_rest = self._is_at_rest()
             except Exception:  # a plan that fails must not end the planning; without one, the last one ends by itself
                 logger.exception("no decision")
+            if not is_at_rest:
+                self._heard.set()
             await asyncio.sleep(GAP_S)
 
     async def _next_moment(self) -> None:

@@ -151,14 +151,14 @@ class ControllerLink(Link):
         self._report = report
         self._apply = apply
         self._revision = ""
-        self._told: WorkerReport | AdmissionSnapshot | None = None  # what the controller has heard and still knows
+        self._told: WorkerReport | AdmissionSnapshot | None = None  # at rest, and known to the controller
         self._told_s = -math.inf
 
     async def _report_once(self) -> None:
-        """Report. At rest, what the controller knows is told again after `REST_S` only: to listen says that it holds."""
+        """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
         report, now_s = await self._report(), time.monotonic()
-        lasting = report.lasting
-        if report.is_at_rest and lasting == self._told and now_s < self._told_s + REST_S:
+        lasting = report.lasting if report.is_at_rest else None
+        if lasting is not None and lasting == self._told and now_s < self._told_s + REST_S:
             return
         self._told = None
         await call_actor(await self.handle(), Controller.report, self.name, report)

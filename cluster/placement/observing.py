@@ -121,7 +121,8 @@ class Observations:
     @property
     def is_at_rest(self) -> bool:
         """Whether nothing waits, runs or gets ready anywhere."""
-        return all(report.is_at_rest for report, _ in (*self._workers.values(), *self._queues.values()))
+        reports = [report.is_at_rest for report, _ in self._workers.values()]
+        return all(reports) and all(snapshot.is_at_rest for snapshot, _ in self._queues.values())
 
     def forget_silent(self, now_s: float) -> None:
         """Forget those that count as gone."""

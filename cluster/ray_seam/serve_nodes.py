@@ -1,7 +1,8 @@
 """Serve's list of nodes: its controller asks Ray for it, in three calls, at each of ten steps a second.
 
-In an idle cluster that is more than all else which the controller and Ray's own server do. A second is early enough to
-hear of a node: its own start takes longer. Imported by Serve's controller alone (`haproxy.install`).
+In an idle cluster that is three quarters of what Ray's own server does, and a third of what the controller does. A
+second is early enough to hear of a node: its own start takes longer. Used by Serve's controller alone
+(`haproxy.install`).
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class _LoadingClaim:
     until_s: float
 
 
-class LoadingClaims:
+class _LoadingClaims:
     """The loaders of missing entries. Not thread-safe: the order of calls is what makes the first the first."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -265,7 +265,7 @@ class ResidencyMap:
     """
 
     def __init__(self, clock: Callable[[], float], chance: random.Random) -> None:
-        self._claims = LoadingClaims(clock)
+        self._claims = _LoadingClaims(clock)
         self._clock = clock
         self._chance = chance
         self._nodes: dict[str, _Node] = {}

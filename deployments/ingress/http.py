@@ -124,14 +124,17 @@ def create_http_app(
     images = ChatImages(service, readers, config.ingress.limits, fetcher)
     controller = ControllerCalls(partial(connect_controller, config) if config.controller.enabled else None)
     view = ClusterView(service.operations, service.queues, partial(controller.decisions, NUM_DECISIONS))
-    for router in _client_routers(service, config, readers, images, view):
-        app.include_router(router)
-    app.include_router(create_repository_router(repository, statistics))  # `/v2/models/stats` is no model
-    app.include_router(create_inference_router(inference, config.ingress.limits))
-    app.include_router(create_shared_memory_router(inference.shared_memory))
-    app.include_router(create_docs_router(app.title))
-    app.include_router(create_admin_router(service))
-    app.include_router(create_controller_router(controller))
+    for router in (
+        *_client_routers(service, config, readers, images, view),
+        create_repository_router(repository, statistics),  # `/v2/models/stats` is no model
+        create_inference_router(inference, config.ingress.limits),
+        create_shared_memory_router(inference.shared_memory),
+        create_docs_router(app.title),
+        create_admin_router(service),
+        create_controller_router(controller),
+    ):
+        # Included, each router is matched before its routes, and the first request makes all of them a second time.
+        app.router.routes.extend(router.routes)
     if callers.need_keys:
         describe_keys(app)
     limiter = limiter or ReadLimiter(lambda: service.queue.config.max_waiting)

@@ -56,11 +56,11 @@ def _floor(config: ClusterConfig) -> Iterator[None]:
     import ray
     from ray import serve
 
-    @serve.deployment
     class Echo:
         async def __call__(self, request: Any) -> str:
             return str(request.url.path)
 
+    echo: Any = serve.deployment(Echo)
     ray.init(
         address="local",
         num_cpus=config.ray.num_cpus,
@@ -71,7 +71,7 @@ def _floor(config: ClusterConfig) -> Iterator[None]:
     )
     try:
         serve.start(http_options={"host": config.http.host, "port": config.http.port})
-        serve.run(Echo.bind())
+        serve.run(echo.bind())
         answer = httpx.get(f"http://{config.http.host}:{config.http.port}/")
         if answer.text != "/":
             raise OSError(f"Serve answers {answer.status_code} {answer.text[:200]!r}")

@@ -110,9 +110,9 @@ async def test_forwards_are_replayed_as_graphs_with_the_modules_own_bits(
     """A simulated device has a double of `torch.cuda`'s graphs."""
     pipeline = await denoiser(store, device, model)
     cuda = Card() if device.type == "sim" else torch.cuda
-    graphs = CardGraphs(device, pipeline.denoiser, cuda=cuda)
-    replays = Replays(is_checked=True, min_forwards=2, binder=graphs)
-    for seeds in ((1,), (2, 3), (4,), (5, 6), (7,)):  # the larger one ends the first
+    graphs = CardGraphs(torch.device(device.type), pipeline.denoiser, cuda=cuda)  # as a config names it
+    replays = Replays(min_forwards=1, binder=graphs)
+    for seeds in ((1,), (2, 3), (4,), (5, 6)):  # the larger one ends the first
         latents = []
         for pipeline._replays in (None, replays):
             states = [pipeline.start_request(image_request(n), conditioning(pipeline, n)) for n in seeds]

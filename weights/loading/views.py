@@ -34,7 +34,7 @@ Setters = Mapping[torch.dtype, Mapping[str, Callable[..., torch.Tensor]]]  # `Te
 WARNINGS_LOCK = threading.Lock()
 
 
-def bytes_tensor(array: ByteArray) -> torch.Tensor:
+def _bytes_tensor(array: ByteArray) -> torch.Tensor:
     """Return a uint8 tensor of the array's memory. HAZARD: torch does not know when it is read-only."""
     return bytes_tensors({"": array})[""]
 
@@ -42,7 +42,7 @@ def bytes_tensor(array: ByteArray) -> torch.Tensor:
 def bytes_tensors(arrays: Mapping[str, ByteArray]) -> dict[str, torch.Tensor]:
     """Return uint8 tensors of the arrays' memory by the same names: to silence a warning takes longer than to make one.
 
-    HAZARD: as of `bytes_tensor`.
+    HAZARD: as of `_bytes_tensor`.
     """
     with WARNINGS_LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given (NumPy array|buffer) is not writable")
@@ -95,7 +95,7 @@ def _as_bytes(location: str, buffer: Any) -> torch.Tensor:
             buffer = np.frombuffer(buffer, np.uint8) if len(memoryview(buffer)) else np.empty(0, np.uint8)
         if not buffer.flags.c_contiguous:
             raise ValueError("array is not contiguous")
-        return bytes_tensor(buffer.reshape(-1).view(np.uint8))
+        return _bytes_tensor(buffer.reshape(-1).view(np.uint8))
     except (TypeError, ValueError, BufferError, RuntimeError) as error:
         raise WeightsError(
             f"external weights for {location!r}: expected contiguous bytes (numpy array, tensor or buffer), "
@@ -238,7 +238,7 @@ def _seen_as(base: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _as_tensor(buffer: ByteArray | torch.Tensor) -> torch.Tensor:
-    return buffer if isinstance(buffer, torch.Tensor) else bytes_tensor(buffer)
+    return buffer if isinstance(buffer, torch.Tensor) else _bytes_tensor(buffer)
 
 
 def mapped_tensors(model: Path) -> tuple[Path, Tensors, int]:

@@ -26,6 +26,7 @@ from torch import nn
 from deployments.engines.graph.recording import Recorder, Recording, tensors_in
 from deployments.engines.graph.replay import Forward, Inputs, NotReplayable, Replays
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
+from weights.memory.devices import with_index
 from weights.torch_seam import buffers_of, parameters_of
 
 MAX_POOL_BYTES: Final = 2**29  # of a module's graphs: where it is more, kernels take the time, not their launches
@@ -110,7 +111,7 @@ class CardGraphs:
         cuda: Any = torch.cuda,
         max_bytes: int = MAX_POOL_BYTES,
     ) -> None:
-        self._device = device
+        self._device = with_index(device)
         self._tables = [table for part in module.modules() for table in (parameters_of(part), buffers_of(part))]
         self._workspace = workspace
         self._cuda = cuda

@@ -33,7 +33,9 @@ METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines 
 _HOST: Final = torch.device("cpu")  # where rehearsals run
 _LEAST_TEXT: Final = 64  # bytes
 _WORD: Final = "a "
+_READ: Final = 1024  # numbers of a tensor that pipelines may read themselves: the statistics of a VAE's latents
 _DEPTH: Final = 4  # of objects in results
+_MOST_LAYERS: Final = 128  # of a language model
 _MAX_RECORDED: Final = 256  # calls of a structure
 
 
@@ -55,7 +57,7 @@ class CallTwin:
         self, class_name: str, components: Mapping[str, Component], folder: Path, device: torch.device
     ) -> None:
         modules = {
-            name: self._stand_in(name, weightless(component, folder / component.folder))
+            name: self._stand_in(name, weightless(component, folder / component.folder, _READ))
             for name, component in components.items()
         }
         self._model = StockModel(class_name, folder, modules)
@@ -109,6 +111,8 @@ class CallTwin:
         @functools.wraps(stock)  # some ask what it takes
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             dtype = next((one.dtype for one in module.parameters()), None)  # a VAE may be made float32
+            if torch.is_grad_enabled():
+                self.unplanned.setdefault(entry, "the pipeline differentiates it")
             key = f"{entry} {dtype} {_form((args, kwargs))}"
             if key not in self._recorded:
                 self._recorded[key] = self._record(entry, method, module, args, kwargs)
@@ -137,7 +141,7 @@ class CallTwin:
             found = record(call, Recorder(self._device, is_fake=True), {}, mode)
         except Exception as error:  # of any operation of a module that fake tensors have no rule for
             self.unplanned.setdefault(entry, str(error).strip().partition("\n")[0])
-            return _Recorded(0, _guessed((args, kwargs)))
+            return _Recorded(0, _guessed(module, (args, kwargs)))
         return _Recorded(found.eager_peak(), results[0])
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -226,15 +230,30 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: i
 
 
 class _Guess(tuple[torch.Tensor]):
-    """The result of a call that cannot be recorded: most modules give something of their first tensor's form."""
+    """The result of a call that cannot be recorded, by the names that libraries have for it."""
 
     __slots__ = ()
 
+    def __getitem__(self, key: Any) -> Any:
+        return getattr(self, key) if isinstance(key, str) else super().__getitem__(key)
+
     @property
     def sample(self) -> torch.Tensor:
-        """Return it as outputs of diffusers name it."""
         return self[0]
 
+    last_hidden_state = sample
 
-def _guessed(arguments: Any) -> _Guess:
-    return _Guess([next(tensors_in(arguments), torch.zeros(1))])
+    @property
+    def hidden_states(self) -> tuple[torch.Tensor, ...]:
+        return (self[0],) * _MOST_LAYERS
+
+
+def _guessed(module: Any, arguments: Any) -> _Guess:
+    """Return what most modules give: something as large as their first tensor, or a vector for each token of a text."""
+    first = next(tensors_in(arguments), torch.zeros(1))
+    config = getattr(module.config, "text_config", module.config)
+    if not first.is_floating_point() and (width := getattr(config, "hidden_size", None)):
+        first = torch.zeros(*first.shape, width, dtype=module.dtype)
+    elif first.ndim > 3 and (channels := getattr(config, "out_channels", None)):
+        first = torch.zeros(first.shape[0], channels, *first.shape[2:], dtype=first.dtype)
+    return _Guess([first])

@@ -28,7 +28,6 @@ from weights.manifest import Component
 
 _FORM: Final = "form"  # the tensor that has the structure of a result, as JSON
 _PLACE: Final = "device"  # the parameter that every process fills in itself
-_SMALL: Final = 1024  # numbers of a tensor
 Texts = Mapping[str, Mapping[str, torch.Tensor]]  # results by `TextCall.key`
 
 
@@ -71,15 +70,16 @@ def weightless_modules(components: Mapping[str, Component], folder: Path, device
     }
 
 
-def weightless(component: Component, folder: Path) -> nn.Module:
-    """Return a module with types, shapes and config. Its tensors have no memory, but for those of a few numbers: these,
-    which pipelines read, are zeros. Raises EngineError.
+def weightless(component: Component, folder: Path, most_zeros: int = 0) -> nn.Module:
+    """Return a module with types, shapes and config, whose tensors have no memory. Raises EngineError.
+
+    Those of at most `most_zeros` numbers have, and are zeros.
     """
     tensors = {}
     for name, ref in component.tensors.items():
         dtype, shape = memory_form(ref.dtype, ref.shape)
-        is_small = math.prod(shape) <= _SMALL
-        tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu" if is_small else "meta")
+        has_memory = math.prod(shape) <= most_zeros
+        tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu" if has_memory else "meta")
     return build_module(component.library, component.class_name, folder, tensors)
 
 

@@ -117,9 +117,9 @@ def create_vllm_router(service: Service, images: ChatImages) -> APIRouter:
 
     @router.get("/health", response_model=HealthOkAnswer, responses=documented(503))
     async def health() -> Response:
-        """Answer 200 when models can be asked; 503 while configured ones are still entering the store."""
+        """Answer 200 from the first model on that can be asked, 503 as long as there is none."""
         if not await is_any_answering(service):
-            raise ModelUnavailable("models are still entering the store, or none could")
+            raise ModelUnavailable("models are still entering the store or wait for a replica, or none could")
         return json_response(HealthOkAnswer(status="ok"))
 
     @router.get("/version", response_model=VersionAnswer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import ExitStack
 import grpc
 import pytest
 
+from cluster.ray_seam import handles
 from cluster.ray_seam.silent_peers import IDLE_S, INTERVAL_S, SILENT_S, end_with_peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the files of a process are looked up in /proc")
@@ -56,3 +58,21 @@ async def test_calls_by_grpc_are_found() -> None:
         await channel.channel_ready()
         assert end_with_peers({("127.0.0.1", port)}) == 1
     await server.stop(None)
+
+
+async def test_a_connection_that_nobody_answers_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a node is gone: the kernel answers no more connections than fit into a listener's queue."""
+    monkeypatch.setattr(handles, "CONNECT_S", 0.2)
+    for name in ("insecure_channel", "secure_channel"):
+        monkeypatch.setattr(grpc.aio, name, getattr(grpc.aio, name))  # put back after the test
+    handles.bound_connecting.__wrapped__()
+    with ExitStack() as stack:
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(2):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(silent.getsockname())
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{silent.getsockname()[1]}") as channel:
+            async with asyncio.timeout(15):  # gRPC itself waits for 20 s
+                with pytest.raises(grpc.aio.AioRpcError, match="failed to connect"):
+                    await channel.unary_unary("/replica/work")(b"")

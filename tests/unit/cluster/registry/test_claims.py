@@ -7,11 +7,11 @@ import random
 import pytest
 from kit.clock import Clock
 
-from cluster.registry.extent_locations import CLAIM_S, RENEW_S, SLOW_S, LoadingClaims
+from cluster.registry.extent_locations import CLAIM_S, RENEW_S, SLOW_S, _LoadingClaims
 
 
 def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
-    claims = LoadingClaims(Clock(50.0))
+    claims = _LoadingClaims(Clock(50.0))
     assert claims.loader("a") is None
     assert claims.claim("a", "first")
     assert not claims.claim("a", "second")
@@ -21,7 +21,7 @@ def test_the_first_gets_it_and_the_others_hear_of_that() -> None:
 
 
 def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
-    claims = LoadingClaims(Clock(50.0))
+    claims = _LoadingClaims(Clock(50.0))
     claims.claim("a", "first")
     claims.settle("second", ["a"])
     assert claims.loader("a") == "first"
@@ -32,7 +32,7 @@ def test_who_has_it_or_failed_has_no_claim_any_more() -> None:
 
 
 def test_a_node_that_is_gone_has_none() -> None:
-    claims = LoadingClaims(Clock(50.0))
+    claims = _LoadingClaims(Clock(50.0))
     for id_ in "ab":
         claims.claim(id_, "gone")
     claims.claim("c", "other")
@@ -43,7 +43,7 @@ def test_a_node_that_is_gone_has_none() -> None:
 
 def test_a_dead_reader_is_followed_soon_and_a_slow_one_is_not_dead() -> None:
     clock = Clock(50.0)
-    claims = LoadingClaims(clock)
+    claims = _LoadingClaims(clock)
     claims.claim("dead", "dies")
     claims.claim("slow", "lives")
     for _ in range(10):
@@ -56,7 +56,7 @@ def test_a_dead_reader_is_followed_soon_and_a_slow_one_is_not_dead() -> None:
 
 def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
     clock = Clock(50.0)
-    claims = LoadingClaims(clock)
+    claims = _LoadingClaims(clock)
     claims.claim("a", "slow")
     joined = []
     for second in range(int(5 * SLOW_S)):
@@ -72,7 +72,7 @@ def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_nothing_of_claims_that_ended_stays(seed: int) -> None:
     chance, clock = random.Random(seed), Clock(50.0)
-    claims = LoadingClaims(clock)
+    claims = _LoadingClaims(clock)
     for _ in range(300):
         node, id_ = chance.choice("xyz"), chance.choice("abcd")
         match chance.randrange(5):

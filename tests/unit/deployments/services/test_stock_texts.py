@@ -303,7 +303,7 @@ async def test_modules_without_weights_are_where_the_others_are_and_never_run(
     encoder = blank["text_encoder"]
     assert (encoder.device, encoder.dtype, encoder.config.d_model) == (there, torch.float32, 16)
     assert isinstance(encoder, type(stock.text_encoder))
-    assert all(parameter.is_meta for parameter in encoder.parameters())
+    assert {one.is_meta for one in encoder.parameters() if one.numel() > 1024} == {True}  # small ones are zeros
     pipeline = planner.model.over({}, blank).create_pipeline()
     assert pipeline.device == there
     with pytest.raises(ModuleRan):

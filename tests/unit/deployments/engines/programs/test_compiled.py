@@ -252,7 +252,10 @@ def test_what_no_value_can_end_is_compiled(tmp_path: Path) -> None:
         ),
         (lambda node, patch: node.packages.mkdir(mode=0o755), "not used: its mode is 0755"),
         (lambda node, patch: node.packages.symlink_to(node.folder), "not used: it is a link"),
-        (lambda node, patch: patch.setattr(compiling, "_MODULE", "no.such.module"), "No module named no|ModuleNotFound"),
+        (
+            lambda node, patch: patch.setattr(compiling, "_MODULE", "no.such.module"),
+            "No module named no|ModuleNotFound",
+        ),
         (lambda node, patch: patch.setattr(compiling, "COMPILE_TIMEOUT_S", 0.01), "it took more than 0.01 s"),
     ],
 )
