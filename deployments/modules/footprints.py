@@ -20,7 +20,7 @@ from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.rows import DEFAULT_BOUNDS, BatchBounds
 from deployments.engines.graph.footprint import Footprint
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
-from deployments.engines.llm.engine import STEP_KIND
+from deployments.engines.llm.engine_config import STEP_KIND
 from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens

@@ -358,8 +358,7 @@ def print_part(name: str, figures: Any) -> None:
         table = Table("rows of a forward", "halvings", "rounds", "steps / CPU s", "/ planned, round by round")
         for row in figures:
             counts = str(row["halvings"]), str(row["rounds"])
-            cells = *counts, f"{row['steps_per_cpu_s']:.1f}", f"{row['to_planned']:.3f}"
-            table.add_row(row["bound"], *cells)
+            table.add_row(row["bound"], *counts, f"{row['steps_per_cpu_s']:.1f}", f"{row['to_planned']:.3f}")
         console.print(table)
     elif name == "replay":
         table = Table("denoiser", "requests", "step, CPU ms", "replayed", "ratio")

@@ -21,6 +21,7 @@ from torch import nn
 
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.footprints import PipelineTwin
+from deployments.engines.diffusion.rows import DEFAULT_BOUNDS
 from deployments.engines.graph.recording import Recording
 from deployments.engines.graph.splitting import split_recording
 from infra.bench.best_fit import best_fit_bytes
@@ -38,15 +39,26 @@ def measure_plans() -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         for name, side, tokens, rows, lacks in _DEMO:
             twin = _demo_twin(name)
+            twin.record_decode(side // 2, side // 2, 1)  # what torch imports for the first one
+            footprint_s = _footprint_s(twin, side, tokens)
             denoise = partial(twin.record_denoise, side, side, tokens, rows)
-            yield _row(f"{name}, {rows} rows of {side} px", denoise, lacks)
+            yield _row(f"{name}, {rows} rows of {side} px", denoise, lacks) | {"footprint_s": footprint_s}
             yield _row(f"{name}'s VAE, {side} px", partial(twin.record_decode, side, side, 1), "native_group_norm")
         twin = _flux_dev(Path(folder))
         side, tokens = _FLUX_DEV
+        footprint_s = _footprint_s(twin, side, tokens)
         for rows in (1, 4):
             denoise = partial(twin.record_denoise, side, side, tokens, rows)
-            yield _row(f"FLUX.1-dev's shape, {rows} rows of {side} px, bfloat16", denoise, "native_layer_norm")
+            found = _row(f"FLUX.1-dev's shape, {rows} rows of {side} px, bfloat16", denoise, "native_layer_norm")
+            yield found | {"footprint_s": footprint_s}
         yield _row(f"its VAE, {side} px", partial(twin.record_decode, side, side, 1), "native_group_norm")
+
+
+def _footprint_s(twin: PipelineTwin, side: int, tokens: int) -> float:
+    """Return the CPU seconds of learning what images of that size take, all numbers of rows and the decode."""
+    begin_s = time.thread_time()
+    twin.footprints(side, side, tokens, DEFAULT_BOUNDS)
+    return time.thread_time() - begin_s
 
 
 def _row(name: str, record: Callable[[], Recording], lacks: str) -> dict[str, Any]:
@@ -131,4 +143,6 @@ def print_plans(rows: list[dict[str, Any]]) -> None:
     console.print(table)
     for row in rows:
         copied = f"{row['copied_bytes'] / 1e6:.2f} MB copied, {row['split_s'] * 1e3:.1f} ms to say so"
+        if "footprint_s" in row:
+            console.print(f"{row['forward']}: {row['footprint_s']:.2f} CPU s for the footprint of that size")
         console.print(f"{row['forward']} without {row['lacks']}: {row['splits']} splits, {copied}")

@@ -1,5 +1,6 @@
 #!/bin/sh
 # The device tests (CUDA graphs among them) and the transfer benchmark on a machine with a GPU: `infra/gpu/check.sh [OUT.json]`, in the repository.
+# Among them what the card's libraries keep beside tensors (`-k kernels`), which no card has shown yet.
 # Needs python3 (or $PYTHON) with torch, numpy, pydantic, ml_dtypes, xxhash and pytest; the engines' tests also diffusers,
 # transformers and pytest-asyncio, and are skipped without. No Ray, no network. In host memory: GIGABYTES (30, or less for a
 # smaller card) of tensors and as much again. DEVICE=sim tries it without a card: bytes are true then, seconds are those of

@@ -14,6 +14,7 @@ import torch
 from kit.seeding import seeded_random
 
 from weights.errors import BudgetExceeded, WeightsError
+from weights.memory import device_space
 from weights.memory.device_arena import DeviceArena
 from weights.memory.device_space import _DeviceCopy
 
@@ -144,3 +145,24 @@ def test_only_host_views_are_uploaded(device: torch.device, module: Any) -> None
     host = torch.rand(10)
     with pytest.raises(WeightsError, match=f"in host memory .* on {device}"):
         arena.acquire({"w": _key(host)}, {"w": host.to(device)}, "h")
+
+
+def test_what_kernels_keep_is_no_room_for_forwards(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in keeps a known workspace at the first kernels of the process; an arena has that much less beside."""
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(device_space, "_kept_by_kernels", {})
+    plain = DeviceArena(str(device), 2**20)
+    assert plain.stats().kernel_bytes == device_space.kernel_workspace_bytes(device) >= 0
+    monkeypatch.setattr(device_space, "_kept_by_kernels", {})
+    monkeypatch.setattr(
+        device_space,
+        "_run_kernels",
+        lambda device: kept.append(torch.empty(3 * 2**20, dtype=torch.uint8, device=device)),
+    )
+    room = plain.room_bytes()
+    arenas = [DeviceArena(str(device), 2**20) for _ in range(2)]
+    assert len(kept) == 1  # once
+    for arena in arenas:
+        assert arena.stats().kernel_bytes == 3 * 2**20
+        assert arena.beside_bytes == plain.beside_bytes - 3 * 2**20
+        assert arena.room_bytes() == room - 3 * 2**20

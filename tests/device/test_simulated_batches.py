@@ -213,7 +213,6 @@ async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both are resident with room for the larger one's forwards, and not for both; answers are those of a roomy one."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     store = demo_store(tmp_path / "store", "adder", "digits-sdxl")
     limits = {"kv_cache_bytes": 2**22, "max_step_tokens": 256, "max_num_seqs": 16}
     texts, images, roomy = Host(store, "cpu"), requests_of("digits-sdxl", 5), Host(store, str(device), **limits)
@@ -221,14 +220,14 @@ async def test_steps_of_a_language_model_and_a_denoiser_have_one_workspace(
     expected = await draw_all(roomy, texts, images), await write(roomy, DeviceThread(), prompt)
     adder, pipeline = store.manifest("adder"), store.manifest("digits-sdxl")
     model = adder.components["model"]
-    assert (book := roomy.footprints) is not None
+    book = roomy.footprints
+    assert book is not None
     roomy.builder.prepare(model, roomy.skeleton(adder))
     step = book.least_bytes(adder, model)
     drawing = max(found.bytes_of(5 if kind[0] == "denoise" else 2) for kind, found in book.of(pipeline).items())
     sizes = roomy.tensors_of("adder", "digits-sdxl").values()
-    static = sum(-(-nbytes // 512) * 512 for nbytes in sizes) + roomy.builder.working_memory(
-        model, roomy.skeleton(adder)
-    )
+    static = sum(-(-nbytes // 512) * 512 for nbytes in sizes)
+    static += roomy.builder.working_memory(model, roomy.skeleton(adder))
     for name in ("adder", "digits-sdxl"):
         roomy.evict(name)
     budget = static + max(step, drawing) + BESIDE // 2

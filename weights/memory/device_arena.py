@@ -26,7 +26,7 @@ from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, DeviceKey, HostViews
-from weights.memory.device_space import DeviceSpace, bytes_of, tensor_of
+from weights.memory.device_space import DeviceSpace, bytes_of, kernel_workspace_bytes, tensor_of
 from weights.memory.transfer import Transfer
 from weights.residency.admission import describe_holders, refusal_text
 from weights.residency.entry_table import Entry, EntryTable
@@ -87,7 +87,8 @@ class DeviceArena:
         self._lent: Counter[int] = Counter()  # bytes of the forwards that run, by call
         self._workspaces: dict[str, int] = {}  # what a forward of a holder needs of the budget at least
         self._turns = itertools.count()
-        # Memory that this budget leaves free for whoever comes first.
+        # Memory that this budget leaves free for whoever comes first, but for what kernels keep.
+        self._kernel_bytes = kernel_workspace_bytes(self._space.device)
         self._beside_bytes = max(0.0, self._space.free_bytes() - budget_bytes)
         self._taken_beside: list[tuple[StorageWeakRef, int]] = []
 
@@ -344,6 +345,7 @@ class DeviceArena:
                 lingering_bytes=self._lingering_bytes(),
                 moved_bytes=self._moved_bytes,
                 num_evicted=self._table.num_evicted,
+                kernel_bytes=self._kernel_bytes,
             )
 
     def bytes_by_holder(self) -> dict[str, int]:

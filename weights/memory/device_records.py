@@ -54,7 +54,8 @@ class ArenaStats:
     """A snapshot. Tensors count as much as the device's allocator takes for them, but in `moved_bytes`.
 
     `arriving_bytes` are part of `resident_bytes`. `lingering_bytes` were evicted, but somebody without a lease still
-    uses them, so they occupy the device and count against the budget.
+    uses them, so they occupy the device and count against the budget. `kernel_bytes` are what the device's libraries
+    keep beside tensors and beside the budget.
     """
 
     device: str
@@ -67,3 +68,4 @@ class ArenaStats:
     lingering_bytes: int
     moved_bytes: int
     num_evicted: int
+    kernel_bytes: int = 0

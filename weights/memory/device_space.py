@@ -11,8 +11,10 @@ import contextlib
 import itertools
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -22,7 +24,7 @@ import torch
 from weights.errors import BudgetExceeded, WeightsError
 from weights.loading.views import memory_form
 from weights.memory.device_records import DeviceKey
-from weights.memory.devices import allocated_bytes, open_device, pinned_buffers
+from weights.memory.devices import allocated_bytes, computes_on_host, open_device, pinned_buffers
 from weights.memory.pages import ByteArray
 from weights.memory.transfer import (
     CHUNK_BYTES,
@@ -44,6 +46,49 @@ MAX_THREADS: Final = 8  # a core fills pinned memory at about 10 GB/s, a PCIe 5 
 
 class DeviceFull(BudgetExceeded):
     """The device has less memory free than the budget allows, for now or for good."""
+
+
+_kept_by_kernels: Final[dict[torch.device, int]] = {}  # of this process
+_kernels_lock: Final = threading.Lock()
+
+
+def kernel_workspace_bytes(device: torch.device) -> int:
+    """Return the bytes that a device's libraries keep beside tensors from their first product and convolution on.
+
+    They take them here, once in a process, so that what is free afterwards is what tensors may have. 0 where the host
+    computes. What a kernel takes only while it runs is not among it. HAZARD: what another process takes or gives back
+    in that moment is counted with it.
+    """
+    if device.type == "cpu":
+        return 0
+    with _kernels_lock:
+        if device not in _kept_by_kernels:
+            before = _free_bytes(device)
+            # Libraries have a handle for each thread: one that has ended leaves its own to the next, with its memory.
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(_run_kernels, device).result()
+            _kept_by_kernels[device] = max(0, int(before - _free_bytes(device)))
+        return _kept_by_kernels[device]
+
+
+def _run_kernels(device: torch.device) -> None:
+    """Run a product and a convolution in each type that models have."""
+    if computes_on_host(device):
+        return
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            image = torch.ones(1, 8, 32, 32, dtype=dtype, device=device)
+            torch.mm(image.view(256, 32), image.view(32, 256))
+            torch.conv2d(image, torch.ones(8, 8, 3, 3, dtype=dtype, device=device), padding=1)
+    torch.get_device_module(device).synchronize(device)
+
+
+def _free_bytes(device: torch.device) -> float:
+    if device.type == "cpu":
+        return math.inf
+    module = torch.get_device_module(device)
+    kept = module.memory_reserved(device) - module.memory_allocated(device)  # torch's own, for later
+    return float(module.mem_get_info(device)[0] + kept)
 
 
 class DeviceSpace:
@@ -71,11 +116,7 @@ class DeviceSpace:
 
     def free_bytes(self) -> float:
         """Return the bytes of the device that nobody uses: infinity on the host, whose memory nobody counts here."""
-        if self.device.type == "cpu":
-            return math.inf
-        module = torch.get_device_module(self.device)
-        kept = module.memory_reserved(self.device) - module.memory_allocated(self.device)  # torch's own, for later
-        return float(module.mem_get_info(self.device)[0] + kept)
+        return _free_bytes(self.device)
 
     def upload_bytes(self, hosts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the same bytes on the device, each in an allocation of its own; 1-D uint8 in and out.

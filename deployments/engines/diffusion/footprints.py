@@ -86,7 +86,7 @@ class PipelineTwin(DenoisePipeline):
         self, height: int, width: int, text_length: int, most_rows: int, adapters: AdapterShapes = ()
     ) -> Footprint:
         """Return the footprint of forwards of up to `most_rows` for images of that size, prompts of so many tokens."""
-        rows = (1, 2)
+        rows: tuple[int, ...] = (1, 2)
         if computes_on_host(self.device) and self._modulation.is_there:  # which computes ahead for few rows
             rows = (1, 2, MAX_PARTS, MAX_PARTS + 1)
         rows = (*(count for count in rows if count < most_rows), most_rows)

@@ -14,8 +14,8 @@ ROUNDING_BYTES: Final = 8 * 512  # of the buffers that live at once, few have od
 class Footprint:
     """The peaks of a forward by its rows, at `points` (rows, bytes) that ascend.
 
-    A peak is the largest of sums of buffers, each of them constant and linear in the rows. So, but for what an allocator
-    rounds, it lies on the line between two points or below, and beyond the last one below its multiple.
+    A peak is the largest of sums of buffers, and each buffer has a part for all rows and one for each. So it lies on
+    the line between two points or below, and beyond the last one below its multiple, but for what an allocator rounds.
     `workspace_bytes` is what kernels take beside tensors, measured where there is a device that has some.
     """
 

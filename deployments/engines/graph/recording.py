@@ -295,7 +295,7 @@ def _product_and_sum(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **fac
 
 
 def _elementwise(op: Any, *given: Any, **options: Any) -> Any:
-    """Return one more tensor like the largest, where the size, the type and the order of the result are beyond doubt."""
+    """Return a tensor like the largest one, where the size, the type and the order of the result are beyond doubt."""
     tensors = [one for one in given if not isinstance(one, float | int | str)]
     if not all(is_fake(one) and one.is_contiguous() for one in tensors):
         return op(*given, **options)
@@ -344,9 +344,9 @@ def _concatenation(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tenso
     return fake_blank(first, size)
 
 
-_ELEMENTWISE: Final = frozenset(
-    (_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.pow.Tensor_Scalar)
-    + tuple(getattr(_ATEN, name).default for name in ("silu", "gelu", "neg", "rsqrt", "exp", "sin", "cos"))
+_ELEMENTWISE: Final = (
+    *(_ATEN.add.Tensor, _ATEN.sub.Tensor, _ATEN.mul.Tensor, _ATEN.div.Tensor, _ATEN.pow.Tensor_Scalar),
+    *(getattr(_ATEN, name).default for name in ("silu", "gelu", "neg", "rsqrt", "exp", "sin", "cos")),
 )
 # Operations that fake tensors have no rule for, one that lays out memory otherwise, or one that takes long.
 _FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {

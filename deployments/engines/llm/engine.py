@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from deployments.engines.build import converted_bytes
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.completion import Completion, check_request
-from deployments.engines.llm.engine_config import LLMEngineConfig, LLMEngineStats
+from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
 from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_cache
@@ -58,8 +58,6 @@ from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
-
-STEP_KIND: Final = "step"  # of forwards, to the workspace: one row is the largest step
 
 logger = logging.getLogger(__name__)
 

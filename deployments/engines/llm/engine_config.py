@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from deployments.engines.protocol import EngineError
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from deployments.engines.llm.kv_cache import KvDtype
     from deployments.engines.nn.packed_linear import Arithmetic
     from deployments.engines.node_threads import NodeThreads
+
+STEP_KIND: Final = "step"  # of forwards, to the workspace: one row is the largest step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

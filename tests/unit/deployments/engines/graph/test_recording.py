@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,10 +131,11 @@ def test_fake_results_have_the_sizes_and_the_memory_of_real_ones(
         shapes |= {"b": (k, c), "image": (2, 4, r + 4, c + 4), "kernel": (6, 4, 3, 3), "weights": (4,)}
         given, mode = {name: laid_out(*shape, dtype=dtype) for name, shape in shapes.items()}, fake_mode()
         fakes = {name: mode.from_tensor(tensor) for name, tensor in given.items()}
-        found: list[Any] = []
         with torch.no_grad():
             expected = call(SimpleNamespace(**given))
-        record(lambda: found.append(call(SimpleNamespace(**fakes))), Recorder(HOST, is_fake=True), {}, mode)
+        found: list[Any] = []
+        run = partial(lambda given, made: made.append(call(given)), SimpleNamespace(**fakes), found)
+        record(run, Recorder(HOST, is_fake=True), {}, mode)
         assert [memory_of(one) for one in tensors_in(found)] == [memory_of(one) for one in tensors_in(expected)]
 
 
