@@ -81,11 +81,13 @@ SHIMS: Final = (
         used=(
             *(f"torch._subclasses.fake_tensor:{name}" for name in ("FakeTensorMode", "in_kernel_invocation_manager")),
             "torch.utils._python_dispatch:TorchDispatchMode",
+            "torch.ops:aten._unsafe_view",
         ),
         is_needed=False,
     ),
 )
 
+UNSAFE_VIEW: Final[Any] = torch.ops.aten._unsafe_view.default  # a view that autograd takes for a copy
 DispatchMode: Final[Any] = _python_dispatch.TorchDispatchMode
 # Of simulated devices, which call it for every op. None where this torch has none: whoever asks is told so by SHIMS.
 below_autograd: Final[Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", None)  # a context manager

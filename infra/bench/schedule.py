@@ -190,7 +190,7 @@ def _measure_tick(number: int, rounds: int) -> dict[str, Any]:
         moments.append(time.process_time())
         plan = plan_switches(state)
         moments.append(time.process_time())
-        target_replicas(state, ScalingConfig(min_workers=0, max_workers=2 * number), ScalingMemory(), number, 0.0)
+        target_replicas(state, ScalingConfig(min_workers=0, max_workers=number), ScalingMemory(), number, 0.0)
         moments.append(time.process_time())
         parts = [1000 * (after - before) for before, after in pairwise(moments)]
         for name, value in zip(found, (*parts, sum(parts)), strict=True):

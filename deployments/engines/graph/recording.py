@@ -25,6 +25,7 @@ from torch import nn
 from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
 from weights.torch_seam import (
+    UNSAFE_VIEW,
     DispatchMode,
     buffers_of,
     fake_blank,
@@ -354,7 +355,7 @@ _FAKE_FORMS: Final[Mapping[Any, Callable[..., Any]]] = {
     _ATEN.scaled_dot_product_attention.default: _attention,
     _ATEN.mm.default: _product,
     _ATEN.addmm.default: _product_and_sum,
-    _ATEN._unsafe_view.default: partial(fake_view, _ATEN._unsafe_view.default),
+    UNSAFE_VIEW: partial(fake_view, UNSAFE_VIEW),
     torch.ops.prim.device.default: lambda tensor: tensor.device,
     _ATEN.native_layer_norm.default: _layer_norm,
     _ATEN.native_group_norm.default: _group_norm,

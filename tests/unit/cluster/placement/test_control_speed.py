@@ -28,7 +28,7 @@ def calls_of_a_tick(number: int) -> tuple[Counter[str], int]:
     try:
         state = usable_state(models, workers, held)
         plan = plan_switches(state)
-        target_replicas(state, ScalingConfig(min_workers=0, max_workers=2 * number), ScalingMemory(), number, 0.0)
+        target_replicas(state, ScalingConfig(min_workers=0, max_workers=number), ScalingMemory(), number, 0.0)
     finally:
         sys.setprofile(None)
     assert state.ignored == ()

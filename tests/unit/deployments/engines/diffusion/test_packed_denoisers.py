@@ -36,7 +36,7 @@ class Packed:
         self.architecture = architecture
         self.pair: Any
         if architecture in PIPELINES:
-            self.pair = test_prompt_readers.Pair(PIPELINES[architecture], folder / "base")
+            self.pair = test_prompt_readers.make_pair(PIPELINES[architecture], folder / "base")
         else:
             make = conftest.make_flux if architecture == "flux" else conftest.make_stable_diffusion_3
             self.pair = make(folder / "base")
