@@ -6,7 +6,8 @@ stays with the sequence. No two sequences share it, so that nothing of a prompt 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ from deployments.engines.library_seam import generate_step
 from deployments.engines.llm.block_manager import BLOCK_SIZE
 from deployments.engines.llm.kv_cache import CachePlan, plan_blocks
 from deployments.engines.llm.models.stock import max_positions
-from deployments.engines.llm.models.stock_classes import WHOLE_PROMPTS
+from deployments.engines.llm.models.stock_classes import IN_MODULES, WHOLE_PROMPTS
 from deployments.engines.protocol import EngineError
 
 _MEASURED_TOKENS = 32
@@ -26,10 +27,14 @@ _MEASURED_TOKENS = 32
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """The state that a class keeps of the first `num_tokens` of a sequence: arguments of its next forward."""
+    """The state that a class keeps of the first `num_tokens` of a sequence: arguments of its next forward.
+
+    `in_modules` are values of attributes that its modules have meanwhile.
+    """
 
     arguments: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0
+    in_modules: Sequence[Any] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +110,32 @@ def _advance(
     module: Any, device: torch.device, state: SequenceState, token_ids: Sequence[int], *, all_rows: bool = False
 ) -> torch.Tensor:
     ids = torch.tensor([token_ids], device=device)
-    logits, state.arguments = generate_step(module, ids, state.arguments, state.num_tokens, all_rows)
+    with _in_modules(module, state):
+        logits, state.arguments = generate_step(module, ids, state.arguments, state.num_tokens, all_rows)
     state.num_tokens = len(token_ids)
     return logits[0] if all_rows else logits[0, -1:]
+
+
+@contextlib.contextmanager
+def _in_modules(module: Any, state: SequenceState) -> Iterator[None]:
+    """Let the modules of a class that keeps states there have those of one sequence, and take them out again."""
+    names = IN_MODULES.get(type(module).__name__, ())
+    places = [(part, name) for part in module.modules() for name in names if name in vars(part)] if names else []
+    for (part, name), value in zip(places, state.in_modules or [None] * len(places), strict=True):
+        setattr(part, name, value)
+    try:
+        yield
+        state.in_modules = [getattr(part, name) for part, name in places]
+    finally:
+        for part, name in places:
+            setattr(part, name, None)
 
 
 def _measured_bytes(module: Any, device: torch.device, num_tokens: int) -> int:
     state = SequenceState()
     _advance(module, device, state, [0] * num_tokens)
-    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in _tensors(state.arguments, set())}.values())
+    held = _tensors([state.arguments, state.in_modules], set())
+    return sum({one.data_ptr(): one.untyped_storage().nbytes() for one in held}.values())
 
 
 def _tensors(thing: Any, seen: set[int]) -> list[torch.Tensor]:

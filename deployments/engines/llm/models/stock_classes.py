@@ -72,17 +72,21 @@ OWN_CACHE: Final = _names(
     Lfm3ForCausalLM MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM
     MiniMaxForCausalLM MptForCausalLM MvpForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel
     PLBartForCausalLM PegasusForCausalLM ProphetNetForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RemBertForCausalLM RoFormerForCausalLM RwkvForCausalLM StableLmForCausalLM
-    XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel Zamba2ForCausalLM ZayaForCausalLM
+    Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RemBertForCausalLM RoFormerForCausalLM
+    RwkvForCausalLM StableLmForCausalLM XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel Zamba2ForCausalLM
+    ZambaForCausalLM ZayaForCausalLM
     """
 )
 # Of these, they begin anew with each forward of several tokens.
 WHOLE_PROMPTS: Final = _names(
     """
     AXK2ForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM FalconMambaForCausalLM
-    GlmMoeDsaForCausalLM HYV4ForCausalLM JambaForCausalLM MambaForCausalLM ProphetNetForCausalLM XLNetLMHeadModel
+    GlmMoeDsaForCausalLM HYV4ForCausalLM JambaForCausalLM MambaForCausalLM ProphetNetForCausalLM
+    RecurrentGemmaForCausalLM XLNetLMHeadModel ZambaForCausalLM
     """
 )
+# Of these, the modules themselves keep a state in attributes of these names.
+IN_MODULES: Final[Mapping[str, tuple[str, ...]]] = {"RecurrentGemmaForCausalLM": ("conv1d_state", "recurrent_states")}
 # Encoders, unless their config says `is_decoder`.
 MASKED: Final = _names(
     """

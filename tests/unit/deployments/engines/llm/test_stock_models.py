@@ -203,7 +203,8 @@ def test_longrope_ends_where_its_frequencies_change(tmp_path):
     assert LLMEngine(tmp_path, save_tiny(model, tmp_path), LLMEngineConfig()).max_model_len == 64
 
 
-# Recurrent states beside attention, recurrent ones alone, distances in the scores, chosen keys, short convolutions.
+# Recurrent states beside attention, recurrent ones alone, distances in the scores, chosen keys, short convolutions,
+# states that the modules themselves keep.
 OWN_CACHE_CLASSES = (
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",
@@ -214,6 +215,7 @@ OWN_CACHE_CLASSES = (
     "BloomForCausalLM",
     "DeepseekV32ForCausalLM",
     "Lfm2ForCausalLM",
+    "RecurrentGemmaForCausalLM",
 )
 
 
