@@ -68,7 +68,7 @@ MAKERS: dict[str, Callable[[Path], Any]] = {
     "stable_diffusion": tiny.make_stable_diffusion,
     "inpainting": lambda folder: tiny.make_stable_diffusion(folder, in_channels=9),
     "stable_diffusion_3": tiny.make_stable_diffusion_3,
-    **{name: lambda folder, name=name: readers.Pair(name, folder) for name in readers.CLASSES},
+    **{name: lambda folder, name=name: readers.make_pair(name, folder) for name in readers.CLASSES},
 }
 
 
