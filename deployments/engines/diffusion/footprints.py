@@ -32,7 +32,7 @@ from weights.manifest import Manifest
 from weights.memory.devices import computes_on_host, host_generator
 from weights.torch_seam import fake_mode
 
-_DECODED: Final = 4  # images at once; the VAE's peak is linear in them
+_DECODED: Final = 16  # images at once, at most: some VAEs take them one after the other, and recordings last as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class PipelineTwin(DenoisePipeline):
             fake_weights(module, self._mode, device)
         super().__init__(family, folder, modules, device)
         self._codec = ImageCodec(modules["vae"])  # never in tiles
-        self._decodes: dict[tuple[int, int], Footprint] = {}
+        self._decodes: dict[tuple[int, int, int], Footprint] = {}  # by height, width and rows
         self._nets: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
 
     def footprints(
@@ -71,7 +71,8 @@ class PipelineTwin(DenoisePipeline):
         length = self._text_length(num_tokens, adapters)
         kind = workspace_kind(self._part(height, width, length, self._adapted(adapters, height, width)))
         denoise = self.denoise_footprint(height, width, length, bounds.denoise_rows(height * width), adapters)
-        return {kind: denoise, decode_kind(height, width): self.decode_footprint(height, width)}
+        decode = self.decode_footprint(height, width, bounds.decode_rows(height * width))
+        return {kind: denoise, decode_kind(height, width): decode}
 
     def image_bytes(self, height: int, width: int, num_tokens: int, adapters: AdapterShapes) -> int:
         """Return what a forward for one image takes, as `footprints` has it."""
@@ -92,12 +93,13 @@ class PipelineTwin(DenoisePipeline):
         rows = (*(count for count in rows if count < most_rows), most_rows)
         return fit_footprint(lambda n: self.record_denoise(height, width, text_length, n, adapters).eager_peak(), rows)
 
-    def decode_footprint(self, height: int, width: int) -> Footprint:
-        """Return the footprint of decodes of images of that size, each in one piece."""
-        if (height, width) not in self._decodes:
-            found = fit_footprint(lambda n: self.record_decode(height, width, n).eager_peak(), [1, _DECODED])
-            self._decodes[height, width] = found
-        return self._decodes[height, width]
+    def decode_footprint(self, height: int, width: int, most_rows: int) -> Footprint:
+        """Return the footprint of decodes of up to `most_rows` images of that size, each in one piece."""
+        rows = sorted({1, min(most_rows, _DECODED)})
+        if (found := self._decodes.get((height, width, rows[-1]))) is None:
+            found = fit_footprint(lambda n: self.record_decode(height, width, n).eager_peak(), rows)
+            self._decodes[height, width, rows[-1]] = found
+        return found
 
     def record_denoise(
         self, height: int, width: int, text_length: int, rows: int, adapters: AdapterShapes = ()
