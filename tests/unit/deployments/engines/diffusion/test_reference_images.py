@@ -126,7 +126,8 @@ def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair, monkeypatch:
             *images,
             request_id=f"r{number}",
             seed=int(rng.integers(1 << 30)),
-            true_cfg_scale=float(rng.choice([1.0, 2.5])),
+            # What the first and the third are to avoid is the same for both, and so shares a forward.
+            true_cfg_scale=2.5 if number in (0, 2) else float(rng.choice([1.0, 2.5])),
             num_inference_steps=int(rng.integers(1, 4)),
         )
         conditioned[f"r{number}"] = ConditionedRequest(request, pair.conditioning(request, "!" * (number + 1), "dull"))
