@@ -66,7 +66,8 @@ def _fill(amount: float, claims: Mapping[K, tuple[float, float]]) -> dict[K, flo
     given: dict[K, float] = {}
     weights = sum([weight for weight, _ in claims.values()])
     for key, (weight, most) in sorted(claims.items(), key=lambda item: item[1][1] / item[1][0]):
-        given[key] = min(most, amount * weight / weights) if weights > 0 else 0.0
+        # What is left may be a rounding below nothing.
+        given[key] = min(most, max(0.0, amount) * weight / weights) if weights > 0 else 0.0
         amount, weights = amount - given[key], weights - weight
     return given
 
