@@ -128,8 +128,7 @@ def print_idle_figures(figures: dict[str, Any], as_json: bool) -> None:
         print_json(figures)
         return
     for which, title in (("ours", "Atelier"), ("floor", "Ray and Serve alone, with one replica")):
-        print_line(f"{title}, over {figures[which]['seconds']:.0f} s")
-        _print_rows(figures[which]["rows"])
+        print_usage(title, figures[which])
     total, floor = (figures[which]["rows"][-1] for which in ("ours", "floor"))
     is_met = total["share"] < TARGET_SHARE and total["own_bytes"] < TARGET_BYTES
     print_line(
@@ -142,7 +141,9 @@ def print_idle_figures(figures: dict[str, Any], as_json: bool) -> None:
     )
 
 
-def _print_rows(found: list[dict[str, Any]]) -> None:
+def print_usage(title: str, figures: Mapping[str, Any]) -> None:
+    """Print a table of the processes in `idle_figures`."""
+    print_line(f"{title}, over {figures['seconds']:.0f} s")
     right = [Column(name, align="right") for name in ("number", "threads", "% of a core", "MiB", "MiB shared")]
     rows = [
         [
@@ -153,6 +154,6 @@ def _print_rows(found: list[dict[str, Any]]) -> None:
             f"{row['own_bytes'] / 2**20:.0f}",
             f"{row['shared_bytes'] / 2**20:.0f}",
         ]
-        for row in found
+        for row in figures["rows"]
     ]
     print_table([Column("process", "name"), *right], rows)

@@ -25,8 +25,12 @@ from nodes.three_nodes import (
     posted,
 )
 
+from infra.bench.idle import SETTLE_S, Usage, idle_figures, print_usage, usage_by_name
+
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(900)]
 
+REST_S: Final = 60.0
+MOST_AT_REST: Final = {"head": (0.35, 2.5), "second": (0.15, 1.7), "third": (0.15, 1.7)}  # of a core, and GiB
 PARTITION_S = 20.0
 SMALL = {"num_cpus": 0.03}
 SPARE: Final = "spare"
@@ -77,6 +81,31 @@ def back(cluster: ThreeNodes, what: str, name: str) -> None:
     expected = disturbed(cluster, what, join, without=name)
     wait_until(lambda: cluster.asked(f"{cluster.url(name)}/healthz"), f"HAProxy on {name}", WHOLE_S)
     assert cluster.answers(cluster.url(name)) == expected
+
+
+def test_nodes_at_rest(cluster: ThreeNodes) -> None:
+    """Print what each node's processes take as `infra.bench idle` does, which has the targets.
+
+    What is asserted lies above what they take, for other work on the machine. Pages of files that the nodes have in
+    common, Python's and torch's, count by a third for each.
+    """
+    cluster.answers(cluster.url())
+    time.sleep(SETTLE_S)
+    before, start_s = usage_by_node(cluster), time.monotonic()
+    time.sleep(REST_S)
+    after, wall_s = usage_by_node(cluster), time.monotonic() - start_s
+    total = {}
+    for name in NAMES:
+        figures = idle_figures(before[name], after[name], wall_s)
+        print_usage(f"{name} at rest", figures)
+        total[name] = figures["rows"][-1]
+    for name, (share, size) in MOST_AT_REST.items():
+        assert total[name]["share"] < share, name
+        assert total[name]["own_bytes"] < size * 2**30, name
+
+
+def usage_by_node(cluster: ThreeNodes) -> dict[str, dict[str, Usage]]:
+    return {name: usage_by_name(cluster.nodes[name].processes()) for name in NAMES}
 
 
 @pytest.mark.parametrize("actor", ["WeightRegistry", "Controller", "NodeKeeper", "ServeController"])
