@@ -279,6 +279,11 @@ class ServiceTimes:
         return found.switch_s if found else 0.0
 
 
+def faded(per_s: float, passed_s: float, window_s: float = SHORT_S) -> float:
+    """Return what an arrival rate over a window has become after a time without arrivals."""
+    return per_s * math.exp(-passed_s / window_s)
+
+
 class ArrivalRate:
     """Arrivals per second, over a short and a long window that fade exponentially."""
 
@@ -298,7 +303,7 @@ class ArrivalRate:
     def per_s(self, now_s: float) -> tuple[float, float]:
         """Return the rates over the short and the long window."""
         passed_s = max(0.0, now_s - self._last_s)
-        return self._short * math.exp(-passed_s / SHORT_S), self._long * math.exp(-passed_s / LONG_S)
+        return faded(self._short, passed_s), faded(self._long, passed_s, LONG_S)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,8 @@ While the controller is away nothing changes here: a worker keeps what it has, a
 the next controller gets all reports anew. An ingress among several reports what slots it has and wants, and takes what
 it may have. It keeps those that it has meanwhile: nobody gives them to another one. One that stood still for so long
 that they may be another's starts nothing before the controller has answered.
+
+At rest, what the controller knows is told again after some seconds only. Who listens sees when it has another one.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import ClusterError
 from cluster.placement.actor import Controller
 from cluster.placement.reports import SlotReport, WorkerReport
-from cluster.placement.slot_book import SILENT_S
+from cluster.placement.slot_book import SLOT_REST_S, lease_s
 from cluster.placement.state import STALE_S
 from cluster.processes import ProcessMark
 from cluster.ray_calls import call_actor
@@ -41,7 +43,7 @@ GAP_S: Final = 0.01  # between two reports, whatever happens
 # Of an ingress among several, whose slots the others wait for.
 SLOT_REPORT_S: Final = 0.25  # between two reports, where nothing happens
 SLOT_CALL_S: Final = 0.6  # two that fail take less than `SILENT_S`
-SLOT_LISTEN_S: Final = 1.0
+SLOT_LISTEN_S: Final = SLOT_REST_S
 SLOT_ASK_S: Final = 5.0
 SLOT_PAUSE_S: Final = 0.05
 SLOT_GAP_S: Final = 0.003  # between two reports, whatever happens
@@ -78,6 +80,8 @@ class Link:
         self._actor: Any = None
         self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
+        self._told: Any = None  # at rest, and known to the controller
+        self._told_s = -math.inf
 
     def start(self) -> None:
         """Report and listen from now on. Has to be called on the event loop."""
@@ -128,8 +132,19 @@ class Link:
 
     async def _listen(self) -> None:
         while True:
-            async with asyncio.timeout(CALL_S):
-                await self._receive_once()
+            try:
+                async with asyncio.timeout(CALL_S):
+                    await self._receive_once()
+            except BaseException:  # the next controller knows nothing
+                self._told = None
+                raise
+
+    def _is_told(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
+        """Return whether the controller knows a report at rest, and was told it no longer than `rest_s` ago."""
+        return report.is_at_rest and now_s < self._told_s + rest_s and report.lasting == self._told
+
+    def _note_told(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float) -> None:
+        self._told, self._told_s = report.lasting if report.is_at_rest else None, now_s
 
 
 class ControllerLink(Link):
@@ -151,26 +166,19 @@ class ControllerLink(Link):
         self._report = report
         self._apply = apply
         self._revision = ""
-        self._told: WorkerReport | AdmissionSnapshot | None = None  # at rest, and known to the controller
-        self._told_s = -math.inf
 
     async def _report_once(self) -> None:
         """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
         report, now_s = await self._report(), time.monotonic()
-        lasting = report.lasting if report.is_at_rest else None
-        if lasting is not None and lasting == self._told and now_s < self._told_s + REST_S:
+        if self._is_told(report, now_s, REST_S):
             return
         self._told = None
         await call_actor(await self.handle(), Controller.report, self.name, report)
-        self._told, self._told_s = lasting, now_s
+        self._note_told(report, now_s)
 
     async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
-        try:
-            update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
-        except BaseException:  # the next controller knows nothing
-            self._told = None
-            raise
+        update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)
@@ -236,23 +244,27 @@ class SlotLink(Link):
     async def _report_once(self) -> None:
         """Tell what is here. Two in a row that fail show that the controller is away."""
         began_s = self._clock()
+        report = await self._report(began_s)
+        if self._is_told(report, began_s, SLOT_REST_S):
+            return
+        self._told = None
         try:
             async with asyncio.timeout(SLOT_CALL_S):
-                actor, report = await self.handle(), await self._report(began_s)
-                answer = await call_actor(actor, Controller.report_slots, self.name, report)
+                answer = await call_actor(await self.handle(), Controller.report_slots, self.name, report)
         except Exception:
             self._num_failed += 1
             if self._num_failed > 1:
                 self._queue.hold_slots(math.inf)
             raise
         self._num_failed = 0
+        self._note_told(report, began_s)
         self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0
             if not answer.keeps:
                 self._queue.drop_slots()
             self._queue.slots_changed.set()  # it joins by the next report
-        self._queue.hold_slots(began_s + SILENT_S)
+        self._queue.hold_slots(began_s + lease_s(report))
 
     async def _receive_once(self) -> None:
         """Wait for news, and apply them."""
@@ -274,7 +286,7 @@ class SlotLink(Link):
         if split is not None and split.session == self._session and split.revision > self._revision:
             self._revision = split.revision
             self._queue.set_parts(split.pools, split.bound_part)
-            self._queue.slots_changed.set()  # others may get what this one has no more
+            self._queue.slots_changed.set()  # what this one has lost by it, others get once they are told
 
     async def _report(self, now_s: float) -> SlotReport:
         self._num_reports += 1

@@ -135,6 +135,17 @@ class SlotReport:
     settings: str = ""
     ended: EndedRequests | None = None
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits or runs, or has ended since the last one."""
+        return self.ended is None and not any(claims.running or claims.waiting for claims in self.pools.values())
+
+    @property
+    def lasting(self) -> SlotReport:
+        """The report without what time alone changes: rates, which fade."""
+        pools = {name: replace(claims, share_per_s=0.0) for name, claims in self.pools.items()}
+        return replace(self, number=0, pools=pools, requests_per_s=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class SlotAnswer:

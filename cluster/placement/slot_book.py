@@ -5,9 +5,10 @@ Nobody gets a slot that another may hold: a split shrinks at once, and grows whe
 that they know. So messages may be lost, late or doubled.
 
 A session is what an ingress and a controller know of each other. An ingress that is silent for `SILENT_S` is gone with
-its slots, and begins another session with none when it speaks again. One whose process is seen to run may be busy for
-`STALLED_S`. A new controller knows of no slots: it sends no split for as long as an ingress that lives may need to tell
-what it has.
+its slots, and begins another session with none when it speaks again; one at rest may be silent for `SLOT_REST_S` more.
+One whose process is seen to run may be busy until `STALLED_S`. A new controller knows of no slots: it sends no split
+for as long as an ingress that lives may need to tell what it has. One at rest, too: it listens, and so sees the end of
+the controller before.
 """
 
 from __future__ import annotations
@@ -17,18 +18,21 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cluster.admission.records import PoolClaims, PoolPart, ReplicaPart
+from cluster.admission.service_times import faded
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotSplit
 from cluster.placement.slot_split import split_pool
 from cluster.processes import ProcessMark
 
 TICK_S: Final = 0.125
 SILENT_S: Final = 1.5
+SLOT_REST_S: Final = 2.0  # between two reports of an ingress at rest
 STALLED_S: Final = 10.0
 _NUM_TICKS: Final = round(SILENT_S / TICK_S)
-_NUM_STALLED_TICKS: Final = round(STALLED_S / TICK_S)
+_NUM_STALLED_TICKS: Final = round((STALLED_S - SILENT_S) / TICK_S)
 _MAX_UNCONFIRMED: Final = 8  # splits on the way to one ingress
 _EVEN_PART: Final = 0.25  # of the bounds, which ingresses share evenly, and the rest by their requests
 _ROUNDING: Final = 1e-9
+_NEWS: Final = 0.01  # of a pool or of the bounds: a smaller change need not be told
 
 _Limits = Mapping[str, Mapping[str, float]]  # by pool and replica
 
@@ -41,7 +45,7 @@ class _Member:
     keeps: bool
     is_joined: bool = False
     number: int = -1  # of its last report
-    num_ticks: int = 0  # since then
+    num_ticks_left: int = 0  # until it is silent, and below 0 since
     report: SlotReport | None = None
     reported_s: float = 0.0
     sent: list[tuple[int, _Limits]] = field(default_factory=list)
@@ -51,11 +55,19 @@ class _Member:
     def claims(self, pool: str) -> PoolClaims | None:
         return self.report.pools.get(pool) if self.report else None
 
+    def requests_per_s(self, now_s: float) -> float:
+        return faded(self.report.requests_per_s, now_s - self.reported_s) if self.report else 0.0
+
     def may_hold(self, pool: str, replica: str) -> float:
         claims = self.claims(pool)
         use = claims.replicas.get(replica) if claims else None
         own = max(use.used, use.limit) if use else 0.0
         return max([own, *(limits.get(pool, {}).get(replica, 0.0) for _, limits in self.sent)])
+
+
+def lease_s(report: SlotReport) -> float:
+    """Return how long an ingress may start requests within its slots after a report, though nothing follows it."""
+    return SILENT_S + SLOT_REST_S * report.is_at_rest
 
 
 class SlotBook:
@@ -67,6 +79,7 @@ class SlotBook:
         self._members: dict[str, _Member] = {}
         self._num_sessions = 0
         self._num_ticks_closed = _NUM_TICKS
+        self.has_news = False  # since the last division at a tick
 
     @property
     def _is_closed(self) -> bool:
@@ -85,7 +98,9 @@ class SlotBook:
             member = self._begin_session(name, member)
         if report.number <= member.number:
             return SlotAnswer(member.session, member.keeps)
-        member.number, member.num_ticks = report.number, 0
+        member.number, self.has_news = report.number, True
+        # No less than after the one before: the ingress may not know that this one has come.
+        member.num_ticks_left = max(member.num_ticks_left, round(lease_s(report) / TICK_S))
         if report.session != member.session:
             if not member.is_joined:  # what it has until it knows
                 member.report = report
@@ -102,33 +117,35 @@ class SlotBook:
         self._num_ticks_closed = max(0, self._num_ticks_closed - 1)
         gone = []
         for name, member in list(self._members.items()):
-            member.num_ticks += 1
-            if member.num_ticks <= _NUM_TICKS:
+            member.num_ticks_left -= 1
+            if member.num_ticks_left >= 0:
                 continue
             is_seen = member.report is not None and self._is_running(member.report.process)
-            if member.num_ticks > _NUM_STALLED_TICKS or not is_seen:
+            if member.num_ticks_left < -_NUM_STALLED_TICKS or not is_seen:
                 gone.append(name)
                 del self._members[name]
+                self.has_news = True
         return gone
 
-    def split_of(self, name: str, session: str) -> SlotSplit | None:
-        """Return the last split that was sent in a session."""
+    def split_of(self, name: str) -> SlotSplit | None:
+        """Return the last split of an ingress, in the session that it is known to have joined."""
         member = self._members.get(name)
-        return member.split if member and member.split and member.split.session == session else None
+        return member.split if member and member.is_joined else None
 
     def divide(self, now_s: float, *, is_tick: bool) -> list[str]:
         """Split all slots anew, and return the ingresses that have a new split.
 
-        Where only what others do has changed, there is one only at a tick.
+        Where only what others do has changed, there is one only at a tick, of which none is needed without `has_news`.
         """
         members = {name: member for name, member in self._members.items() if member.is_joined and member.report}
         if self._is_closed or not members:
             return []
+        self.has_news &= not is_tick
         parts: dict[str, dict[str, PoolPart]] = {name: {} for name in members}
         for pool in {pool for member in members.values() if member.report for pool in member.report.pools}:
             for name, part in self._divide_pool(pool, members, now_s).items():
                 parts[name][pool] = part
-        bounds = _bound_parts({name: member.report for name, member in members.items() if member.report})
+        bounds = _bound_parts({name: member.requests_per_s(now_s) for name, member in members.items()})
         return [
             name
             for name, member in members.items()
@@ -136,8 +153,9 @@ class SlotBook:
         ]
 
     def _divide_pool(self, pool: str, members: Mapping[str, _Member], now_s: float) -> dict[str, PoolPart]:
-        claims = {name: found for name, member in members.items() if (found := member.claims(pool)) is not None}
-        waited_s = {name: max(0.0, now_s - members[name].reported_s) for name in claims}
+        told = {name: found for name, member in members.items() if (found := member.claims(pool)) is not None}
+        waited_s = {name: max(0.0, now_s - members[name].reported_s) for name in told}
+        claims = {name: replace(one, share_per_s=faded(one.share_per_s, waited_s[name])) for name, one in told.items()}
         overtaken = {
             name
             for name in claims
@@ -214,13 +232,12 @@ def _replica_parts(
     return parts
 
 
-def _bound_parts(reports: Mapping[str, SlotReport]) -> dict[str, float]:
+def _bound_parts(rates: Mapping[str, float]) -> dict[str, float]:
     """Return each ingress's part of the queue's bounds: by what came of late, and some for who had nothing."""
-    total = sum([report.requests_per_s for report in reports.values()])
-    even = 1 / len(reports)
+    total, even = sum(rates.values()), 1 / len(rates)
     return {
-        name: _EVEN_PART * even + (1 - _EVEN_PART) * report.requests_per_s / total if total > _ROUNDING else even
-        for name, report in reports.items()
+        name: _EVEN_PART * even + (1 - _EVEN_PART) * rate / total if total > _ROUNDING else even
+        for name, rate in rates.items()
     }
 
 
@@ -236,12 +253,21 @@ def _post(member: _Member, split: SlotSplit, is_tick: bool) -> bool:
     if before is not None:
         split = replace(split, revision=before.revision)
         is_same = _limits(split) == _limits(before) and _wanted(split) == _wanted(before)
-        if is_same and (not is_tick or split == before):
+        if is_same and (not is_tick or _is_close(split, before)):
             return False
     revision = before.revision + 1 if before else 1
     member.split = replace(split, revision=revision)
     member.sent.append((revision, _limits(split)))
     return True
+
+
+def _is_close(split: SlotSplit, before: SlotSplit) -> bool:
+    """Return whether two splits of the same limits differ by hardly more than what time alone changes."""
+    pairs = [(part, before.pools[pool]) for pool, part in split.pools.items()]
+    return abs(split.bound_part - before.bound_part) <= _NEWS and all(
+        part.replicas == known.replicas and abs(part.capacity - known.capacity) <= _NEWS * len(part.replicas)
+        for part, known in pairs
+    )
 
 
 def _wanted(split: SlotSplit) -> dict[str, bool]:

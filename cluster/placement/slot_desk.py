@@ -70,7 +70,7 @@ class SlotDesk:
                     news.clear()
                     await news.wait()
         config = self._config if settings != self._settings else None
-        return SlotUpdate(self._book.split_of(name, session), self._settings, config)
+        return SlotUpdate(self._book.split_of(name), self._settings, config)
 
     async def retune(self, config: AdmissionConfig) -> bool:
         """Set bounds and weights of all ingresses; return whether all have said in time that they use them."""
@@ -88,8 +88,9 @@ class SlotDesk:
         return all(self._confirmed.get(name) == self._settings for name in self._book.names)
 
     def _has_newer(self, name: str, session: str, revision: int, settings: str) -> bool:
-        split = self._book.split_of(name, session)
-        return settings != self._settings or (split is not None and split.revision > revision)
+        split = self._book.split_of(name)
+        is_newer = split is not None and (split.session != session or split.revision > revision)
+        return settings != self._settings or is_newer
 
     def _note_ended(self, name: str, report: SlotReport) -> None:
         """Take over requests that have ended, by this clock. Those of a report that came before are not taken again."""
@@ -111,8 +112,9 @@ class SlotDesk:
                 self._news.pop(name, None)
                 self._confirmed.pop(name, None)
                 self._next_ended.pop(name, None)
-            self._has_ticked = True
-            self._is_due.set()
+            if self._book.has_news:
+                self._has_ticked = True
+                self._is_due.set()
             self._has_reported.set()
 
     async def _divide(self) -> None:

@@ -8,6 +8,7 @@ else can.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import pickle
 import random
@@ -16,7 +17,7 @@ import subprocess
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -29,8 +30,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand
+from cluster.placement import slot_book
 from cluster.placement.link import QueuesAway, SlotLink
-from cluster.placement.slot_book import SILENT_S
+from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
 from cluster.placement.slot_desk import SlotDesk
 from cluster.processes import ProcessMark
 from configs.admission import AdmissionConfig
@@ -379,6 +381,65 @@ def test_a_dead_ingress_gives_back_what_it_had_within_two_seconds() -> None:
     in_no_time(scenario())
 
 
+def test_at_rest_nothing_is_split_or_sent_and_the_first_request_starts_at_once() -> None:
+    async def scenario() -> None:
+        actor, _, ingresses = await started(num=3)
+        few, many, _ = ingresses
+        for ingress, num in ((few, 10), (many, 60)):
+            await asyncio.gather(*(ingress.begin(0.1) for _ in range(num)))
+        await asyncio.sleep(60.0)  # what came of late has faded
+        owned = [ingress.owned() for ingress in ingresses]
+        before = Counter(actor.num_calls)
+        with patch.object(slot_book, "split_pool", wraps=slot_book.split_pool) as split, no_news(actor):
+            await asyncio.sleep(30.0)
+        calls = actor.num_calls - before
+        # One report and one question of each in the time of rest; a report is looked at when it comes, and at a tick.
+        num_reports = 3 * 30.0 / SLOT_REST_S
+        assert 0.8 * num_reports < calls["report_slots"] <= num_reports
+        assert calls["receive_slots"] <= num_reports
+        assert split.call_count <= 2 * num_reports
+        assert [ingress.owned() for ingress in ingresses] == owned
+        begin_s = asyncio.get_running_loop().time()
+        held = [ingress.begin(100.0) for ingress in ingresses if sum(ingress.owned().values()) >= SHARE]
+        await asyncio.sleep(0)
+        assert (await numbers(*ingresses)) == (0, len(held))
+        for _ in range(CAPACITY - len(held)):  # what others have at rest comes as quickly as ever
+            few.begin(100.0)
+        while (await numbers(*ingresses))[1] < CAPACITY:
+            await asyncio.sleep(0.001)
+        assert asyncio.get_running_loop().time() - begin_s < 0.02
+
+    in_no_time(scenario())
+
+
+@contextlib.contextmanager
+def no_news(actor: FakeActor) -> Iterator[None]:
+    """Fail unless every ingress has the same split after the block as before."""
+    assert actor.desk is not None
+    book = actor.desk._book
+    before = {name: book.split_of(name) for name in book.names}
+    yield
+    assert {name: book.split_of(name) for name in book.names} == before
+
+
+def test_an_ingress_that_dies_at_rest_gives_back_what_it_had() -> None:
+    async def scenario() -> None:
+        _, _, (one, other) = await started()
+        await asyncio.sleep(10 * SLOT_REST_S)
+        assert sum(one.owned().values()) > 0
+        one.kill()
+        begin_s = asyncio.get_running_loop().time()
+        for _ in range(CAPACITY):
+            other.begin(100.0)
+        await asyncio.sleep(0)
+        assert (await numbers(other))[1] > 0  # its own are at hand meanwhile
+        while (await numbers(other))[1] < CAPACITY:
+            await asyncio.sleep(0.01)
+        assert asyncio.get_running_loop().time() - begin_s < SILENT_S + SLOT_REST_S + 0.5
+
+    in_no_time(scenario())
+
+
 def test_slots_stay_where_they_are_while_the_controller_is_away() -> None:
     async def scenario() -> None:
         actor, _, ingresses = await started()
@@ -408,7 +469,7 @@ def test_an_ingress_that_stood_still_starts_nothing_before_it_knows_what_is_stil
     async def scenario() -> None:
         _, running, (one, other) = await started()
         one.link.close()
-        await asyncio.sleep(2.0)  # the other one has all slots now
+        await asyncio.sleep(SILENT_S + SLOT_REST_S + 0.5)  # the other one has all slots now
         taken = [other.begin(5.0) for _ in range(CAPACITY)]
         await asyncio.sleep(0.1)
         assert running.total() == len(REPLICAS)
