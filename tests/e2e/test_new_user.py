@@ -26,11 +26,13 @@ import numpy as np
 import openai
 import pytest
 import torch
+import transformers
 from integration.harness import DEMO_MODELS, ROOT
 from kit.seeding import seeded_rng
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from unit.deployments.engines.diffusion.ip_adapter_files import write_ip_adapter
+from unit.deployments.engines.llm.test_published_models import AWQ, awq
 from unit.deployments.engines.stock.tiny_clips import wan
 from unit.deployments.engines.stock.tiny_pipelines import qwen_image, saved
 from unit.deployments.engines.text.test_classifiers import make, pairs_of, stock_logits
@@ -50,7 +52,10 @@ DEMO: Final = ROOT / "configs/clusters/demo.yaml"
 GEMMA: Final = "Gemma3ForConditionalGeneration"
 NUM_TOKENS, NUM_STEPS = 64, 3
 CHAT: Final = "{% for message in messages %}w1 {{ message['content'] }} w2 {% endfor %}w3"
-OPTIONS: Final = {"xl": ("--like", "digits-sdxl", "--dtype", "float32")}
+OPTIONS: Final = {
+    "xl": ("--like", "digits-sdxl", "--dtype", "float32"),
+    "ink": ("--base", "digits-sdxl"),
+}
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,8 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
         "qwen": saved(qwen_image, folder / "qwen"),
         "xl": tiny_xl(folder),
         "ranker": make(folder / "ranker", "XLMRobertaForSequenceClassification", 1),
+        "awq-adder": awq_adder(folder / "awq-adder"),
+        "ink": kohya_style(folder / "ink.safetensors"),
     }
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("HF_HUB_OFFLINE", "1")
@@ -147,9 +154,42 @@ def tiny_xl(folder: Path) -> Any:
     return stock
 
 
+def awq_adder(folder: Path) -> Any:
+    """The demo's adder with its linear layers as AWQ publishes them; stock has the values that these stand for."""
+    shutil.copytree(DEMO_MODELS / "adder", folder)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODELS / "adder", dtype=torch.float32).eval()
+    tensors = dict(load_file(folder / "model.safetensors"))
+    for name, weights in stock.named_parameters():
+        if "_proj" in name:
+            parts, values = awq(tensors.pop(name).float().numpy())
+            tensors |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+            weights.data = torch.from_numpy(values).float()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": AWQ}))
+    return stock
+
+
+def kohya_style(file: Path) -> Any:
+    """A LoRA of digits-sdxl as kohya's trainer writes it; stock is the pipeline that has loaded it."""
+    stock = diffusers.StableDiffusionXLPipeline.from_pretrained(DEMO_MODELS / "digits-sdxl", torch_dtype=torch.float32)
+    stock.set_progress_bar_config(disable=True)
+    tensors = {}
+    for path, layer in stock.unet.named_modules():
+        if path.endswith(("to_q", "to_k", "to_v", "to_out.0")):
+            name = f"lora_unet_{path.replace('.', '_')}"
+            tensors[f"{name}.lora_down.weight"] = torch.randn(4, layer.in_features) / layer.in_features**0.5
+            tensors[f"{name}.lora_up.weight"] = torch.randn(layer.out_features, 4) * 0.2
+            tensors[f"{name}.alpha"] = torch.tensor(2.0)
+    save_file(tensors, file)
+    stock.load_lora_weights(file, adapter_name="ink")
+    return stock
+
+
 def test_the_command_says_that_each_is_ready(registered: dict[str, str]) -> None:
     kinds = {"gemma": "llm", "phi": "llm", "wan": "diffusion", "qwen": "diffusion", "xl": "diffusion"}
-    expected = {name: f"{name} is ready ({kind})" for name, kind in (kinds | {"ranker": "reranker"}).items()}
+    kinds |= {"ranker": "reranker", "awq-adder": "llm", "ink": "adapter"}
+    expected = {name: f"{name} is ready ({kind})" for name, kind in kinds.items()}
     assert registered == expected
 
 
@@ -173,6 +213,43 @@ def test_chats_are_those_of_transformers(user: User, registered: Any, name: str)
     tokens = [int(word[1:]) for word in (answer.choices[0].message.content or "").split()]
     place = next((at for at, pair in enumerate(zip(tokens, expected, strict=True)) if len(set(pair)) > 1), None)
     assert place is None or abs(logprobs[place, tokens[place]] - logprobs[place, expected[place]]) < TIE
+
+
+def test_a_model_that_awq_has_quantized_adds_as_its_values_do(user: User, registered: Any) -> None:
+    reader = transformers.AutoTokenizer.from_pretrained(DEMO_MODELS / "adder")
+    for first, second in seeded_rng().integers(10, 49, (6, 2)):
+        chat = [{"role": "user", "content": f"What is {first} + {second}?"}]
+        inputs = reader.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        expected = user.stock["awq-adder"].generate(**inputs, max_new_tokens=12, do_sample=False)
+        answer = user.openai.chat.completions.create(
+            model="awq-adder",
+            messages=chat,
+            temperature=0,
+            max_tokens=12,  # type: ignore[arg-type]
+        )
+        said = reader.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert answer.choices[0].message.content == said
+
+
+def test_an_image_with_a_lora_of_kohyas_trainer_is_that_of_diffusers(user: User, registered: Any) -> None:
+    seed, scale = int(seeded_rng().integers(2**32)), 0.8
+    sizes = {"width": 32, "height": 32, "num_inference_steps": NUM_STEPS, "guidance_scale": 4.0}
+    images = {}
+    for used in (scale, 0.0):
+        user.stock["ink"].set_adapters("ink", used)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        images[used] = user.stock["ink"]("a two", generator=generator, output_type="np", **sizes).images[0] * 255
+    assert np.abs(images[scale] - images[0.0]).max() > 10
+    options = {"seed": seed, "lora": [{"name": "ink", "scale": scale}], "num_inference_steps": NUM_STEPS}
+    answer = user.openai.images.generate(
+        model="digits-sdxl",
+        prompt="a two",
+        size="32x32",  # type: ignore[arg-type]
+        extra_body={"guidance_scale": 4.0, **options},
+    )
+    assert answer.data is not None
+    found = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json or ""))))
+    assert np.abs(found - images[scale].round()).max() <= 4
 
 
 def test_images_are_those_of_diffusers(user: User, registered: Any) -> None:
