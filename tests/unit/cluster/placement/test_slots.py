@@ -30,8 +30,9 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 
 from cluster.admission.dispatcher import Dispatcher, NotAdmitted
 from cluster.admission.records import Demand
+from cluster.placement import link as link_module
 from cluster.placement import slot_book
-from cluster.placement.link import QueuesAway, SlotLink
+from cluster.placement.link import SLOT_REPORT_S, QueuesAway, SlotLink
 from cluster.placement.slot_book import SILENT_S, SLOT_REST_S
 from cluster.placement.slot_desk import SlotDesk
 from cluster.processes import ProcessMark
@@ -436,6 +437,22 @@ def test_an_ingress_that_dies_at_rest_gives_back_what_it_had() -> None:
         while (await numbers(other))[1] < CAPACITY:
             await asyncio.sleep(0.01)
         assert asyncio.get_running_loop().time() - begin_s < SILENT_S + SLOT_REST_S + 0.5
+
+    in_no_time(scenario())
+
+
+def test_a_controller_that_was_replaced_hears_at_once_of_ingresses_at_rest() -> None:
+    async def scenario() -> None:
+        actor, _, ingresses = await started()
+        await asyncio.sleep(10 * SLOT_REST_S)
+        owned = [ingress.owned() for ingress in ingresses]
+        with patch.object(link_module, "SLOT_REST_S", math.inf):  # it is not that they tell again
+            await actor.crash()
+            await asyncio.sleep(2 * SLOT_REPORT_S)
+        assert actor.desk is not None
+        assert sorted(actor.desk._book.names) == sorted(ingress.link.name for ingress in ingresses)
+        await asyncio.sleep(2 * SILENT_S)
+        assert [ingress.owned() for ingress in ingresses] == owned
 
     in_no_time(scenario())
 
