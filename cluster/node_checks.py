@@ -86,7 +86,7 @@ def problems_by_node(
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was said of a node, the first of `num_times` in a row with a problem, and when it is looked at again."""
+    """Keeps what was said of a node, how many times in a row it had a problem, and when it is looked at again."""
 
     lines: list[str]
     num_times: int

@@ -335,10 +335,10 @@ def _listener(port: int) -> str:
 def _begin_removing_old_sessions() -> None:
     """Remove the folders of this user's Ray sessions that have ended, in a thread, save the last: it may say why."""
     folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
-    threading.Thread(target=lambda: remove_old_sessions(folder, time.time()), daemon=True).start()
+    threading.Thread(target=lambda: _remove_old_sessions(folder, time.time()), daemon=True).start()
 
 
-def remove_old_sessions(folder: Path, now_s: float) -> None:
+def _remove_old_sessions(folder: Path, now_s: float) -> None:
     """Remove the ended sessions in Ray's folder but the last one. `now_s` is the time of files."""
     written_s = {path: _last_written_s(path) for path in _sessions(folder)}
     ended = {path for path, last_s in written_s.items() if last_s < now_s - _QUIET_S}

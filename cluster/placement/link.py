@@ -80,8 +80,8 @@ class Link:
         self._actor: Any = None
         self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._told: Any = None  # at rest, and known to the controller
-        self._told_s = -math.inf
+        self._reported: Any = None  # at rest, and known to the controller
+        self._reported_s = -math.inf
 
     def start(self) -> None:
         """Report and listen from now on. Has to be called on the event loop."""
@@ -136,15 +136,15 @@ class Link:
                 async with asyncio.timeout(CALL_S):
                     await self._receive_once()
             except BaseException:  # the next controller knows nothing
-                self._told = None
+                self._reported = None
                 raise
 
-    def _is_told(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
+    def _is_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, rest_s: float) -> bool:
         """Return whether the controller knows a report at rest, and was told it no longer than `rest_s` ago."""
-        return report.is_at_rest and now_s < self._told_s + rest_s and report.lasting == self._told
+        return report.is_at_rest and now_s < self._reported_s + rest_s and report.lasting == self._reported
 
-    def _note_told(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float) -> None:
-        self._told, self._told_s = report.lasting if report.is_at_rest else None, now_s
+    def _note_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float) -> None:
+        self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
 
 
 class ControllerLink(Link):
@@ -170,11 +170,11 @@ class ControllerLink(Link):
     async def _report_once(self) -> None:
         """Report. At rest, what the controller knows is told again after `REST_S` only: who listens says it holds."""
         report, now_s = await self._report(), time.monotonic()
-        if self._is_told(report, now_s, REST_S):
+        if self._is_reported(report, now_s, REST_S):
             return
-        self._told = None
+        self._reported = None
         await call_actor(await self.handle(), Controller.report, self.name, report)
-        self._note_told(report, now_s)
+        self._note_reported(report, now_s)
 
     async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
@@ -245,9 +245,9 @@ class SlotLink(Link):
         """Tell what is here. Two in a row that fail show that the controller is away."""
         began_s = self._clock()
         report = await self._report(began_s)
-        if self._is_told(report, began_s, SLOT_REST_S):
+        if self._is_reported(report, began_s, SLOT_REST_S):
             return
-        self._told = None
+        self._reported = None
         try:
             async with asyncio.timeout(SLOT_CALL_S):
                 answer = await call_actor(await self.handle(), Controller.report_slots, self.name, report)
@@ -257,7 +257,7 @@ class SlotLink(Link):
                 self._queue.hold_slots(math.inf)
             raise
         self._num_failed = 0
-        self._note_told(report, began_s)
+        self._note_reported(report, began_s)
         self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0

@@ -120,7 +120,7 @@ class Observations:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing waits, runs or gets ready anywhere."""
+        """Return whether nothing waits, runs or gets ready anywhere."""
         reports = [report.is_at_rest for report, _ in self._workers.values()]
         return all(reports) and all(snapshot.is_at_rest for snapshot, _ in self._queues.values())
 

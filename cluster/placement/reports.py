@@ -72,7 +72,7 @@ class WorkerReport:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing runs or gets ready there."""
+        """Return whether nothing runs or gets ready there."""
         return not (self.leased or self.coming or self.switching_to)
 
     @property
@@ -137,7 +137,7 @@ class SlotReport:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing waits or runs, or has ended since the last one."""
+        """Return whether nothing waits or runs, or has ended since the last one."""
         return self.ended is None and not any(claims.running or claims.waiting for claims in self.pools.values())
 
     @property

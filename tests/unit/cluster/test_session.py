@@ -23,9 +23,9 @@ from cluster.session import (
     SessionFile,
     SessionRecord,
     _check_port_free,
+    _remove_old_sessions,
     check_can_start,
     record_folder,
-    remove_old_sessions,
     running_sessions,
     stop_session,
 )
@@ -270,7 +270,7 @@ def test_sessions_that_have_ended_go_but_for_the_last(tmp_path: Path) -> None:
     other = tmp_path / "session_of_somebody"
     other.mkdir()
     (tmp_path / "session_latest").symlink_to(old[0])
-    remove_old_sessions(tmp_path, NOW_S)
+    _remove_old_sessions(tmp_path, NOW_S)
     assert {path.name for path in tmp_path.iterdir()} == {old[2].name, writing.name, other.name, "session_latest"}
 
 
@@ -278,7 +278,7 @@ def test_a_silent_session_that_a_process_belongs_to_stays(tmp_path: Path) -> Non
     running, ended, _ = (session_folder(tmp_path, number, 10_000 - number) for number in (5, 6, 7))
     command = [sys.executable, "-c", "import sys; sys.stdin.read()", f"--session-name={running.name}"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
-        remove_old_sessions(tmp_path, NOW_S)
+        _remove_old_sessions(tmp_path, NOW_S)
         assert process.stdin is not None
         process.stdin.close()
     assert (running.exists(), ended.exists()) == (True, False)
@@ -289,6 +289,6 @@ def test_folders_of_other_users_and_no_folder_at_all_are_left_alone(
 ) -> None:
     both = [session_folder(tmp_path, number, 10_000) for number in (8, 9)]
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    remove_old_sessions(tmp_path, NOW_S)
-    remove_old_sessions(tmp_path / "none", NOW_S)
+    _remove_old_sessions(tmp_path, NOW_S)
+    _remove_old_sessions(tmp_path / "none", NOW_S)
     assert all(path.exists() for path in both)
