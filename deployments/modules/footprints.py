@@ -26,6 +26,7 @@ from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens
 from weights.manifest import Component, Manifest
 from weights.memory.device_arena import DeviceArena
+from weights.residency.recent import Recent
 
 if TYPE_CHECKING:
     from deployments.engines.diffusion.footprints import PipelineTwin
@@ -51,7 +52,7 @@ class _Known:
     seen: set[tuple[int | str, ...]] = field(default_factory=set)  # height, width, tokens, and names of adapters
     least: dict[frozenset[str], int] = field(default_factory=dict)  # of the pipeline's own size, with these adapters
     call_twin: CallTwin | None = None  # of a stock pipeline
-    calls: OrderedDict[str, Mapping[str, int]] = field(default_factory=OrderedDict)  # of such a one, by `shape_of`
+    calls: Recent[str, Mapping[str, int]] = field(default_factory=lambda: Recent(MAX_SIZES))  # of it, by `shape_of`
 
 
 class FootprintBook:
@@ -194,11 +195,9 @@ class FootprintBook:
             with self._attempt(manifest, ()):
                 twin = self._call_twin(manifest, folder)
                 told = set(twin.unplanned)
-                known.calls[shape] = twin.plan_call(stretched(request))
+                known.calls.note(shape, twin.plan_call(stretched(request)))
                 for name in twin.unplanned.keys() - told:
                     logger.info("the memory of %r (%s) is not planned: %s", manifest.model, name, twin.unplanned[name])
-            while len(known.calls) > MAX_SIZES:
-                known.calls.popitem(last=False)
         names = {name for name, component in manifest.components.items() if wanted(component)}
         return {call: most for call, most in known.calls.get(shape, {}).items() if call.partition(".")[0] in names}
 
