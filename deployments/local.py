@@ -38,9 +38,9 @@ from deployments.services.step_loop import DeviceThread
 from deployments.text.encoders import TextEncoderBuilder
 from deployments.text.fallback import FallbackEncoder
 from weights.errors import WeightsError
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import Checkpoint, read_checkpoint
 from weights.formats.learned_words import WORDS_CLASS, words_in
+from weights.formats.pipeline_parts import AdapterBase
 from weights.intake import import_model
 from weights.manifest import ExtentRef, Manifest
 from weights.memory.devices import open_device

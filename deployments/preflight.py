@@ -38,8 +38,8 @@ from weights.dtypes import cast_target, tensor_nbytes
 from weights.errors import AdapterError, BudgetExceeded, WeightsError
 from weights.externalize import mark_settings, stored_dtypes
 from weights.feature_sizes import feature_sizes
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import Checkpoint, read_checkpoint
+from weights.formats.pipeline_parts import AdapterBase
 from weights.intake import PROGRAM_SUFFIXES
 from weights.manifest import ModelKind
 from weights.memory.layer_plan import AUTO, decoder_sizes, layer_of, plan_layers

@@ -17,7 +17,7 @@ from typing import Any, Final
 from weights.errors import FormatError
 from weights.formats.checkpoint import SKELETON_SUFFIXES
 from weights.formats.folder import Roots, check_inside, files_below
-from weights.formats.gguf_model import gguf_set
+from weights.formats.gguf import gguf_set
 
 HEAD_BYTES: Final = 256 * 2**10  # the header of a weight file, or all of a config
 NUM_SAMPLES: Final = 8

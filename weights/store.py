@@ -47,12 +47,11 @@ from weights.formats.checkpoint import skeleton_files
 from weights.formats.encoder_files import has_parts, parts_hash
 from weights.formats.tensors import FileTensor
 from weights.manifest import MAX_MANIFEST_BYTES, Component, ExtentRef, Manifest, TensorRef, read_manifest
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import read_extent
 from weights.storage.durable import copy_tree, make_folder, move, remove_path, sync, sync_tree
-from weights.storage.index import IndexDamaged, StoreIndex, remove_index
-from weights.storage.meta import STORE_VERSION, StoreMeta, meta_of
+from weights.storage.index import STORE_VERSION, IndexDamaged, StoreIndex, StoreMeta, meta_of, remove_index
 from weights.storage.staging import STAGED, claimed_folder
 
 __all__ = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Final
 
-from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.outcomes import EndedRequests
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import (
     AdmissionSnapshot,

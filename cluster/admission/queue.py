@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from cluster.admission.ended_requests import EndedLog
+from cluster.admission.outcomes import EndedLog, TenantCounts
 from cluster.admission.pool import Forecast, Pool
 from cluster.admission.records import (
     AdmissionSnapshot,
@@ -37,7 +37,6 @@ from cluster.admission.records import (
 )
 from cluster.admission.replica_slots import NO_PART, Assignment, Ended, Options, held_until_s
 from cluster.admission.service_times import ArrivalRate, BatchLatency, ModelCounts, ModelTimes, ServiceTimes
-from cluster.admission.tenant_counts import TenantCounts
 from cluster.admission.tenant_turns import OpenModels
 from configs.admission import AdmissionConfig
 

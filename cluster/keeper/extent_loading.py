@@ -21,8 +21,7 @@ from cluster.peers.protocol import Located, Question
 from cluster.peers.sources import FetchOutcome, FromPeers
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
-from weights.memory.host_pool import HostBufferPool
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray, HostBufferPool
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Place
 from weights.reading.planning import ReadPlan, ReadPlanner

@@ -22,7 +22,7 @@ from cluster.keeper.records import Claim, HeldExtent, Recall, RecallAnswer, Resi
 from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded, listed
 from weights.manifest import DeltaRef, ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.residency.admission import MAX_NAMED, Admission, Ticket, describe_holders
 from weights.residency.entry_table import Entry, EntryTable
 from weights.residency.room_plan import plan_prefetch, plan_room, shrink

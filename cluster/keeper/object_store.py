@@ -26,7 +26,7 @@ import ray
 
 from cluster.ray_seam.unfilled_objects import is_unfilled_possible, put_unfilled
 from weights.errors import BudgetExceeded
-from weights.memory.pages import PAGE_BYTES, ByteArray, allocate_pages
+from weights.memory.host_pool import PAGE_BYTES, ByteArray, allocate_pages
 
 # Ray spills from 80 % of its store on; what is not weights, and holes between objects, want room as well.
 MAX_SHARE: Final = 0.75

@@ -17,7 +17,7 @@ from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, Reca
 from cluster.processes import ProcessMark
 from cluster.ray_calls import get
 from weights.manifest import ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport
 from weights.residency.recent import Recent
 

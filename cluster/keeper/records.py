@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from weights.manifest import ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.reading.report import LoadReport, Stage, StageFigures
 from weights.residency.entry_table import Entry
 

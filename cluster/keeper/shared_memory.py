@@ -30,7 +30,7 @@ from cluster.keeper.records import HeldExtent, HeldOffer, copy_name
 from cluster.ray_calls import get
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 
 _Result = TypeVar("_Result")
 AUDIT_BYTES_PER_S: Final = 64 * 2**20

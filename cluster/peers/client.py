@@ -18,7 +18,7 @@ from cluster.peers.protocol import MAX_RANGE_BYTES, MAX_TRANSFERS, PeerAddress, 
 from cluster.peers.sources import FetchOutcome, PeerShare
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.reading.extents import Place
 
 __all__ = ["GRACE_S", "MIN_GBPS", "ExtentRange", "ExtentRanges", "FetchFailed", "PeerClient"]

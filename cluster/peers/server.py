@@ -33,7 +33,7 @@ from cluster.peers.protocol import (
     prove,
     receive_frame,
 )
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 
 __all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "ServerLimits", "StoredBytes", "TransferSlots"]
 

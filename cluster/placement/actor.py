@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from cluster.actor_names import controller_name
-from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import OverrideRefused
 from cluster.logs import configure_logs

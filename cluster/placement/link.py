@@ -22,7 +22,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 from ray.exceptions import RayActorError
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import AdmissionSnapshot, Placement
 from cluster.errors import ClusterError
 from cluster.placement.actor import Controller

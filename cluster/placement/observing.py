@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Final
 
+from cluster.admission.outcomes import joined_loads
 from cluster.admission.records import AdmissionSnapshot, ModelLoad, ReplicaLoad
-from cluster.admission.tenant_counts import joined_loads
 from cluster.load_failures import LONGEST_RETRY_S, NODE_LETTERS, joined_errors, retry_after_s
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import ON_DEMAND_REQUESTS

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from cluster.admission.ended_requests import EndedRequests
+from cluster.admission.outcomes import EndedRequests
 from cluster.admission.records import Placement, PoolClaims, PoolPart
 from cluster.processes import ProcessMark
 from configs.admission import AdmissionConfig

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Final
 
-from cluster.admission.ended_requests import EndedLog
+from cluster.admission.outcomes import EndedLog
 from cluster.placement.reports import SlotAnswer, SlotReport, SlotUpdate
 from cluster.placement.slot_book import TICK_S, SlotBook
 from cluster.processes import ProcessMark, is_alive

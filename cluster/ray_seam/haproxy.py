@@ -1,6 +1,10 @@
 """HAProxy on one node: Serve's manager of it, made to listen only where it should and to restart HAProxy at once.
 
 Imported by actors of Serve alone, which `door_plan.DoorPlan.environment` leads here: it needs Serve's private modules.
+
+Serve's controller asks Ray for the list of nodes, in three calls, at each of ten steps a second: in an idle cluster
+three quarters of what Ray's own server does, and a third of what the controller does. Here it asks once a second, which
+is early enough to hear of a node: its own start takes longer.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import re
 import resource
 import shlex
 import sys
+import time
+from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +31,6 @@ from cluster.door.door_plan import HTTP_ADDRESS, MAX_PER_ADDRESS, MAX_REQUESTS, 
 from cluster.door.haproxy_rules import METRICS, STATISTICS, rewrite_config, share_of_connections
 from cluster.errors import RayIncompatible
 from cluster.ray_seam import shims
-from cluster.ray_seam.serve_nodes import look_up_nodes_seldom
 
 _RESTART_PAUSE_S: Final = 0.5
 _STOP_PAUSE_S: Final = 0.02  # within which `stop` has forgotten the process that it has ended
@@ -167,3 +172,33 @@ def _check_admin_socket(config_file: Path) -> None:
     mode = Path(found[1]).stat().st_mode
     if mode & 0o077:
         raise RayIncompatible(f"HAProxy's admin socket {found[1]} is open to other users (mode {mode & 0o777:o})")
+
+
+PERIOD_S: Final = 1.0
+
+
+def look_up_nodes_seldom(clock: Callable[[], float] = time.monotonic) -> None:
+    """Let the controller, in whose process this is called, ask Ray for the nodes once in `PERIOD_S`.
+
+    A Ray that has another name for it goes on as by itself.
+    """
+    if found := shims.problems(shims.NODE_LOOKS):
+        _logger.warning(f"Serve asks Ray for all nodes at each of its steps: {found[0]}")
+        return
+    from ray.serve._private.cluster_node_info_cache import ClusterNodeInfoCache
+
+    ClusterNodeInfoCache.update = seldom(ClusterNodeInfoCache.update, clock)
+
+
+def seldom(update: Callable[[Any], None], clock: Callable[[], float]) -> Callable[[Any], None]:
+    """Return what calls `update` unless it succeeded less than `PERIOD_S` ago; of one cache in a process."""
+    due_s = -float("inf")
+
+    def update_when_due(cache: Any) -> None:
+        nonlocal due_s
+        now_s = clock()
+        if now_s >= due_s:
+            update(cache)
+            due_s = now_s + PERIOD_S
+
+    return update_when_due

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 
 from cluster.ray_seam import shims
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 
 _HEAD_BYTES: Final = 64  # of the array: what Ray writes of it
 _TRIED_BYTES: Final = 2**20

@@ -26,14 +26,13 @@ import psutil
 import ray
 
 from cluster.actor_names import NAMESPACE, cluster_key, keeper_nodes, registry_name
-from cluster.ending import end_control_plane, named_everywhere
 from cluster.errors import RegistrationRefused
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.logs import configure_logs
 from cluster.node_checks import NodeWatch, problems_by_node, wanted_of, why_no_haproxy
 from cluster.peers.protocol import Located, Question
 from cluster.placement.overrides import Overrides
-from cluster.ray_calls import call_actor, get
+from cluster.ray_calls import call_actor, end_control_plane, get, named_everywhere
 from cluster.ray_seam.serve_control import draining_nodes, serving_nodes
 from cluster.registry.directory import DirectoryChange, Entry
 from cluster.registry.extent_locations import ResidencyMap, cluster_residency

@@ -38,9 +38,9 @@ from configs.model import AdapterConfig, ModelConfig, StrictModel
 from weights.base_pipeline import BasePipeline, open_base
 from weights.errors import FormatError, WeightsError
 from weights.externalize import cast_types, mark_settings, stored_dtypes, unpacked_types
-from weights.formats.adapter_base import AdapterBase, denoiser_dtype
 from weights.formats.checkpoint import Checkpoint, is_controlnet, read_checkpoint, recognise
 from weights.formats.folder import check_inside
+from weights.formats.pipeline_parts import AdapterBase, denoiser_dtype
 from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
 from weights.source_mark import source_mark
 from weights.sources.mirrors import SOURCES_FOLDER

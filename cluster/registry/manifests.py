@@ -18,8 +18,7 @@ from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
-from weights.formats.adapter_base import AdapterBase
-from weights.formats.pipeline_parts import pipeline_variant
+from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
 from weights.private_folder import remember

@@ -25,7 +25,7 @@ from cluster.actor_names import NAMESPACE, keeper_name, registry_of
 from cluster.errors import KeeperFailed
 from cluster.keeper.actor import KeeperSettings, NodeKeeper, keeper_class
 from cluster.keeper.records import ResidentExtent
-from cluster.node_code import running_code
+from cluster.node_checks import running_code
 from cluster.peers.protocol import PeerAddress, ResidencyReport
 from cluster.registry.extent_locations import ResidencyMap
 from weights.manifest import ExtentRef

@@ -40,7 +40,7 @@ from weights.errors import WeightsError
 from weights.externalize import externalize
 from weights.loading.views import attach
 from weights.manifest import ExtentRef, Manifest
-from weights.memory.pages import ByteArray, allocate_pages
+from weights.memory.host_pool import ByteArray, allocate_pages
 from weights.reading.report import LoadReport
 from weights.store import WeightStore
 

@@ -9,8 +9,8 @@ import functools
 import logging
 
 from cluster.actor_names import clusters_of, names_of_cluster
-from cluster.ending import end_actors, named_actors
 from cluster.errors import SessionError
+from cluster.ray_calls import end_actors, named_actors
 from cluster.ray_seam.serve_control import running_serve
 from configs.cluster import ClusterConfig
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 import ray
 
 from cluster.actor_names import names_of_cluster, registry_name
-from cluster.ending import named_actors
 from cluster.errors import SessionError
-from cluster.ray_calls import call_actor, get
+from cluster.ray_calls import call_actor, get, named_actors
 from cluster.ray_seam.serve_control import DeployedApp, ServeReplicas, deployed_app
 from cluster.registry.actor import WeightRegistry, find_registry
 from configs.changes import Concern, changes, with_live_values

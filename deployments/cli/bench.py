@@ -126,8 +126,7 @@ def bench_llm(
     """
     check_plot(plot)
     _check_language_model(model)
-    from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_serving
-    from deployments.bench.llm_opening import measure_opening
+    from deployments.bench.llm import BenchSettings, formatted, measure_llm, measure_opening, measure_serving
     from deployments.bench.llm_serving import Serving, formatted_figures
 
     if output not in ("md", "csv", "json", "jsonl"):

@@ -16,12 +16,11 @@ from deployments.engines.diffusion.families.base import Family
 from deployments.engines.protocol import EngineError
 from weights.errors import AdapterError
 from weights.externalize import stored_dtypes
-from weights.formats.adapter_base import AdapterBase, float_dtype
 from weights.formats.checkpoint import Checkpoint, check_lora_base, check_same_layers
 from weights.formats.ip_adapter import check_ip_base
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS, changes_text_encoders, is_convertible
-from weights.formats.pipeline_parts import pipeline_variant
+from weights.formats.pipeline_parts import AdapterBase, float_dtype, pipeline_variant
 
 _PIXELS_PER_LATENT = 8  # of a VAE whose config does not say
 
@@ -53,7 +52,7 @@ def _check_lora(adapter: Checkpoint, base: AdapterBase) -> None:
     tensors = adapter.components[0].tensors
     if adapter.class_name != WORDS_CLASS and (is_convertible(tensors) or changes_text_encoders(tensors)):
         # By name: the registry goes without torch until such a file comes.
-        importlib.import_module("deployments.engines.diffusion.lora_fit").check_lora(adapter, base, family)
+        importlib.import_module("deployments.engines.diffusion.fitted_loras").check_lora(adapter, base, family)
 
 
 def _check_controlnet(adapter: Checkpoint, base: AdapterBase, dtype: str) -> None:

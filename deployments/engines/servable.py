@@ -26,13 +26,12 @@ from deployments.engines.text.known import ENCODER_CLASSES, POOLINGS, check_head
 from deployments.engines.tokenizer_files import check_tokenizer
 from weights.errors import AdapterError, FormatError
 from weights.formats import dense_head
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import Checkpoint, SourceComponent
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
-from weights.formats.gguf_model import DENOISERS
+from weights.formats.gguf import DENOISERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
-from weights.formats.pipeline_parts import why_incomplete
+from weights.formats.pipeline_parts import AdapterBase, why_incomplete
 from weights.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")

@@ -20,10 +20,9 @@ from configs.cluster import ModelReplicaConfig
 from deployments.engines.protocol import StockRequest
 from deployments.errors import ModelUnavailable
 from deployments.modules.device_tier import DeviceTier, KeptExtents, LeasedExtents, open_tier
-from deployments.modules.filling import Report, SlotFiller, switch_report
+from deployments.modules.filling import FetchManifest, ManifestVersions, Report, SlotFiller, switch_report
 from deployments.modules.footprints import FootprintBook
 from deployments.modules.loading import Builder, ComponentBuilder
-from deployments.modules.manifest_versions import FetchManifest, ManifestVersions
 from deployments.modules.parts import (
     ROOM_PART,
     LayerCaches,

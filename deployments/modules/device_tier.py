@@ -23,8 +23,7 @@ from weights.manifest import Component, ExtentRef, TensorRef
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
 from weights.memory.device_arena import DeviceArena, StillInUse
-from weights.memory.device_records import Acquired, ArenaStats
-from weights.memory.device_space import DeviceFull
+from weights.memory.device_space import Acquired, ArenaStats, DeviceFull
 from weights.provider import ExtentProvider
 
 MAX_LINGER_S: Final = 2.0

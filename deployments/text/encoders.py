@@ -28,8 +28,7 @@ from deployments.engines.programs.bound import BoundPrograms, ServedProgram
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
 from deployments.engines.skeletons import SkeletonPool
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import OPTIONAL_PARTS, load_text_encoder, load_tokenizer
+from deployments.engines.text.encoder import OPTIONAL_PARTS, TextEncoder, load_text_encoder, load_tokenizer
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 from deployments.engines.text.tokens import LearnedWords
 from deployments.modules.footprints import FootprintBook

@@ -42,8 +42,7 @@ from infra.bench.delta_families import (
 )
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
-from weights.memory.host_pool import HostBufferPool
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray, HostBufferPool
 from weights.reading.blocks import PackReader
 from weights.reading.extents import ExtentReader
 from weights.reading.planning import ReadPlanner

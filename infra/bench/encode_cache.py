@@ -19,8 +19,7 @@ from safetensors.torch import load_file
 
 from deployments.bench.figures import summary
 from deployments.cli.running import cluster_up
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.records import EmbeddingRequest
 from deployments.text.cache import ENTRY_BYTES, TENSOR_BYTES, CacheStats, Encoding, EncodingCache, EncodingKey
 from deployments.text.encode import CachedEncoders, TextJob, encode_batch_or_raise

@@ -25,8 +25,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from deployments.engines.servable import why_unservable
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.tokens import TextPair
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint

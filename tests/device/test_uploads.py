@@ -13,8 +13,7 @@ from kit.seeding import seeded_rng
 
 from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena
-from weights.memory.device_records import DeviceKey
-from weights.memory.device_space import _DeviceCopy
+from weights.memory.device_space import DeviceKey, _DeviceCopy
 from weights.memory.transfer import Pair
 
 MIB = 2**20

@@ -20,7 +20,7 @@ from integration.harness import DEMO_MODELS, ROOT, replica_processes
 from kit.waiting import wait_until
 
 from cluster.actor_names import NAMESPACE, controller_name, keeper_nodes, registry_name
-from cluster.ending import named_actors
+from cluster.ray_calls import named_actors
 from cluster.ray_seam.serve_control import deployed_app
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config

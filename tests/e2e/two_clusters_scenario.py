@@ -20,8 +20,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from cluster.actor_names import names_of_cluster
-from cluster.ending import named_actors
 from cluster.errors import SessionError
+from cluster.ray_calls import named_actors
 from cluster.ray_seam.serve_control import running_serve
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig

@@ -18,7 +18,7 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from cluster.actor_names import cluster_key
-from cluster.ending import named_actors
+from cluster.ray_calls import named_actors
 from cluster.registry.actor import connect_registry
 from cluster.session import ray_session
 from configs.cluster import ClusterConfig

@@ -19,7 +19,7 @@ from kit.waiting import wait_until
 from nodes.namespaces import Network, Node, missing
 
 from cluster.ray_seam.handles import CONNECT_S
-from cluster.ray_seam.silent_peers import SILENT_S
+from cluster.ray_seam.placed_router import SILENT_S
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(bool(missing()), reason=missing())]
 
@@ -46,7 +46,7 @@ asyncio.run(serve())
 ASKING = """
 import asyncio, sys, grpc
 from cluster.ray_seam.handles import bound_connecting
-from cluster.ray_seam.silent_peers import end_with_peers
+from cluster.ray_seam.placed_router import end_with_peers
 from deployments.services.replica_calls import _NOT_REACHED
 async def say_end(call):
     code = await call.code()

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.encoder_files import read_stages
 from weights.formats.folder import (
     LORA_FILE,
@@ -29,7 +28,7 @@ from weights.formats.folder import (
     safetensors_files,
     torch_files,
 )
-from weights.formats.gguf_model import folder_files, gguf_set, read_gguf_model
+from weights.formats.gguf import folder_files, gguf_set, read_gguf_model
 from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
@@ -47,6 +46,7 @@ from weights.formats.lora import (
     read_lora_configs,
     read_peft_config,
 )
+from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.published_quantization import read_quantized
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import SourceTensor, split_rows

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from weights.errors import AdapterError
-from weights.formats.adapter_base import AdapterBase
+from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.untrusted import shown
 
 IP_CLASS: Final = "IPAdapter"

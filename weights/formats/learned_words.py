@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from weights.errors import AdapterError
-from weights.formats.adapter_base import AdapterBase
+from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.untrusted import shown
 
 WORDS_CLASS: Final = "TextualInversion"

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from weights.errors import AdapterError, FormatError
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.folder import read_json
 from weights.formats.learned_words import is_words
+from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.untrusted import load_json, shown
 
 METADATA_KEY: Final = "lora_adapter_metadata"

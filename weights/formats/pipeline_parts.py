@@ -1,5 +1,7 @@
 """The configs of a pipeline: the parts that it must have to be served, the first of them that a checkpoint lacks,
 and what tells pipelines of one class apart: FLUX.1-schnell is a FluxPipeline as FLUX.1-dev.
+
+Adapters are compared with these, by headers and configs, when they are registered.
 """
 
 from __future__ import annotations
@@ -10,12 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from weights.dtypes import cast_target, config_name
 from weights.errors import FormatError
 from weights.formats.encoder_files import tokenizer_folder
 from weights.formats.folder import read_json
+from weights.manifest import ModelKind
 
 if TYPE_CHECKING:
     from weights.formats.checkpoint import Checkpoint
+
 
 _SWITCHES: Final = (  # file of the pipeline's folder, key
     ("transformer/config.json", "guidance_embeds"),
@@ -117,3 +122,38 @@ def pipeline_variant(skeleton: Path) -> Mapping[str, bool | int]:
         elif isinstance(halvings, list) and len(halvings) < _MAX_BLOCKS:  # of a VAE of videos
             found["pixels_per_latent"] = 2 ** len(halvings)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBase:
+    """A model that an adapter is for: components by name, of its manifest or of its checkpoint, with their tensors.
+
+    `folder` has its configs. `fingerprint` is its version in the store, "" for one that is not there. `dtype` is what
+    `denoiser_dtype` tells.
+    """
+
+    model: str
+    kind: ModelKind
+    class_name: str | None
+    folder: Path
+    components: Mapping[str, Any]
+    fingerprint: str = ""
+    dtype: str = ""
+
+
+def denoiser_dtype(class_name: str | None, components: Mapping[str, Any], dtypes: Mapping[str, str]) -> str:
+    """Return `float_dtype` of a pipeline's denoiser, "" for what has none. `dtypes` are those wanted, by component."""
+    parts = PIPELINES.get(class_name or "")
+    if parts is None or parts.denoiser not in components:
+        return ""
+    return float_dtype(components[parts.denoiser], dtypes.get(parts.denoiser, "auto"))
+
+
+def float_dtype(part: Any, wanted: str = "auto") -> str:
+    """Return the config's name of the one floating type that a component's plain tensors have in the store.
+
+    "" where they have several or none. `wanted` is a dtype as `weights.dtypes.cast_target` takes it.
+    """
+    types = {cast_target(tensor.dtype, wanted) for tensor in part.tensors.values()}
+    names = {config_name(one) for one in types} - {""}
+    return names.pop() if len(names) == 1 else ""

@@ -33,7 +33,7 @@ from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, weighted_parts
 from weights.formats.folder import read_json
 from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
-from weights.formats.gguf_model import DENOISERS, gguf_set, read_gguf_model
+from weights.formats.gguf import DENOISERS, gguf_set, read_gguf_model
 from weights.formats.published_quantization import ComputedTensor
 from weights.formats.safetensors import read_header
 from weights.formats.tensors import FileTensor, SourceTensor

@@ -25,7 +25,7 @@ from weights.errors import ExtentCorrupt, FormatError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import FileTensor
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.torch_dtypes import TORCH_DTYPES
 
 Tensors = dict[str, torch.Tensor]

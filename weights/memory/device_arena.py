@@ -25,8 +25,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from weights.errors import BudgetExceeded, WeightsError
 from weights.memory.block_plan import BlockPlan
 from weights.memory.block_stream import BlockStream
-from weights.memory.device_records import Acquired, ArenaReport, ArenaStats, DeviceKey, HostViews
-from weights.memory.device_space import DeviceSpace, bytes_of, kernel_workspace_bytes, tensor_of
+from weights.memory.device_space import (
+    Acquired,
+    ArenaReport,
+    ArenaStats,
+    DeviceKey,
+    DeviceSpace,
+    HostViews,
+    bytes_of,
+    kernel_workspace_bytes,
+    tensor_of,
+)
 from weights.memory.transfer import Transfer
 from weights.residency.admission import describe_holders, refusal_text
 from weights.residency.entry_table import Entry, EntryTable

@@ -1,16 +1,41 @@
-"""A pool of staging memory: buffers in size classes, each with its free list, under one bound."""
+"""A pool of staging memory: buffers in size classes, each with its free list, under one bound.
+
+Its memory is anonymous and begins at a page, as direct I/O and page-locking want.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import threading
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from weights.errors import BudgetExceeded, StoreError
-from weights.memory.pages import PAGE_BYTES, ByteArray, allocate_pages
+
+PAGE_BYTES: Final = 4096
+
+ByteArray = npt.NDArray[np.uint8]
+
+
+def allocate_pages(nbytes: int) -> ByteArray:
+    """Return zeroed, page-aligned, writable memory; it is freed with the last reference to it or to a view of it.
+
+    Raises BudgetExceeded when the system has none.
+    """
+    try:
+        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise BudgetExceeded(f"the system has no memory for {nbytes} bytes: {error}") from error
+    with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(mapping, np.uint8, nbytes)
+
 
 _CLASSES_PER_OCTAVE: Final = 8  # a buffer is at most an eighth larger than asked for
 

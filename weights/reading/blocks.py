@@ -21,7 +21,7 @@ from typing import Final, Self
 
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
-from weights.memory.pages import PAGE_BYTES, ByteArray
+from weights.memory.host_pool import PAGE_BYTES, ByteArray
 from weights.reading.strategy import BLOCK_ALIGNMENT
 
 _CACHESTAT: Final = 451  # cachestat(2), the same number on every architecture, since Linux 6.5

@@ -27,7 +27,7 @@ from weights.manifest import EXTENT_ALIGNMENT, TENSOR_ALIGNMENT, ExtentRef, exte
 from weights.reading.extents import read_extent
 from weights.storage.durable import sync
 from weights.storage.hashing import HASH_THREADS, HashedTensor, changed
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 
 # A reader stages whole extents: this many bytes per buffer. And it is what models share: of an extent of which one
 # tensor differs, nothing is shared in memory.

@@ -13,8 +13,7 @@ from weights.formats.tensors import FileTensor
 from weights.manifest import Component, ExtentRef, Layout, Manifest, ModelKind, TensorRef
 from weights.storage.durable import disk_errors, sync_tree
 from weights.storage.hashing import HashedTensor
-from weights.storage.index import StoreIndex
-from weights.storage.meta import StoredExtent, StoreMeta
+from weights.storage.index import StoredExtent, StoreIndex, StoreMeta
 from weights.storage.packs import FileExtent, SharedExtents, copy_file, file_extents, write_combined, write_separate
 from weights.storage.stock import WRITABLE_FORMATS, tensor_offsets, writable, write_files
 from weights.store import WeightStore, manifest_text

@@ -12,7 +12,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from deployments.engines.diffusion.controls import Control
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family, Rows
 from deployments.engines.diffusion.image_codec import ImageCodec
@@ -20,7 +19,7 @@ from deployments.engines.diffusion.image_prompts import ImagePrompt, PromptedSpa
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
 from deployments.engines.diffusion.pipeline import AdapterShapes, DenoisePipeline
 from deployments.engines.diffusion.rows import BatchBounds, Condition, decode_kind, workspace_kind
-from deployments.engines.diffusion.state import DenoiseState, check_request
+from deployments.engines.diffusion.state import Control, DenoiseState, check_request
 from deployments.engines.graph.footprint import Footprint, fit_footprint
 from deployments.engines.graph.recording import Recorder, Recording, fake_copy, fake_weights, record
 from deployments.engines.nn.batch_invariant import make_batch_invariant

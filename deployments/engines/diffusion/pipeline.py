@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from deployments.engines.config_files import read_config
-from deployments.engines.diffusion.controls import make_controls
 from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.base import Branch, Family, ImageSize, Rows
 from deployments.engines.diffusion.first_latents import LatentsMaker
@@ -52,6 +51,7 @@ from deployments.engines.diffusion.state import (
     DenoiseState,
     check_request,
     encoded_references,
+    make_controls,
     numeric_failure,
     take_branches,
 )

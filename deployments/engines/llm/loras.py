@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from deployments.engines.llm.models.feed_forward import renamed_experts
+from deployments.engines.llm.models.llama import renamed_experts
 from deployments.engines.llm.models.registry import AnyModel, LoadedModel, decoder_name
 from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.nn.lora import Pairs, check_targets

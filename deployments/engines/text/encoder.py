@@ -1,6 +1,8 @@
 """One text encoder: strings -> token ids -> embeddings, or a classifier's logits, many texts in few forwards.
 
 The two halves are apart because token ids are what an embedding cache is keyed on.
+
+It is made of a folder in a stock layout and its tensors.
 """
 
 from __future__ import annotations
@@ -8,17 +10,22 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import AutoTokenizer
 
 from configs.model import TextPadding
-from deployments.engines.embedding_rules import Prompts, check_dimensions
+from deployments.engines.build import IMPORT_LOCK, build_module
+from deployments.engines.config_files import read_config
+from deployments.engines.embedding_rules import Prompts, check_dimensions, read_prompts
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
+from deployments.engines.native.library import load_kernels
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import (
     LAST,
@@ -31,6 +38,7 @@ from deployments.engines.protocol import (
 )
 from deployments.engines.text.forward_plan import DEFAULT_LIMITS, EncodeCounter, ForwardLimits, plan_forwards
 from deployments.engines.text.forwards import (
+    FAMILIES,
     PER_TEXT,
     clip_layer_name,
     encoder_family_of,
@@ -40,9 +48,11 @@ from deployments.engines.text.forwards import (
     run_layers,
     text_kind,
 )
-from deployments.engines.text.known import ScoringRule
-from deployments.engines.text.sentence_layers import Pooling, scores_of
+from deployments.engines.text.known import ScoringRule, encoder_class, read_scoring_rule
+from deployments.engines.text.sentence_layers import Pooling, load_pooling, scores_of
 from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenizer, TokenizedText
+from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import SentenceStage
 
 _Outputs = Mapping[str, torch.Tensor]
@@ -445,3 +455,50 @@ def position_limit(module: nn.Module) -> int | None:
     table = getattr(getattr(base, "embeddings", None), "position_embeddings", None)
     padding_index = getattr(table, "padding_idx", None)  # RoBERTa counts from behind it
     return limit if padding_index is None else limit - padding_index - 1
+
+
+OPTIONAL_PARTS = ("pooler",)  # of a BERT: not every checkpoint has one, and no embedding needs it
+
+
+def load_text_encoder(
+    folder: Path,
+    library: str,
+    class_name: str | None,
+    tokenizer_folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    build: Callable[..., nn.Module] = build_module,
+    tokenizer: Any = None,
+) -> TextEncoder:
+    """Return the encoder of `folder` around `tensors` (not copied). `build` makes the module as `build_module`.
+
+    `tokenizer` is that of `tokenizer_folder`, if it was loaded before; it then belongs to this encoder alone.
+
+    Reads the sentence-transformers files if there are any: what pools a BERT, and what makes a T5 give embeddings
+    beside its token vectors. Raises EngineError naming the folder.
+    """
+    class_name = encoder_class(folder, class_name)
+    module = build(library, class_name, folder, tensors, optional_parts=OPTIONAL_PARTS)
+    load_kernels()  # compiled now, where need be, and not while the first text waits
+    tokenizer = tokenizer or load_tokenizer(tokenizer_folder)
+    family = FAMILIES.get(class_name)
+    if family and (family.is_clip or not (folder / "modules.json").exists()):
+        return TextEncoder(module, tokenizer)
+    sentence_config = folder / "sentence_bert_config.json"
+    max_tokens = read_config(sentence_config).get("max_seq_length") if sentence_config.exists() else None
+    if class_name.endswith(SUFFIX):
+        return TextEncoder(module, tokenizer, max_tokens=max_tokens, scoring=read_scoring_rule(folder))
+    return TextEncoder(
+        module, tokenizer, max_tokens=max_tokens, pooling=load_pooling(folder), prompts=read_prompts(folder)
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Load the Hugging Face tokenizer of `folder`. Raises EngineError."""
+    check_tokenizer_files(folder)
+    try:
+        with IMPORT_LOCK:
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # many kinds, by tokenizer class
+        check_tokenizer(folder)
+        raise EngineError(f"{folder}: no tokenizer can be loaded: {error}") from error

@@ -17,10 +17,9 @@ from deployments.engines.graph.footprint import ROUNDING_BYTES, Footprint, fit_f
 from deployments.engines.graph.recording import Recorder, Recording, fake_weights, record
 from deployments.engines.protocol import PENULTIMATE
 from deployments.engines.skeletons import blank_module
-from deployments.engines.text.encoder import position_limit
+from deployments.engines.text.encoder import OPTIONAL_PARTS, position_limit
 from deployments.engines.text.forwards import encoder_family_of, run_layers
 from deployments.engines.text.known import PROMPT_READERS
-from deployments.engines.text.loading import OPTIONAL_PARTS
 from weights.manifest import Component
 from weights.torch_seam import fake_mode
 

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 
 from cluster.actor_names import names_of_cluster
-from cluster.ending import end_actors
 from cluster.errors import SessionError
+from cluster.ray_calls import end_actors
 
 OF_ONE = partial(names_of_cluster, "one")
 
@@ -46,7 +46,7 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> NamedActors:
     monkeypatch.setattr("ray.util.list_named_actors", made.listed)
     monkeypatch.setattr("ray.get_actor", made.get)
     monkeypatch.setattr("ray.kill", made.kill)
-    monkeypatch.setattr("cluster.ending._POLL_S", 0.001)
+    monkeypatch.setattr("cluster.ray_calls._POLL_S", 0.001)
     return made
 
 

@@ -26,9 +26,10 @@ from cluster.node_checks import (
     look_at_node,
     node_problems,
     problems_by_node,
+    running_code,
     wanted_of,
+    why_other_code,
 )
-from cluster.node_code import running_code, why_other_code
 from configs.cluster import ClusterConfig
 from infra.ports import free_port
 
@@ -42,7 +43,7 @@ def config(**more: Any) -> ClusterConfig:
 
 def code_of(tree: Path) -> list[str]:
     """Return the code that a process runs whose rooms are those of another tree."""
-    program = "from cluster.node_code import running_code; print(*running_code(), sep='\\n')"
+    program = "from cluster.node_checks import running_code; print(*running_code(), sep='\\n')"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tree,

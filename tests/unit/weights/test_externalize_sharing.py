@@ -18,7 +18,7 @@ from weights.loader import load_from_store
 from weights.manifest import ExtentRef, Layout, Manifest
 from weights.reading.extents import read_extent
 from weights.repair import verify
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.storage.packs import SharedExtents
 from weights.store import WeightStore
 

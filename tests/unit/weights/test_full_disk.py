@@ -22,7 +22,7 @@ from weights.layouts import convert
 from weights.maintenance import gc, remove_model
 from weights.repair import repair, verify
 from weights.storage.durable import allocated_bytes, remove_path
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.store import WeightStore
 
 WRITERS: dict[str, Callable[[WeightStore, Path], Any]] = {

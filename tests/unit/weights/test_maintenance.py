@@ -19,7 +19,7 @@ from weights.maintenance import gc, remove_model
 from weights.manifest import Layout
 from weights.repair import verify
 from weights.storage.durable import allocated_bytes
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")

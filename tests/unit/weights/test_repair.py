@@ -18,7 +18,7 @@ from weights.loader import load_from_store
 from weights.maintenance import gc, remove_model
 from weights.manifest import Layout, Manifest
 from weights.repair import repair, verify
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")

@@ -17,7 +17,7 @@ from weights.loader import load_from_store
 from weights.maintenance import gc
 from weights.manifest import Layout
 from weights.repair import verify
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.store import WeightStore, manifest_text
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 
 CODEC: Final = "xor-planes-zstd-1"
 CHUNK_BYTES: Final = 512 * 1024  # of the extent: its planes stay in a core's cache between the steps

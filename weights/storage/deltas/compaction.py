@@ -26,7 +26,7 @@ from weights.errors import DiskFull, StoreError, WeightsError
 from weights.formats.tensors import FileTensor
 from weights.layouts import publish_again
 from weights.manifest import EXTENT_ALIGNMENT, MAX_BASES, Component, DeltaRef, ExtentRef, Manifest, TensorRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.reading.extents import read_extent
 from weights.storage.deltas.codec import (
     CODEC,

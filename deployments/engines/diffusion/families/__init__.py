@@ -10,8 +10,7 @@ from typing import Final
 
 from deployments.engines.diffusion.families.base import Family
 from deployments.engines.diffusion.families.flux import Flux
-from deployments.engines.diffusion.families.flux2 import Flux2
-from deployments.engines.diffusion.families.flux2_klein import Flux2Klein
+from deployments.engines.diffusion.families.flux2 import Flux2, Flux2Klein
 from deployments.engines.diffusion.families.qwen_image import QwenImage, QwenImageEdit, QwenImageEditPlus
 from deployments.engines.diffusion.families.sdxl import StableDiffusionXL
 from deployments.engines.diffusion.families.stable_diffusion import StableDiffusion

@@ -1,20 +1,25 @@
 """The parts that families of flow matching share: noise is mixed with the image, unscaled, and the VAE has a shift.
 
 Most look at patches of PATCH x PATCH latents, and shift their schedule by the number of these.
+
+Behind them is what those share whose prompts a language model reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import numpy as np
 
+from configs.model import LongText
 from deployments.engines.diffusion.families.base import Family, ImageSize, Rows
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
+from deployments.engines.protocol import DiffusionRequest, EngineError, PromptForm
 
-if TYPE_CHECKING:  # the ingress has no torch
+if TYPE_CHECKING:
     import torch
+
 
 PATCH: Final = 2
 
@@ -100,3 +105,29 @@ def dynamic_shift(num_patches: int, solver_config: Mapping[str, Any], max_shift:
     base_shift, max_shift = solver_config.get("base_shift", 0.5), solver_config.get("max_shift", max_shift)
     slope = (max_shift - base_shift) / (max_patches - base_patches)
     return float(num_patches * slope + (base_shift - slope * base_patches))
+
+
+ENCODER: Final = "text_encoder"
+
+
+class PromptReader(Family):
+    """A family with one text encoder, a language model that reads a prompt in one piece, in the form of `reading`."""
+
+    reading: ClassVar[PromptForm]
+    max_tokens: ClassVar[int] = 512
+    default_tokens: ClassVar[int] = 512
+    refused_text_rules: ClassVar[Mapping[str, str]] = {
+        "chunk": "long_text 'chunk' is for CLIP, and a language model reads this pipeline's prompts, in one piece; use "
+        "truncate or error"
+    }
+
+    def text_encoders(
+        self, max_sequence_length: int | None, long_text: LongText, lacking: Set[str] = frozenset()
+    ) -> Sequence[EncoderUse]:
+        num_tokens = self.default_tokens if max_sequence_length is None else max_sequence_length
+        if not 1 <= num_tokens <= self.max_tokens:
+            raise EngineError(f"max_sequence_length {num_tokens}: expected 1 to {self.max_tokens}")
+        return (EncoderUse(ENCODER, num_tokens + self.reading.num_dropped, long_text, form=self.reading),)
+
+    def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
+        return {"prompt_embeds": output_of(role, encodings, ENCODER, "hidden").unsqueeze(0)}

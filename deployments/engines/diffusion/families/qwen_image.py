@@ -20,8 +20,7 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
 )
-from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, num_patches
-from deployments.engines.diffusion.families.prompt_reader import PromptReader
+from deployments.engines.diffusion.families.flow_matching import PATCH, PackedFlow, PromptReader, num_patches
 from deployments.engines.diffusion.input_images import resize_pixels
 from deployments.engines.protocol import DiffusionRequest, EngineError, PromptForm
 

@@ -17,8 +17,8 @@ from deployments.engines.diffusion.families.base import (
     Rows,
     Task,
 )
+from deployments.engines.diffusion.families.stable_diffusion import UNetFamily
 from deployments.engines.diffusion.families.texts import Encoded, EncodeItem, EncoderUse, Role, output_of
-from deployments.engines.diffusion.families.unet import UNetFamily
 from deployments.engines.protocol import EngineError
 
 if TYPE_CHECKING:  # the ingress has no torch

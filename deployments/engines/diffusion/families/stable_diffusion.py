@@ -1,27 +1,112 @@
 """Stable Diffusion 1 and 2: a UNet that attends to one CLIP's tokens.
 
 Source: diffusers 0.42, `pipelines/stable_diffusion/pipeline_stable_diffusion.py`.
+
+What families with a UNet share comes first: latents are images, and ControlNets add residuals to its blocks.
 """
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from configs.model import LongText
 from deployments.engines.diffusion.families.base import (
+    ControlRows,
     EditDefaults,
+    Family,
     ImageDefaults,
     ImageSize,
     Rows,
     Task,
+    sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.diffusion.families.unet import UNetFamily
 from deployments.engines.protocol import LAST
 
-if TYPE_CHECKING:  # the ingress has no torch
+if TYPE_CHECKING:
     import torch
+
+
+_CONTROL_CHANNELS: Final = (16, 32, 96, 256)  # of a ControlNet's own layers, where its config does not say
+
+
+class UNetFamily(Family):
+    """A family whose denoiser is diffusers' UNet2DConditionModel. Latents are images: (num_images, C, h, w)."""
+
+    denoiser_name: ClassVar[str] = "unet"
+    embedding_parts: ClassVar[Sequence[str]] = ("time_embedding", "add_embedding")
+    modulated_layers: ClassVar[str] = "*.time_emb_proj"
+    text_layers: ClassVar[str] = "*.attn2.to_[kv]"
+    keeps_precision: ClassVar[Sequence[str]] = ("time_embedding.*", "add_embedding.*", "*time_emb_proj*")
+    takes_image_prompts: ClassVar[bool] = True
+    control_class: ClassVar[str | None] = "ControlNetModel"
+    control_keys: ClassVar[Sequence[str]] = ("block_out_channels", "cross_attention_dim", "addition_embed_type")
+
+    @abstractmethod
+    def added_conditioning(self, pooled: torch.Tensor | None, rows: Rows, size: ImageSize) -> dict[str, Any]:
+        """Return the arguments that the UNet and its ControlNets take besides latents, timesteps and prompts."""
+
+    def size_multiple(self, pixels_per_latent: int) -> int:
+        return math.lcm(8, pixels_per_latent)  # stock asks for 8 whatever the VAE
+
+    def latent_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["out_channels"])
+
+    def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
+        return int(denoiser_config["in_channels"]) - int(denoiser_config["out_channels"])
+
+    def refusal(self, denoiser_config: Mapping[str, Any]) -> str | None:
+        if denoiser_config.get("time_cond_proj_dim") is None:
+            return None
+        return "a UNet with embedded guidance (time_cond_proj_dim) is not supported"
+
+    def control_refusal(self, config: Mapping[str, Any], pixels_per_latent: int) -> str | None:
+        if config.get("global_pool_conditions"):
+            return "pools its image (global_pool_conditions), which is not supported"
+        channels = config.get("conditioning_embedding_out_channels", _CONTROL_CHANNELS)
+        factor = 2 ** (len(channels) - 1) if isinstance(channels, Sequence) else 1
+        if factor == pixels_per_latent:
+            return None
+        return f"reduces its image by {factor}, and the model's latents have a side of 1/{pixels_per_latent}"
+
+    def is_modulated(self, denoiser: Any) -> bool:
+        config = denoiser.config
+        others = config.time_embedding_act_fn, config.class_embed_type, config.encoder_hid_dim_type
+        has_more = any(others) or config.resnet_skip_time_act or config.dual_cross_attention
+        return config.act_fn in ("silu", "swish") and not has_more
+
+    def embed_times(self, denoiser: Any, rows: Rows, size: ImageSize) -> Sequence[torch.Tensor]:
+        times = denoiser.time_embedding(denoiser.get_time_embed(rows.latents, rows.timesteps))
+        added = self.added_conditioning(rows.pooled, rows, size).get("added_cond_kwargs", {})
+        other = denoiser.get_aug_embed(times, rows.prompts, added)
+        return [times] if other is None else [times, other]
+
+    def predict_noise(self, denoiser: Any, rows: Rows, size: ImageSize) -> torch.Tensor:
+        def run(control: ControlRows) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            down, mid = control.net(
+                rows.latents[:, : control.net.config.in_channels],  # without those that inpainting UNets read besides
+                rows.timesteps,
+                encoder_hidden_states=control.prompts,
+                controlnet_cond=control.images,
+                return_dict=False,
+                **self.added_conditioning(control.pooled, rows, size),
+            )
+            return down, [mid]
+
+        down, mid = sum_residuals(rows, run) or (None, [None])
+        noise: torch.Tensor = denoiser(
+            rows.latents,
+            rows.timesteps,
+            encoder_hidden_states=rows.prompts,
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid[0],
+            return_dict=False,
+            **self.added_conditioning(rows.pooled, rows, size),
+        )[0]
+        return noise
 
 
 class StableDiffusion(UNetFamily):

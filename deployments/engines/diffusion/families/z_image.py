@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from deployments.engines.diffusion.families.base import EditDefaults, ImageDefaults, ImageSize, Rows, Task
-from deployments.engines.diffusion.families.flow_matching import ShiftedFlow
-from deployments.engines.diffusion.families.prompt_reader import PromptReader
+from deployments.engines.diffusion.families.flow_matching import PromptReader, ShiftedFlow
 from deployments.engines.protocol import DiffusionRequest, PromptForm
 
 if TYPE_CHECKING:  # the ingress has no torch

@@ -4,19 +4,143 @@ Parameter names are those of the Hugging Face checkpoints, so tensors are assign
 module computes everything but attention over the KV cache, which it asks `Attend` for.
 
 Suffixes: T tokens of a step (of all sequences, one after the other), C hidden size, H query heads,
-K key/value heads, D head dimension, V vocabulary.
+K key/value heads, D head dimension, V vocabulary, E experts, U experts that a token uses.
+
+A layer's feed-forward part is one gated MLP, or several experts of which each token takes a few. Parameter names are
+those of Qwen3-MoE's checkpoints; `renamed_experts` makes them of Mixtral's. A packed file keeps all experts of a layer
+in one tensor, of which each expert takes a view. Rotary embedding pairs dimension i with i + D/2, or, in GGUF's
+`llama`, 2i with 2i + 1.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from deployments.engines.llm.models.feed_forward import MLP, ExpertsSpec, MixtureOfExperts
-from deployments.engines.nn.rotary import RotaryAngles, rotate
+
+class RotaryAngles(NamedTuple):
+    """Cosine and sine of every token's position, each (T, 1, D), ready to broadcast over heads."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    is_interleaved: bool = False
+
+
+class Rotary:
+    """Turns positions into angles.
+
+    `inverse_frequencies` is (D/2,) float32; `magnitude` multiplies cosine and sine (YaRN; 1.0 elsewhere).
+    `is_interleaved` pairs neighbours, for weights whose rows of q and k are in that order.
+    """
+
+    def __init__(
+        self, inverse_frequencies: torch.Tensor, magnitude: float = 1.0, *, is_interleaved: bool = False
+    ) -> None:
+        self.inverse_frequencies = inverse_frequencies
+        self.magnitude = magnitude
+        self.is_interleaved = is_interleaved
+
+    def angles(self, positions_T: torch.Tensor, dtype: torch.dtype) -> RotaryAngles:
+        """Return the angles of positions, computed in float32, in `dtype`."""
+        half = positions_T[:, None].float() * self.inverse_frequencies
+        full = half.repeat_interleave(2, dim=-1) if self.is_interleaved else torch.cat((half, half), dim=-1)
+        full = full[:, None, :]
+        return RotaryAngles(
+            (full.cos() * self.magnitude).to(dtype),
+            (full.sin() * self.magnitude).to(dtype),
+            self.is_interleaved,
+        )
+
+
+def rotate(x_THD: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
+    """Turn every head of every token by its position's angles."""
+    if angles.is_interleaved:
+        turned = torch.stack((-x_THD[..., 1::2], x_THD[..., ::2]), dim=-1).flatten(-2)
+    else:
+        first, second = x_THD.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+    return x_THD * angles.cos + turned * angles.sin
+
+
+_T = TypeVar("_T")
+_MIXTRAL: Final = re.compile(r"\.block_sparse_moe\.(gate|experts\.\d+\.(w1|w2|w3))\.")
+_MIXTRAL_NAMES: Final = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of a decoder; `layers` have them, others a plain MLP. `normalizes`: used weights sum up to 1."""
+
+    num_experts: int
+    num_used: int
+    intermediate_size: int
+    layers: frozenset[int]
+    normalizes: bool = True
+
+
+class MLP(nn.Module):
+    """The gated feed-forward: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TC)) * self.up_proj(x_TC))
+
+
+class MixtureOfExperts(nn.Module):
+    """Experts of which each token takes those that the router `gate` scores best.
+
+    An expert's product has only the rows of its tokens. `row_multiple` is what their number is padded to, where
+    products of few rows round by their number: a token's result must not depend on who else chose its expert.
+    `routed_rows` are those of the expert that is being computed, None for the router (`nn/lora.py`).
+    """
+
+    def __init__(self, hidden_size: int, spec: ExpertsSpec) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden_size, spec.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(hidden_size, spec.intermediate_size) for _ in range(spec.num_experts))
+        self.num_used = spec.num_used
+        self.normalizes = spec.normalizes
+        self.row_multiple = 1
+        self.routed_rows: torch.Tensor | None = None
+
+    def forward(self, x_TC: torch.Tensor) -> torch.Tensor:
+        self.routed_rows = None  # the router has all rows, even after an expert that failed
+        scores_TE = F.softmax(self.gate(x_TC).float(), dim=-1)
+        weights_TU, chosen_TU = scores_TE.topk(self.num_used, dim=-1)
+        if self.normalizes:
+            weights_TU = weights_TU / weights_TU.sum(-1, keepdim=True)
+        weights_TU = weights_TU.to(x_TC.dtype)
+        out_TC = torch.zeros_like(x_TC)
+        # In the order of the experts: what a token adds up, and in which order, follows from its own choice alone.
+        for expert in sorted(set(chosen_TU.flatten().tolist())):
+            tokens, places = torch.where(chosen_TU == expert)
+            rows = x_TC[tokens]
+            padded = F.pad(rows, (0, 0, 0, -len(rows) % self.row_multiple))
+            self.routed_rows = tokens
+            made = self.experts[expert](padded)[: len(rows)]
+            out_TC.index_add_(0, tokens, made * weights_TU[tokens, places, None])
+        return out_TC
+
+
+def renamed_experts(named: Mapping[str, _T]) -> dict[str, _T]:
+    """Return tensors, or what else has names like theirs, with Mixtral's names in the form of Qwen3-MoE's."""
+    return {_MIXTRAL.sub(_renamed, name): one for name, one in named.items()}
+
+
+def _renamed(match: re.Match[str]) -> str:
+    stem, _, leaf = match[1].rpartition(".")
+    return f".mlp.{stem}.{_MIXTRAL_NAMES[leaf]}." if leaf in _MIXTRAL_NAMES else ".mlp.gate."
 
 
 class _RMSNorm(nn.Module):

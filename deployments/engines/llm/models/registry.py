@@ -16,11 +16,17 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.config_files import read_config
-from deployments.engines.llm.models.feed_forward import ExpertsSpec, MixtureOfExperts, renamed_experts
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
-from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
+from deployments.engines.llm.models.llama import (
+    DecoderSpec,
+    ExpertsSpec,
+    LlamaForCausalLM,
+    MixtureOfExperts,
+    Rotary,
+    renamed_experts,
+)
 from deployments.engines.llm.models.own_cache import OwnCacheModel, create_own_cache_model
 from deployments.engines.llm.models.packed import PackedSource, compute_dtype, place_packed, uses_torch_products
 from deployments.engines.llm.models.stock import StockModel, create_stock_model
@@ -29,7 +35,6 @@ from deployments.engines.llm.paged_attention import LayerAttention, Planner
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.packed_linear import Arithmetic
 from deployments.engines.nn.packed_weights import DENSE_KINDS, GROUP_INT8
-from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import EngineError
 from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.untrusted import shown

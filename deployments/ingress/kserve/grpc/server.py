@@ -29,10 +29,17 @@ from cluster.tracing import called
 from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
 from deployments.ingress.errors import failure_of
-from deployments.ingress.kserve.grpc.calls import MAKERS, Method, service_handler, status_of
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
-from deployments.ingress.kserve.grpc.servicer import SERVICE, InferenceServicer, unsupported_handlers
+from deployments.ingress.kserve.grpc.servicer import (
+    MAKERS,
+    SERVICE,
+    InferenceServicer,
+    Method,
+    service_handler,
+    status_of,
+    unsupported_handlers,
+)
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from cluster.admission.outcomes import MAX_TENANT_LOADS, TenantCounts, joined_loads
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, TenantLoad, Waiting
-from cluster.admission.tenant_counts import MAX_TENANT_LOADS, TenantCounts, joined_loads
 from configs.admission import AdmissionConfig
 
 

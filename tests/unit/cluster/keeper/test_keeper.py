@@ -28,7 +28,7 @@ from cluster.keeper import holder_watch
 from cluster.keeper.actor import KeeperSettings, NodeKeeper
 from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
-from cluster.node_code import running_code
+from cluster.node_checks import running_code
 from cluster.peers.link import RegistryClient
 from cluster.peers.protocol import Located, Question, ResidencyReport
 from cluster.processes import ProcessMark
@@ -75,7 +75,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
             reads.pass_gate(extent.id)
             super().read_into(extent, place, stages)
 
-    monkeypatch.setattr("cluster.keeper.reading.ExtentReader", WatchedReader)
+    monkeypatch.setattr("cluster.keeper.actor.ExtentReader", WatchedReader)
     return reads
 
 

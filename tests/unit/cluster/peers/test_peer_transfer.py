@@ -31,7 +31,7 @@ from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
 from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits, StoredBytes
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 
 SECRET = random.randbytes(32)
 KIB = 1024

@@ -6,7 +6,7 @@ import pytest
 from kit.clock import Clock
 from kit.seeding import seeded_rng
 
-from cluster.ray_seam.serve_nodes import PERIOD_S, seldom
+from cluster.ray_seam.haproxy import PERIOD_S, seldom
 
 
 def test_nodes_are_looked_up_once_in_a_period() -> None:

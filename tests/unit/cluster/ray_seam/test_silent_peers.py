@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from cluster.ray_seam import handles
-from cluster.ray_seam.silent_peers import IDLE_S, INTERVAL_S, SILENT_S, end_with_peers
+from cluster.ray_seam.placed_router import IDLE_S, INTERVAL_S, SILENT_S, end_with_peers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the files of a process are looked up in /proc")
 OPTIONS = (

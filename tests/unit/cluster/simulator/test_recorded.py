@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import pytest
 
-from cluster.admission.ended_requests import MAX_KEPT, EndedLog
+from cluster.admission.outcomes import MAX_KEPT, EndedLog
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, Started, Waiting
 from cluster.admission.replica_slots import Ended

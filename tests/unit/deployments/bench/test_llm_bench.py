@@ -12,8 +12,7 @@ from fuzz.model_parsers import bpe_metadata, valid_gguf_model
 from typer.testing import CliRunner
 
 from deployments.bench import peers
-from deployments.bench.llm import BenchSettings, Case, formatted, measure_llm
-from deployments.bench.llm_opening import _open_model
+from deployments.bench.llm import BenchSettings, Case, _open_model, formatted, measure_llm
 from deployments.cli.bench import app
 
 # `test::get_fields` of llama-bench.cpp, and `use_mmap`, which compare-llama-bench.py asks for.

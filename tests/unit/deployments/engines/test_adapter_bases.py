@@ -16,8 +16,8 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProject
 from transformers import CLIPVisionModelWithProjection as VisionModel
 
 from deployments.engines.servable import why_unservable
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.pipeline_parts import AdapterBase
 
 pytestmark = pytest.mark.slow  # imports diffusers
 UNETS: Mapping[str, dict[str, Any]] = {

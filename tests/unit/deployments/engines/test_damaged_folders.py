@@ -23,7 +23,7 @@ from deployments.engines.llm.tokenizer import load_tokenizer as load_llm_tokeniz
 from deployments.engines.protocol import EngineError
 from deployments.engines.servable import why_unservable
 from deployments.engines.stock.loading import StockModel
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import load_text_encoder
 from weights.formats.checkpoint import SourceComponent, read_checkpoint
 from weights.formats.encoder_files import tokenizer_folder
 

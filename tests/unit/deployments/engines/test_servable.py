@@ -25,9 +25,9 @@ from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.nn.packed_weights import DENSE_KINDS, UNPACKED_KINDS
 from deployments.engines.protocol import EngineError
 from deployments.engines.servable import why_unservable
+from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.forwards import FAMILIES
 from deployments.engines.text.known import ENCODER_CLASSES, PROMPT_READERS
-from deployments.engines.text.loading import load_text_encoder
 from weights.formats.checkpoint import read_checkpoint
 
 DEMO = Path(__file__).resolve().parents[4] / "infra" / "demo" / "models"

@@ -14,7 +14,7 @@ import torch
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.sentence_layers import DenseHead, load_dense_head
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult

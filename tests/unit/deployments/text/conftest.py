@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import load_text_encoder
 from deployments.text.encode import CachedEncoders
 from deployments.text.encoders import KeyedEncoder
 from deployments.text.requests import ConditioningRequest, unpack

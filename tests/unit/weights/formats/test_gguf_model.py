@@ -13,7 +13,7 @@ from gguf.constants import MODEL_ARCH_NAMES
 
 from weights.errors import FormatError
 from weights.formats.checkpoint import read_checkpoint
-from weights.formats.gguf_model import GgufModel, gguf_set, read_gguf_model
+from weights.formats.gguf import GgufModel, gguf_set, read_gguf_model
 
 NAMES = [f"model-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 

@@ -17,7 +17,7 @@ from kit.waiting import wait_until
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import TensorRef
 from weights.memory.device_arena import DeviceArena, StillInUse
-from weights.memory.device_records import DeviceKey
+from weights.memory.device_space import DeviceKey
 from weights.memory.transfer import HostCopy, Pair, TransferReport
 from weights.residency import entry_table
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kit.waiting import wait_until
 
 from weights.errors import BudgetExceeded, StoreError
-from weights.memory.host_pool import HostBufferPool, _size_class
-from weights.memory.pages import allocate_pages
+from weights.memory.host_pool import HostBufferPool, _size_class, allocate_pages
 
 WAIT_S = 10
 PAGE = 4096

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
-from weights.memory.pages import allocate_pages
+from weights.memory.host_pool import allocate_pages
 from weights.reading.blocks import FileSpan, PackReader, resolve_pack
 
 DATA = random.randbytes(5 * 4096 + 100)

@@ -13,10 +13,16 @@ from unit.weights.comparing import flip
 from weights.errors import ExtentCorrupt
 from weights.externalize import externalize
 from weights.manifest import ExtentRef, Manifest
-from weights.memory.host_pool import HostBufferPool
-from weights.memory.pages import ByteArray, allocate_pages
-from weights.reading.deltas import ASSUMED_DECODE_BYTES_PER_S, MIN_MEASURED_BYTES, MeasuredRate, prefers_delta
-from weights.reading.extents import ExtentReader, Resident, read_extent
+from weights.memory.host_pool import ByteArray, HostBufferPool, allocate_pages
+from weights.reading.extents import (
+    ASSUMED_DECODE_BYTES_PER_S,
+    MIN_MEASURED_BYTES,
+    ExtentReader,
+    MeasuredRate,
+    Resident,
+    prefers_delta,
+    read_extent,
+)
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock
 from weights.reading.strategy import ReadStrategy

@@ -19,8 +19,7 @@ from weights.externalize import externalize
 from weights.layouts import convert
 from weights.maintenance import remove_model
 from weights.repair import verify
-from weights.storage.index import MAX_PLACES, IndexDamaged, StoreIndex, Unneeded, remove_index
-from weights.storage.meta import StoredExtent, StoreMeta
+from weights.storage.index import MAX_PLACES, IndexDamaged, StoredExtent, StoreIndex, StoreMeta, Unneeded, remove_index
 from weights.store import WeightStore
 
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from weights.manifest import Component, ExtentRef, Layout, Manifest, TensorRef, extent_id
-from weights.storage.meta import StoreMeta, meta_of
+from weights.storage.index import StoreMeta, meta_of
 
 
 def sha(text: str) -> str:

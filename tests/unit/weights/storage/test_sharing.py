@@ -8,7 +8,7 @@ import pytest
 from kit.seeding import seeded_random
 
 from weights.manifest import ExtentRef
-from weights.storage.meta import StoreMeta
+from weights.storage.index import StoreMeta
 from weights.storage.packs import MIN_WANTED_PART, _shared_extents
 
 

@@ -18,8 +18,7 @@ from deployments.engines.diffusion.families import family_of
 from deployments.engines.diffusion.families.texts import EncodeItem
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.protocol import DiffusionRequest
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.text.encoders import ImageReaders
 
 Image = npt.NDArray[np.uint8]

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from deployments.engines.build import build_module
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.protocol import AdapterUse, ControlUse, DiffusionRequest
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from weights.adapters import LoraAdapter, load_adapter
 
 MODELS = Path(__file__).parents[5] / "infra" / "demo" / "models"

@@ -18,8 +18,8 @@ from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_ed
 from deployments.engines.protocol import AdapterUse, DiffusionRequest
 from deployments.engines.servable import why_unservable
 from weights.adapters import load_adapter
-from weights.formats.adapter_base import AdapterBase
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.pipeline_parts import AdapterBase
 
 RANK, ALPHA = 2, 3.0
 Tensors = dict[str, torch.Tensor]

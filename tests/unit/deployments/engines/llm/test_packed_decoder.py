@@ -16,7 +16,7 @@ from deployments.engines.llm import native_decoder
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner
-from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM
+from deployments.engines.llm.models.llama import DecoderSpec, LlamaForCausalLM, Rotary
 from deployments.engines.llm.models.registry import LoadedModel
 from deployments.engines.llm.native_decoder import NativeDecoder
 from deployments.engines.llm.scheduler import Chunk
@@ -25,7 +25,6 @@ from deployments.engines.native.building import built_library
 from deployments.engines.native.library import Kernels, load_kernels
 from deployments.engines.nn.packed_linear import Arithmetic, PackedEmbedding, PackedLinear
 from deployments.engines.nn.packed_weights import packed_weight
-from deployments.engines.nn.rotary import Rotary
 from deployments.engines.protocol import StepAborted, TextLora
 from weights.adapters import LoraAdapter, LoraPair
 from weights.dtypes import BLOCK_SIZES

@@ -18,8 +18,7 @@ from transformers import (
     T5Tokenizer,
 )
 
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 
 
 @dataclass

@@ -17,10 +17,9 @@ from tokenizers import pre_tokenizers
 
 from deployments.engines.protocol import EngineError
 from deployments.engines.servable import why_unservable
-from deployments.engines.text.encoder import TextEncoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.forward_plan import EncodeCounter
 from deployments.engines.text.known import ACTIVATIONS, ScoringRule, read_scoring_rule
-from deployments.engines.text.loading import load_text_encoder
 from deployments.engines.text.tokens import TextPair
 from infra.supported.encoders import SPECIAL, WORDS, word_tokenizer
 from weights.errors import FormatError

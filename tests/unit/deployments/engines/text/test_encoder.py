@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.tokens import TokenizedText
 
 TEXTS = ["a 7", "", "one very long text that is cut", "naïve 汉字 \x00"]

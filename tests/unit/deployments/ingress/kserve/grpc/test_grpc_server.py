@@ -22,10 +22,10 @@ from deployments import errors
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.grpc import codec as grpc_codec
-from deployments.ingress.kserve.grpc.calls import status_of
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, start_grpc_server
+from deployments.ingress.kserve.grpc.servicer import status_of
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.repository import Repository
 from deployments.ingress.kserve.statistics import Statistics
