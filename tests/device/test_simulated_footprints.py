@@ -25,6 +25,7 @@ from unit.deployments.engines.diffusion.test_controlnets import make_net
 from unit.deployments.engines.diffusion.test_image_prompts import opened
 from unit.deployments.engines.stock.test_stock_pipelines import NEED_IMAGES, PROMPT, load, split
 from unit.deployments.engines.stock.test_stock_pipelines import run as run_stock
+from unit.deployments.engines.stock.tiny_classes import CASES, assembled
 from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
 from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.engines.upscaler_files import compact, rrdb
@@ -48,6 +49,7 @@ from deployments.engines.nn.lora import fit_pairs
 from deployments.engines.protocol import ControlUse, DiffusionRequest, ImagePromptUse, StockRequest
 from deployments.engines.stock.engine import StockEngine
 from deployments.engines.stock.footprints import METHODS, CallTwin
+from deployments.engines.stock.loading import pipeline_class
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.footprints import EncoderTwin, TextFootprints
 from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
@@ -187,7 +189,10 @@ def begin_adapted(
 def test_control_nets(
     pipelines: tuple[DenoisePipeline, PipelineTwin], device: torch.device, shape: tuple[int, int, int]
 ) -> None:
-    """One, and two of which one acts from the fifth step of twenty on: until then less is taken."""
+    """One, and two of which one acts from the fifth step of twenty on: until then less is taken.
+
+    So do several images of a request, whose texts are one.
+    """
     pipeline, twin = pipelines
     pair = SimpleNamespace(ours=pipeline)
     nets = {name: torch.nn.Module.to(make_net(pair, seed), device) for seed, name in enumerate("ab")}
@@ -203,8 +208,9 @@ def test_control_nets(
             for state in states:
                 state.step_index = step
             measured = peak_of(device, lambda states=states: pipeline._predict(parts_of(states)))
-            is_most = len(counts) == sum(counts) and len(states[0].acting_controls) == len(uses)
-            assert 1.0 <= found.bytes_of(sum(counts)) / measured <= (1.01 if is_most else 2.0), (uses, counts, step)
+            most = 1.01 if len(states[0].acting_controls) == len(uses) else 1.15
+            most = most if len(counts) == sum(counts) else 1.6  # the host computes once ahead what is of their text
+            assert 1.0 <= found.bytes_of(sum(counts)) / measured <= most, (uses, counts, step)
         (plain,) = begin(pipeline, *shape, 1)
         assert found is not None
         assert found.bytes_of(1) > peak_of(device, lambda plain=plain: pipeline._predict(parts_of([plain])))
@@ -292,27 +298,49 @@ def test_a_device_without_its_index_is_the_current_one(device: torch.device) -> 
 
 # pipelines that diffusers' own code runs, every call of a module
 
-STOCK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {**PIPELINES, **VIDEOS, **AUDIOS}
-UNPLANNED = {"Lumina2Pipeline": {"transformer.forward"}}  # it asks for values
+
+def of_case(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
+    return lambda: assembled(name, **CASES[name].parts()), dict(CASES[name].options)
+
+
+DIFFERENTIATED = "StableDiffusionAttendAndExcitePipeline"
+MOVES = "LuminaPipeline"  # a tensor of the host, within a forward
+STOCK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    **PIPELINES,
+    **VIDEOS,
+    **AUDIOS,
+    **{name: of_case(name) for name in (DIFFERENTIATED, MOVES)},
+}
+UNPLANNED = {"Lumina2Pipeline": {"transformer.forward"}, DIFFERENTIATED: {"__call__"}}  # they ask for values
+UNREACHED = {DIFFERENTIATED: {"vae.decode"}}  # where the rehearsal ends before it
 SEVERAL = ("AuraFlowPipeline", "CogView3PlusPipeline", "DDPMPipeline", "DanceDiffusionPipeline", "HunyuanDiTPipeline")
 SECOND: dict[str, dict[str, Any]] = {  # of those that take no other size
     **{name: {} for name in (*SEVERAL, *NEED_IMAGES)},
     "DiTPipeline": {"class_labels": [7, 3]},
     "StableAudioPipeline": {"audio_end_in_s": 0.7},
+    DIFFERENTIATED: {"height": 64, "width": 64, "attn_res": [16, 16]},
 }
-QUICK_STOCK = ("PixArtSigmaPipeline", "StableDiffusionPAGPipeline", "Lumina2Pipeline", "WanPipeline")
+QUICK_STOCK = (
+    *("PixArtSigmaPipeline", "StableDiffusionPAGPipeline", "Lumina2Pipeline", "WanPipeline"),
+    *(DIFFERENTIATED, MOVES),
+)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(one, marks=() if one in QUICK_STOCK else pytest.mark.long) for one in STOCK]
 )
-def test_calls_of_stock_pipelines(device: torch.device, tmp_path: Path, name: str) -> None:
+def test_calls_of_stock_pipelines(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """The rehearsal tells what each method takes at most: denoisers, VAEs, and encoders that run beside them."""
     build, first = STOCK[name]
     saved(build, tmp_path / name)
     store = WeightStore(tmp_path / "store")
     manifest = externalize(store, name, tmp_path / name, dtype="float32")
     twin = CallTwin(name, manifest.components, store.models / manifest.skeleton, device)
+    # Its forwards are differentiated or not as ever, and simulated devices have no derivative of a convolution.
+    if name == DIFFERENTIATED:
+        monkeypatch.setattr(pipeline_class(name), "_update_latent", lambda self, latents, **_: latents)
     for number, options in enumerate((first, first | SECOND.get(name, {"height": 64, "width": 64}))):
         model, peaks = load(tmp_path / name), dict[str, int]()  # one keeps constants of its first call
         for part, module in model.modules.items():
@@ -328,9 +356,9 @@ def test_calls_of_stock_pipelines(device: torch.device, tmp_path: Path, name: st
         assert torch.equal(torch.get_rng_state(), state)  # which is that of all calls
         run_stock(StockEngine(model), request)
         assert twin.unplanned.keys() == UNPLANNED.get(name, set())
-        assert planned.keys() == peaks.keys() - UNPLANNED.get(name, set())
+        assert planned.keys() == peaks.keys() - UNPLANNED.get(name, set()) - UNREACHED.get(name, set())
         for method, nbytes in planned.items():
-            assert 1.0 <= nbytes / peaks[method] <= 1.02, (method, options, nbytes, peaks[method])
+            assert 1.0 <= nbytes / peaks[method] <= 1.01, (method, options, nbytes, peaks[method])
 
 
 def measured_call(
@@ -340,8 +368,13 @@ def measured_call(
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        found: list[Any] = []
-        peaks[name] = max(peaks.get(name, 0), peak_of(device, lambda: found.append(method(*args, **kwargs))))
+        found, is_differentiated = list[Any](), torch.is_grad_enabled()
+
+        def run() -> None:
+            with torch.set_grad_enabled(is_differentiated):
+                found.append(method(*args, **kwargs))
+
+        peaks[name] = max(peaks.get(name, 0), peak_of(device, run))
         return found[0]
 
     return call

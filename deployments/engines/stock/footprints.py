@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from deployments.engines.graph.recording import Recorder, fake_copy, record, tensors_in
 from deployments.engines.protocol import EngineError, StockRequest
@@ -111,9 +112,7 @@ class CallTwin:
         @functools.wraps(stock)  # some ask what it takes
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             dtype = next((one.dtype for one in module.parameters()), None)  # a VAE may be made float32
-            if torch.is_grad_enabled():
-                self.unplanned.setdefault(entry, "the pipeline differentiates it")
-            key = f"{entry} {dtype} {_form((args, kwargs))}"
+            key = f"{entry} {dtype} {torch.is_grad_enabled()} {_form((args, kwargs))}"
             if key not in self._recorded:
                 self._recorded[key] = self._record(entry, method, module, args, kwargs)
                 while len(self._recorded) > _MAX_RECORDED:
@@ -126,7 +125,7 @@ class CallTwin:
         return call
 
     def _record(self, entry: str, method: str, module: nn.Module, args: Any, kwargs: Any) -> _Recorded:
-        mode, results = fake_mode(), list[Any]()
+        mode, results, is_differentiated = fake_mode(), list[Any](), torch.is_grad_enabled()
         try:
             twin = fake_copy(module, mode, self._device)
             twin.__class__ = type(module).__mro__[1]
@@ -135,7 +134,8 @@ class CallTwin:
             run = getattr(twin, method) if method != "forward" else twin
 
             def call() -> Any:
-                results.append(run(*args, **kwargs))
+                with _Arrivals((args, kwargs)), torch.set_grad_enabled(is_differentiated):
+                    results.append(run(*args, **kwargs))  # with what is kept for its derivative
                 return results
 
             found = record(call, Recorder(self._device, is_fake=True), {}, mode)
@@ -145,7 +145,8 @@ class CallTwin:
         return _Recorded(found.eager_peak(), results[0])
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+        return fake.requires_grad_(tensor.requires_grad)
 
 
 def stretched(request: StockRequest) -> StockRequest:
@@ -195,10 +196,31 @@ class _OwnStream(DispatchMode):
             return torch.zeros_like(next(tensors_in(args)))
 
 
+class _Arrivals(TorchFunctionMode):
+    """Lets a call that moves an argument to a device make a copy of it: pipelines make some of them on the host.
+
+    In a rehearsal all are on the host, so that nobody can tell which. Most that are moved are small, times say.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        super().__init__()
+        self._arguments = {id(one) for one in tensors_in(arguments)}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if func is not torch.Tensor.to or id(made) not in self._arguments:
+            return made
+        is_move = any(isinstance(one, torch.device | str) for one in (*args, *kwargs.values()))
+        return made.clone() if is_move else made
+
+
 def _form(value: Any) -> str:
     """Return the shapes and types of a call's arguments; numbers with a fraction, times say, are all the same."""
     if isinstance(value, torch.Tensor):
-        return f"{tuple(value.shape)}{value.dtype}"
+        return f"{tuple(value.shape)}{value.dtype}{value.requires_grad}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_form, value))}]"
     if isinstance(value, Mapping):
