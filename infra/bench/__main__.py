@@ -98,13 +98,19 @@ def bench_programs(
 
 @app.command("stock")
 def bench_stock(
+    texts: Annotated[bool, typer.Option("--texts", help="Language models beside `generate` instead.")] = False,
     seed: Annotated[int, typer.Option(help="Of the weights.")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure pipelines that diffusers' own code runs beside diffusers alone, and a chat beside one of them."""
+    """Measure what the libraries' own code runs beside the libraries alone: pipelines, and a chat beside one."""
     from infra.bench.stock import Effort, measure_stock, print_stock_figures
+    from infra.bench.stock_texts import TextEffort, measure_texts, print_text_figures
 
-    with _err.status("measuring: takes a minute or two"):
+    with _err.status("measuring: takes some minutes" if texts else "measuring: takes a minute or two"):
+        if texts:
+            rows = measure_texts(TextEffort(), seed)
+            print_text_figures(rows, TextEffort(), as_json)
+            return
         figures = measure_stock(Effort(), seed)
     print_stock_figures(figures, as_json)
 

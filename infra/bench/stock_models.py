@@ -14,6 +14,7 @@ import transformers
 
 _ADDER: Final = Path(__file__).parents[1] / "demo" / "models" / "adder"
 CLASSES: Final = ("PixArtSigmaPipeline", "CogView3PlusPipeline", "WanPipeline")
+TEXT_CLASSES: Final = ("Gemma2ForCausalLM", "Olmo2ForCausalLM")  # with and without soft caps and windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,24 @@ def save_chat(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
     written = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(written | {"dtype": "float32"}))
+
+
+def save_text_model(class_name: str, folder: Path, seed: int, width: int, num_layers: int) -> Any:
+    """Return one of TEXT_CLASSES of random float32 weights, of some 60 million parameters; `folder` has it too."""
+    torch.manual_seed(seed)
+    shutil.copytree(_ADDER, folder)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    kind = getattr(transformers, class_name)
+    config = kind.config_class(
+        vocab_size=32000, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
+        num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=64, max_position_embeddings=1024,
+        query_pre_attn_scalar=64, sliding_window=128, eos_token_id=None, tie_word_embeddings=True,
+        architectures=[class_name], dtype="float32",
+    )  # fmt: skip
+    model = kind(config).eval()
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
 
 
 def _t5(sizes: Sizes, class_: Any = transformers.T5EncoderModel) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.own_cache import OwnCacheModel, SequenceState
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.models.stock import StockModel
+from deployments.engines.llm.models.stock import KernelRows, StockModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
@@ -94,7 +94,7 @@ class ModelRunner:
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
             if isinstance(model, StockModel):
-                hidden = model.hidden_states(*arguments, seen)
+                hidden = model.hidden_states(*arguments, _kernel_rows(chunks, len(token_ids_T)), seen)
             else:
                 hidden = model.hidden_states(*arguments)
         self._read_prompts(chunks, hidden)
@@ -156,7 +156,8 @@ class ModelRunner:
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not rows:
             return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
-        logits = self._model.logits(self._padded(hidden[rows]))
+        model, padded = self._model, self._padded(hidden[rows])
+        logits = model.logits(padded, len(rows)) if isinstance(model, StockModel) else model.logits(padded)
         return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
@@ -242,6 +243,18 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
         if chunk.has_logits:
             rows.append(end - 1)
     return rows
+
+
+def _kernel_rows(chunks: Collection[Chunk], num_rows: int) -> KernelRows | None:
+    """Return the rows of a step's completions, of `num_rows` with its padding; None where there are none."""
+    rows, end = list[int](), 0
+    for chunk in chunks:
+        completed = max(0, chunk.end - max(chunk.start, chunk.sequence.num_prompt_tokens))
+        end += chunk.num_tokens
+        rows.extend(range(end - completed, end))
+    if len(rows) == end:
+        return KernelRows(num_rows, end)
+    return KernelRows(num_rows, end, torch.tensor(rows)) if rows else None
 
 
 def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:

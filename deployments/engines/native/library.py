@@ -129,14 +129,16 @@ class Kernels:
             raise MemoryError(f"no memory for a product of {len(x)} x {matrix.columns} x {matrix.rows}")
         return y
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs).
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_padding: int = 0
+    ) -> torch.Tensor:
+        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs), and rows of zeros behind it.
 
         All are contiguous float32 on the host, and 16 divides the columns. A row's result does not depend on the other
         rows, bit for bit.
         """
         (outputs, columns), rows = weight.shape, len(x)
-        y = torch.empty(rows, outputs)
+        y = torch.zeros(rows + num_padding, outputs) if num_padding else torch.empty(rows, outputs)
         offset = None if bias is None else bias.data_ptr()
         given = weight.data_ptr(), outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
         self._linear(*given, torch.get_num_threads())

@@ -24,18 +24,28 @@ def multiply_few(linear: Any, x: torch.Tensor) -> torch.Tensor:
 
     There a row's result does not depend on the other rows, bit for bit.
     """
-    if x.numel() > MOST_ROWS * x.shape[-1] or not _fits_kernel(linear, x) or (kernels := load_kernels()) is None:
-        result: torch.Tensor = linear(x)
-        return result
+    # A layer with a hook, a LoRA's, gives something else.
+    is_plain = type(linear) is nn.Linear and not has_hooks(linear)
+    found = multiply_rows(linear, x) if is_plain and x.numel() <= MOST_ROWS * x.shape[-1] else None
+    result: torch.Tensor = linear(x) if found is None else found
+    return result
+
+
+def multiply_rows(linear: nn.Linear, x: torch.Tensor, num_padding: int = 0) -> torch.Tensor | None:
+    """Return the product of a layer's weight with any number of rows, and its bias; None where there is no kernel.
+
+    Rows (N, columns) may get zeros behind their results. A row's result does not depend on the other rows, bit for bit.
+    """
+    if not _fits_kernel(linear, x) or (kernels := load_kernels()) is None:
+        return None
     rows = x.reshape(-1, x.shape[-1]).contiguous()
-    return kernels.linear(rows, linear.weight, linear.bias).view(*x.shape[:-1], -1)
+    found = kernels.linear(rows, linear.weight, linear.bias, num_padding)
+    return found if num_padding else found.view(*x.shape[:-1], -1)
 
 
-def _fits_kernel(linear: Any, x: torch.Tensor) -> bool:
-    """Return whether the kernels give what the layer does: one with a hook, a LoRA's, gives something else."""
-    if type(linear) is not nn.Linear or has_hooks(linear):
-        return False
+def _fits_kernel(linear: nn.Linear, x: torch.Tensor) -> bool:
     weight = linear.weight
     is_host = x.device.type == "cpu" and weight.device.type == "cpu"
     is_float = x.dtype == weight.dtype == torch.float32
-    return is_host and is_float and weight.is_contiguous() and weight.shape[1] % _VECTOR == 0
+    has_vectors = x.shape[-1] == weight.shape[1] and weight.shape[1] % _VECTOR == 0
+    return is_host and is_float and weight.is_contiguous() and has_vectors

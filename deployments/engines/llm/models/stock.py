@@ -4,6 +4,10 @@ The class itself runs, with the tokens of all sequences of a step as one batch o
 attention interface that `_register_attention` names goes to the paged KV cache: the n-th call of a step has the n-th
 layer of the cache. Its masks are not made, but kept as the functions that they would be made with.
 
+Products of tokens of completions are computed by the kernels, which read a weight where it lies and give a row the same
+bits whatever is beside it; those of prompts by torch, as all else, over rows that are padded to a number for which that
+holds. Which it is follows from the token alone.
+
 What a step needs, the attention finds at the module that calls it, which belongs to one model of one engine: not all
 classes pass on to their layers what their forward is given.
 
@@ -12,7 +16,8 @@ Suffixes: T tokens of a step, N tokens with logits, H query heads, K key/value h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +32,7 @@ from deployments.engines.llm.models.eyes import Eyes, Seen
 from deployments.engines.llm.models.llama import KvHeads
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.llm.paged_attention import Planner, Scores, StepAttention, Visible
+from deployments.engines.nn.few_rows import multiply_rows
 from deployments.engines.protocol import EngineError
 from weights.torch_seam import with_child
 
@@ -88,11 +94,37 @@ class _Probe:
         return q_THD.new_zeros(*q_THD.shape[:2], v_TKD.shape[2])
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KernelRows:
+    """The rows of a batch (1, T, ...) whose products the kernels compute: numbers, or None for all up to `last`."""
+
+    num_rows: int  # T, with those that pad it
+    last: int
+    numbers: torch.Tensor | None = None
+
+
 @dataclass(slots=True, eq=False)
 class _Turn:
     """The step that a model runs, if it runs one: all its modules have it, under the name `TURN`."""
 
     step: _StockStep | _Probe | None = None
+    rows: KernelRows | None = None
+
+
+class _StepLinear(nn.Linear):
+    """A linear layer of a decoder. Batches of other shapes, those of experts say, are torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows: KernelRows | None = getattr(self, TURN).rows
+        if rows is None or input.shape[:-1] != (1, rows.num_rows):
+            return super().forward(input)
+        if rows.numbers is None:
+            found = multiply_rows(self, input[0, : rows.last], rows.num_rows - rows.last)
+            return super().forward(input) if found is None else found[None]
+        result, found = super().forward(input), multiply_rows(self, input[0, rows.numbers])
+        if found is not None:
+            result[0, rows.numbers] = found
+        return result
 
 
 def _register_attention() -> None:
@@ -173,13 +205,16 @@ class StockModel:
         positions_T: torch.Tensor,
         planner: Planner,
         check: Callable[[], None],
+        rows: KernelRows | None = None,
         seen: Seen | None = None,
     ) -> torch.Tensor:
         """Return the hidden states (T, C) of a step's tokens, behind the last norm, with what was `seen` among them.
 
-        Where the class counts the rows and columns of images, the positions may be (3, T).
+        Products of `rows` are the kernels'. Where the class counts the rows and columns of images, the positions may be
+        (3, T).
         """
-        return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
+        with _turn(self.module, rows=rows):
+            return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
 
     def lora_scope(self) -> str | None:
         """Return the module that LoRAs of requests may change, beside the head; None for all of them."""
@@ -188,10 +223,27 @@ class StockModel:
         decoder = self.module.get_decoder()
         return next(name for name, module in self.module.named_modules() if module is decoder)
 
-    def logits(self, hidden_NC: torch.Tensor) -> torch.Tensor:
-        """Return (N, vocabulary) scores of the next token, with all that the class does to them."""
-        logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
+    def logits(self, hidden_NC: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Return (N, vocabulary) scores of the next token, with all that the class does to them.
+
+        The first `num_rows` count, what is behind them is padding.
+        """
+        with _turn(self.module, rows=KernelRows(len(hidden_NC), num_rows)):
+            logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
         return logits[0]
+
+
+@contextlib.contextmanager
+def _turn(module: Any, **given: Any) -> Iterator[None]:
+    """Give all modules these fields of their turn for the length of the block."""
+    turn: _Turn = getattr(module, TURN)
+    for name, value in given.items():
+        setattr(turn, name, value)
+    try:
+        yield
+    finally:  # it has the tensors of its masks
+        for name in given:
+            setattr(turn, name, None)
 
 
 def _base_name(module: Any) -> str:
@@ -210,9 +262,7 @@ def _hidden_states(
     step: _StockStep | _Probe,
     seen: Seen | None = None,
 ) -> torch.Tensor:
-    turn: _Turn = getattr(module, TURN)
-    turn.step = step
-    try:
+    with _turn(module, step=step):
         output = getattr(module, _base_name(module))(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None] if positions_T.ndim == 1 else positions_T[:, None],
@@ -221,8 +271,6 @@ def _hidden_states(
             use_cache=False,
             **({"mm_encoder_outputs": {"image": seen}} if seen is not None else {}),
         )
-    finally:
-        turn.step = None  # which has the tensors of its masks
     hidden: torch.Tensor = output.last_hidden_state
     return hidden[0]
 
@@ -244,6 +292,8 @@ def create_stock_model(
     turn = _Turn()
     for part in module.modules():
         setattr(part, TURN, turn)
+        if type(part) is nn.Linear:
+            part.__class__ = _StepLinear
     head = with_child(module, _base_name(module), _Given())
     spec = StockSpec(config.get_text_config().vocab_size, max_positions(config), _probe(module, device))
     eyes = Eyes(getattr(module, _base_name(module)), config, device) if sees else None

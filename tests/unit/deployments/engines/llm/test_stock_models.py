@@ -78,6 +78,34 @@ def test_tokens_equal_generate_in_a_ragged_batch(class_name):
     assert difference(class_name, (5, 40, 1, 70), 16, **CLASSES[class_name]) < MAX_ERROR
 
 
+# Rows as long as those of real models, so that the kernels compute products of completions.
+WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_attention_heads": 2}
+WIDE |= {"num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("class_name", "changes"),
+    [
+        ("Gemma2ForCausalLM", WIDE),
+        ("Olmo2ForCausalLM", WIDE),
+        ("CohereForCausalLM", WIDE),
+        ("ModernBertDecoderForCausalLM", WIDE),
+        ("OPTForCausalLM", {"hidden_size": 128, "ffn_dim": 192, "word_embed_proj_dim": 128}),
+        ("GPT2LMHeadModel", {"n_embd": 64}),  # whose products are no linear layers
+    ],
+)
+def test_company_changes_no_bit(class_name, changes, tmp_path):
+    """Log probabilities show more than tokens: of texts alone, together, and beside a prompt that comes later."""
+    engine = LLMEngine(tmp_path, save_tiny(tiny_model(class_name, **changes), tmp_path), LLMEngineConfig())
+    prompts = [drawn_prompt(length) for length in (5, 40, 1, 70, 17)]
+    together = our_answers(engine, prompts, 12)
+    for prompt, answer in zip(prompts, together, strict=True):
+        (alone,) = our_answers(engine, [prompt], 12)
+        assert alone.token_ids == answer.token_ids
+        assert torch.equal(alone.logprobs, answer.logprobs)
+    assert difference(class_name, (5, 40, 1, 70), 16, **changes) < MAX_ERROR
+
+
 def test_long_texts_beyond_the_padded_batches():
     """Beyond 512 tokens a completion attends alone, from where its keys lie."""
     assert difference(GEMMA, (600,), 4, max_position_embeddings=1024, sliding_window=530) < MAX_ERROR

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deployments.engines.native.library import load_kernels
-from deployments.engines.nn.few_rows import MOST_ROWS, multiply_few
+from deployments.engines.nn.few_rows import MOST_ROWS, multiply_few, multiply_rows
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="no compiled kernels for this processor")
 
@@ -57,3 +57,15 @@ def test_what_the_kernels_do_not_know_is_the_layer_s_own():
         assert torch.equal(multiply_few(transposed, wide), transposed(wide))
         plain = nn.Linear(48, 8)
         assert torch.allclose(multiply_few(plain, wide), _exact(plain, wide), atol=1e-5)
+
+
+@needs_kernels
+def test_any_number_of_rows_with_zeros_behind_them_and_no_other_width():
+    linear, x = nn.Linear(64, 48), torch.randn(3 * MOST_ROWS, 64)
+    with torch.no_grad():
+        found = multiply_rows(linear, x, 5)
+        assert torch.allclose(found[:-5], _exact(linear, x), rtol=1e-5, atol=1e-5)
+        assert found.shape == (3 * MOST_ROWS + 5, 48)
+        assert not found[-5:].any()
+        assert all(torch.equal(multiply_rows(linear, x[i : i + 1])[0], found[i]) for i in range(0, 3 * MOST_ROWS, 7))
+        assert multiply_rows(linear, x.view(-1, 32)) is None
