@@ -13,7 +13,7 @@ import pytest
 from deployments.engines.llm.models.registry import load_config
 from deployments.engines.llm.tokenizer import load_tokenizer
 from deployments.engines.protocol import EngineError
-from deployments.engines.text import loading
+from deployments.engines.text import encoder
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, loading.load_tokenizer, load_config])
+@pytest.mark.parametrize("load", [load_tokenizer, encoder.load_tokenizer, load_config])
 def test_it_is_refused_and_nobody_is_asked(model: Path, questions: list[str], load: Callable[[Path], Any]) -> None:
     with pytest.raises(EngineError, match=r"code that comes with (a|the) model"):
         load(model)

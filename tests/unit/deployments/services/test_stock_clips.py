@@ -114,7 +114,7 @@ async def test_a_video_is_made_of_the_file_that_was_sent(tmp_path: Path, open_ho
     assert likeness(seen) > LEAST_PSNR
     # Drawn weights may hardly tell frames in another order, or hardly inverted ones, but do tell one of the two.
     inverted = [PIL.ImageOps.invert(frame) for frame in seen]
-    assert likeness(seen) > min(likeness(seen[::-1]), likeness(inverted)) + 3
+    assert likeness(seen) > min(likeness(seen[::-1]), likeness(inverted)) + 1
 
 
 @pytest.mark.parametrize("class_name", AUDIOS)
