@@ -284,7 +284,7 @@ class StoreIndex:
     def _meta(self, numbers: Iterable[int], keys: set[bytes] | None = None) -> StoreMeta:
         try:
             return StoreMeta(extents=dict(self._extent(number, keys) for number in sorted(numbers)))
-        except ValidationError as error:
+        except (ValidationError, TypeError) as error:  # numbers that are none: a changed schema reads others' columns
             raise sqlite3.DatabaseError(f"an extent cannot be: {error}") from None
 
     def _extent(self, number: int, keys: set[bytes] | None = None) -> tuple[str, StoredExtent]:
