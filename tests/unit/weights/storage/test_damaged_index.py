@@ -154,8 +154,8 @@ def test_values_that_cannot_be_stop_no_action(sound: Sound, action: str) -> None
 
 
 def test_a_schema_that_numbers_no_extent_is_damage(sound: Sound) -> None:
-    """One changed byte of the schema made the number another column: it reads as NULL."""
-    place = sound.index[:PAGE_BYTES].rindex(b"number INTEGER PRIMARY KEY") + len("number INTEGE")
+    """One changed byte makes the number a column like others, whose type has three words: it reads as NULL."""
+    place = sound.index[:PAGE_BYTES].rindex(b"PRIMARY KEY, id TEXT")
     for action in THOROUGH:
         sound.damage(place, ord("Z"))
         act(sound, action)
