@@ -1,7 +1,6 @@
 """Calls of actors: typed by the methods of the actor's class, and with nothing left behind by their errors.
 
-Detached actors, which outlive the application, are ended by name, until the names are free again. Ray takes most of a
-second to import: where it is needed.
+Detached actors, which outlive the application, are ended by name, until the names are free again.
 """
 
 from __future__ import annotations
@@ -80,16 +79,12 @@ _POLL_S: Final = 0.1
 
 def named_actors() -> list[str]:
     """Return the names of Atelier's actors, of whatever cluster."""
-    import ray
-
     actors = ray.util.list_named_actors(all_namespaces=True)
     return [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
 
 
 def named_everywhere() -> list[str]:
     """Return the names of all actors that have some and have not ended: Atelier's, and Serve's with its replicas."""
-    import ray
-
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
 
 
@@ -118,8 +113,6 @@ def end_actors(find: Callable[[Sequence[str]], Sequence[str]], timeout_s: float 
 
 def _end_actor(name: str) -> str:
     """Kill the actor. Return the problem, "" for none, so that the other actors are still ended."""
-    import ray
-
     try:
         ray.kill(ray.get_actor(name, namespace=NAMESPACE))
     except ValueError:  # it has ended just now

@@ -51,6 +51,8 @@ from weights.reading.extents import ExtentReader, Resident, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock, StageFigures
 
+__all__ = ["KeeperSettings", "KeeperStats", "NodeKeeper", "Reading", "keeper_class"]
+
 
 class Reading:
     """The reads of one keeper. Thread-safe. Raises WeightsError when `ATELIER_READ` is malformed.
@@ -147,8 +149,6 @@ class Reading:
         if self._metrics:
             self._metrics.count_loads(self.stages.figures())
 
-
-__all__ = ["KeeperSettings", "KeeperStats", "NodeKeeper", "Reading", "keeper_class"]
 
 STAGING_BYTES: Final = 384 * 2**20  # twelve reads of 32 MiB: some arrive while others are copied
 CALL_THREADS: Final = 128  # callers that wait for an extent, or for room, each hold one

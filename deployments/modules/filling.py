@@ -27,6 +27,8 @@ from weights.manifest import Component, ExtentRef, Manifest
 from weights.memory.block_stream import BlockStream
 from weights.store import ManifestMark, manifest_mark
 
+logger = logging.getLogger("atelier.replica")
+
 MAX_MANIFESTS: Final = 256  # of 1,000 tensors each has about 2 MB
 FetchManifest = Callable[[str, str | None], Awaitable[Manifest]]
 
@@ -106,8 +108,6 @@ NOTE_EVERY_S: Final = 0.02
 _OF_THE_REQUEST: Final = (AdapterError, BudgetExceeded)  # what the replica is not unable for
 Report = Callable[[str, str, str | None], None]
 Filling = tuple[ModuleSlot, Part]
-
-logger = logging.getLogger("atelier.replica")
 
 
 class SlotFiller:

@@ -42,8 +42,9 @@ from weights.store import WeightStore
 from weights.torch_dtypes import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from onnx import ModelProto, ValueInfoProto
+    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+__all__ = ["RANGES", "externalize_onnx", "graph_for_session", "load_onnx", "read_onnx_signature", "write_onnx"]
 
 RANGES: Final = "ranges"  # of metadata_props: {"length": [1, 512]} as JSON, by the names of sizes
 
@@ -143,11 +144,6 @@ def _tables(model: ModelProto) -> dict[str, int]:
                 found[ids] = min(rows[table], found.get(ids, rows[table]))
     return found
 
-
-__all__ = ["RANGES", "externalize_onnx", "graph_for_session", "load_onnx", "read_onnx_signature", "write_onnx"]
-
-if TYPE_CHECKING:
-    from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto
 
 _MODEL_FILE: Final = "model.onnx"
 # Smaller tensors of nodes stay in the graph, and smaller initializers return to it: shape inference reads them there.

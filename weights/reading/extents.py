@@ -28,6 +28,23 @@ from weights.reading.report import LoadReport, StageClock
 from weights.reading.strategy import ReadStrategy
 from weights.storage.deltas.codec import ByteSource, ChunkDecoder, DeltaDamaged, chunk_sizes, read_header
 
+__all__ = [
+    "ASSUMED_DECODE_BYTES_PER_S",
+    "MIN_MEASURED_BYTES",
+    "Bases",
+    "ByteArray",
+    "ExtentReader",
+    "MeasuredRate",
+    "OpenPart",
+    "Place",
+    "Progress",
+    "Resident",
+    "decoded",
+    "prefers_delta",
+    "read_extent",
+    "reading_order",
+]
+
 # Gives the bytes of a plain extent that somebody has in memory, for as long as they are referenced; None: nobody has.
 Resident = Callable[[ExtentRef], ByteArray | None]
 OpenPart = Callable[[ExtentRef], contextlib.AbstractContextManager[Iterator[memoryview]]]
@@ -137,23 +154,6 @@ def prefers_delta(
     decode_s = plain_bytes / (decode_bytes_per_s or ASSUMED_DECODE_BYTES_PER_S)
     return read_bytes / (read_bytes_per_s or plain_bytes_per_s) + decode_s < plain_bytes / plain_bytes_per_s
 
-
-__all__ = [
-    "ASSUMED_DECODE_BYTES_PER_S",
-    "MIN_MEASURED_BYTES",
-    "Bases",
-    "ByteArray",
-    "ExtentReader",
-    "MeasuredRate",
-    "OpenPart",
-    "Place",
-    "Progress",
-    "Resident",
-    "decoded",
-    "prefers_delta",
-    "read_extent",
-    "reading_order",
-]
 
 _Result = TypeVar("_Result")
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

@@ -1,4 +1,4 @@
-"""The pipeline classes of diffusers that are known, one file each. A new family is a file and its line here.
+"""The known pipeline classes of diffusers: a file for each, or for siblings. A new one is a file and its line here.
 
 Nothing here imports torch before it computes: the ingress reads the defaults, and has no torch.
 """

@@ -213,8 +213,13 @@ class StockModel:
         Products of `rows` are the kernels'. Where the class counts the rows and columns of images, the positions may be
         (3, T).
         """
-        with _turn(self.module, rows=rows):
+        with _turn(self.module, rows=rows if self._has_kernels else None):
             return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
+
+    @property
+    def _has_kernels(self) -> bool:
+        """Return whether there may be kernels for its products: elsewhere no rows are told from the others."""
+        return self.device.type == "cpu" and self.dtype == torch.float32
 
     def lora_scope(self) -> str | None:
         """Return the module that LoRAs of requests may change, beside the head; None for all of them."""
@@ -228,7 +233,7 @@ class StockModel:
 
         The first `num_rows` count, what is behind them is padding.
         """
-        with _turn(self.module, rows=KernelRows(len(hidden_NC), num_rows)):
+        with _turn(self.module, rows=KernelRows(len(hidden_NC), num_rows) if self._has_kernels else None):
             logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
         return logits[0]
 
