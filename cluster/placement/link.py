@@ -80,7 +80,7 @@ class Link:
         self._actor: Any = None
         self._connecting = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
-        self._reported: Any = None  # at rest, and known to the controller
+        self._reported: object = None  # at rest, and known to the controller; or a report that is under way
         self._reported_s = -math.inf
 
     def start(self) -> None:
@@ -143,8 +143,16 @@ class Link:
         """Return whether the controller knows a report at rest, and was told it no longer than `rest_s` ago."""
         return report.is_at_rest and now_s < self._reported_s + rest_s and report.lasting == self._reported
 
-    def _note_reported(self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float) -> None:
-        self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
+    def _begin_report(self) -> object:
+        self._reported = under_way = object()
+        return under_way
+
+    def _note_reported(
+        self, report: WorkerReport | AdmissionSnapshot | SlotReport, now_s: float, under_way: object
+    ) -> None:
+        """Note what was reported, unless the controller may have ended since the report began."""
+        if self._reported is under_way:
+            self._reported, self._reported_s = report.lasting if report.is_at_rest else None, now_s
 
 
 class ControllerLink(Link):
@@ -172,9 +180,9 @@ class ControllerLink(Link):
         report, now_s = await self._report(), time.monotonic()
         if self._is_reported(report, now_s, REST_S):
             return
-        self._reported = None
+        under_way = self._begin_report()
         await call_actor(await self.handle(), Controller.report, self.name, report)
-        self._note_reported(report, now_s)
+        self._note_reported(report, now_s, under_way)
 
     async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
@@ -247,7 +255,7 @@ class SlotLink(Link):
         report = await self._report(began_s)
         if self._is_reported(report, began_s, SLOT_REST_S):
             return
-        self._reported = None
+        under_way = self._begin_report()
         try:
             async with asyncio.timeout(SLOT_CALL_S):
                 answer = await call_actor(await self.handle(), Controller.report_slots, self.name, report)
@@ -257,7 +265,7 @@ class SlotLink(Link):
                 self._queue.hold_slots(math.inf)
             raise
         self._num_failed = 0
-        self._note_reported(report, began_s)
+        self._note_reported(report, began_s, under_way)
         self._next_ended = self._next_ended if answer.next_ended is None else answer.next_ended
         if answer.session != self._session:
             self._session, self._revision = answer.session, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ from cluster.placement import slot_book
 from cluster.placement.actor import Controller
 from cluster.placement.link import ControllerLink, Link, SlotLink, link_queue
 from cluster.placement.overrides import OverrideChange, Overrides
-from cluster.placement.reports import OrderOutcome, Orders, WorkerReport
+from cluster.placement.reports import OrderOutcome, Orders, Update, WorkerReport
 from cluster.placement.state import STALE_S
 from cluster.placement.switching import THROUGHPUT_FIRST
 from cluster.registry.extent_locations import GroupNews
@@ -287,6 +288,34 @@ async def test_a_controller_that_was_replaced_hears_at_once_of_those_at_rest(
     actors.kill()
     controller = await actors.start()
     await until(lambda: controller._observations.workers and controller._observations.queues)
+
+
+async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("REST_S", 1e9), ("CALL_S", 1e9), ("PAUSE_S", 0.01)):
+        monkeypatch.setattr(link_module, name, value)
+    ends, answers, calls = asyncio.Event(), asyncio.Event(), Counter[str]()
+
+    async def report(*_: object) -> None:
+        calls["report"] += 1
+        await answers.wait()
+
+    async def receive(*_: object) -> Update:
+        calls["receive"] += 1
+        await (ends if calls["receive"] == 1 else asyncio.Event()).wait()
+        raise ActorUnavailableError("gone", None)
+
+    actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
+    models = Models()
+    link = ControllerLink("w", lambda: actor, models.report, models.apply, models.changed, 0.01)
+    link.start()
+    try:
+        await until(lambda: calls["report"] == calls["receive"] == 1)
+        ends.set()
+        await until(lambda: calls["receive"] == 2)
+        answers.set()  # that of the controller before
+        await until(lambda: calls["report"] == 2)
+    finally:
+        link.close()
 
 
 class Serve:
