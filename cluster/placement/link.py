@@ -187,6 +187,8 @@ class ControllerLink(Link):
     async def _receive_once(self) -> None:
         """Wait for a decision, and apply it."""
         update = await call_actor(await self.handle(), Controller.receive, self.name, self._revision, LISTEN_S)
+        if self._revision and not update.revision:  # another controller, which began between two calls
+            self._reported = None
         self._revision, self._tick_s = update.revision, update.tick_s
         if update.content is not None:
             self._apply(update.content)

@@ -318,6 +318,33 @@ async def test_a_report_under_way_while_its_controller_ends_is_made_again(monkey
         link.close()
 
 
+async def test_a_controller_that_was_replaced_between_two_calls_hears_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("REST_S", 1e9), ("CALL_S", 1e9)):
+        monkeypatch.setattr(link_module, name, value)
+    replaced, calls = asyncio.Event(), Counter[str]()
+
+    async def report(*_: object) -> None:
+        calls["report"] += 1
+
+    async def receive(name: str, revision: str, wait_s: float) -> Update:
+        calls["receive"] += 1
+        if calls["receive"] == 2:
+            await replaced.wait()
+        await asyncio.sleep(0)
+        return Update("" if replaced.is_set() else "first", None, 0.01)
+
+    actor = SimpleNamespace(report=SimpleNamespace(remote=report), receive=SimpleNamespace(remote=receive))
+    models = Models()
+    link = ControllerLink("w", lambda: actor, models.report, models.apply, models.changed, 0.01)
+    link.start()
+    try:
+        await until(lambda: calls["report"] == 1 and calls["receive"] == 2)
+        replaced.set()
+        await until(lambda: calls["report"] == 2)
+    finally:
+        link.close()
+
+
 class Serve:
     """Serve as the controller asks it: how many workers there are to be, in the order in which it was told."""
 

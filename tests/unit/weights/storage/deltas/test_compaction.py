@@ -180,7 +180,7 @@ def test_a_base_stays_one_when_more_siblings_come(filled: WeightStore, models: d
     compact(filled)
     for number in range(3):  # nearer to each other than to the base
         name = f"new{number}"
-        models[name] = tuned(models["strong"], 1e-5)
+        models[name] = tuned(models["strong"])
         externalize(filled, name, write_model(name, models[name]))
     assert {figures.bases for figures in compact(filled).models} == {("base",)}
     assert deltas(filled)["base"] == 0
