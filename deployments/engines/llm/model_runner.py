@@ -46,7 +46,8 @@ class ModelRunner:
         self._split = SplitLayers(model, self._cache) if isinstance(model, LoadedModel) and is_split else None
         # On the host, products of few rows round by their number: a token's result must not depend on its company.
         on_host = any(map(computes_on_host, (model.device, *places)))
-        self._row_multiple = settled_rows() if model.pads_rows and on_host else 1
+        multiple = model.row_multiple if isinstance(model, StockModel) else settled_rows()
+        self._row_multiple = multiple if model.pads_rows and on_host else 1
 
     def stream_layers(self, stream: BlockStream) -> None:
         """Let layers of the host come to the device through `stream`, for steps of many tokens."""
@@ -88,8 +89,11 @@ class ModelRunner:
             return self._run_split(chunks, check)
         model = self._model
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
-        token_ids_T = self._padded(torch.tensor(tokens)).to(model.device)
-        positions_T = self._padded(_positions(chunks)).to(model.device)
+        multiple = self._row_multiple
+        if isinstance(model, StockModel) and not model.pads_completions and _are_completions(chunks):
+            multiple = len(tokens) if len(tokens) > 1 else 2  # parts of a single row are contiguous, those of more not
+        token_ids_T = _padded(torch.tensor(tokens), multiple).to(model.device)
+        positions_T = _padded(_positions(chunks), multiple).to(model.device)
         eyes = model.eyes if isinstance(model, StockModel) else None
         seen = eyes.seen(token_ids_T, _shown(chunks)) if eyes else None
 
@@ -100,7 +104,7 @@ class ModelRunner:
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
             if isinstance(model, StockModel):
-                rows = _kernel_rows(chunks, len(token_ids_T))
+                rows = _kernel_rows(chunks, len(token_ids_T), self._row_multiple)
                 hidden = model.hidden_states(*arguments, rows, seen, self._step_states(model, chunks, check))
             else:
                 hidden = model.hidden_states(*arguments)
@@ -113,7 +117,11 @@ class ModelRunner:
     ) -> StepStates | None:
         if self._states is None:
             return None
-        batches = plan_batches(chunks, model.device, self._row_multiple, has_kernels=model.has_kernels)
+        assert model.spec.recurrent is not None
+        is_whole = not model.spec.recurrent.piece_tokens
+        batches = plan_batches(
+            chunks, model.device, self._row_multiple, has_kernels=model.has_kernels, pads_completions=is_whole
+        )
         return StepStates(self._states, batches, check)
 
     def _run_split(
@@ -173,15 +181,13 @@ class ModelRunner:
             return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
         model, chosen = self._model, hidden[rows]
         if isinstance(model, StockModel):
-            logits = model.logits(self._padded(chosen) if model.pads_logits else chosen, len(rows))
+            logits = model.logits(self._padded(chosen) if model.pads_completions else chosen, len(rows))
         else:
             logits = model.logits(self._padded(chosen))
         return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` with zeros behind it up to a multiple of `_row_multiple` rows."""
-        missing = -len(rows) % self._row_multiple
-        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+        return _padded(rows, self._row_multiple)
 
 
 class OwnCacheRunner:
@@ -230,6 +236,12 @@ class OwnCacheRunner:
         return logits[-1:].float()
 
 
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return `rows` with zeros behind them up to a multiple of rows."""
+    missing = -len(rows) % multiple
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+
+
 def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
     """Return the positions of a step's tokens, (T,), or (T, 3) where a prompt's images have rows and columns."""
     found, is_plain = [], True
@@ -263,7 +275,11 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
     return rows
 
 
-def _kernel_rows(chunks: Collection[Chunk], num_rows: int) -> StepRows | None:
+def _are_completions(chunks: Iterable[Chunk]) -> bool:
+    return all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
+
+
+def _kernel_rows(chunks: Collection[Chunk], num_rows: int, row_multiple: int) -> StepRows | None:
     """Return the rows of a step's completions, of `num_rows` with its padding; None where there are none."""
     rows, end = list[int](), 0
     for chunk in chunks:
@@ -271,8 +287,8 @@ def _kernel_rows(chunks: Collection[Chunk], num_rows: int) -> StepRows | None:
         end += chunk.num_tokens
         rows.extend(range(end - completed, end))
     if len(rows) == end:
-        return StepRows((1, num_rows), slice(end))
-    return StepRows((1, num_rows), torch.tensor(rows)) if rows else None
+        return StepRows((1, num_rows), end, row_multiple)
+    return StepRows((1, num_rows), torch.tensor(rows), row_multiple) if rows else None
 
 
 def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:

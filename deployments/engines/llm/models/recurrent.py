@@ -40,7 +40,10 @@ class StateForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: there is one, all of it."""
+    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: there is one, all of it.
+
+    Such mixers multiply beside their linear layers: what is not padded for these is for them.
+    """
 
     mixers: tuple[Mapping[StateName, StateForm], ...]
     piece_tokens: int
@@ -66,9 +69,9 @@ class StateStore:
         return {name: states.index_select(0, slots) for name, states in self._mixers[mixer].items()}
 
     def write(self, mixer: int, slots: torch.Tensor, states: Mapping[StateName, torch.Tensor]) -> None:
-        """Store what `read` returns."""
+        """Store the first of such states in the slots (N,)."""
         for name, stored in self._mixers[mixer].items():
-            stored.index_copy_(0, slots, states[name])
+            stored.index_copy_(0, slots, states[name][: len(slots)])
 
 
 class MixerCache:
@@ -126,13 +129,14 @@ class MixerCache:
 class _MixerBatch:
     """Rows of a step that go through a mixer in one call, as a batch of `products.shape`, and the slots of its states.
 
-    `reads` is None at the beginning of a prompt, `writes` where nothing follows.
+    `reads` is None at the beginning of a prompt. The first `num_rows` count, those behind pad.
     """
 
     rows: torch.Tensor
+    num_rows: int
     products: StepRows
     reads: torch.Tensor | None
-    writes: torch.Tensor | None
+    writes: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -155,9 +159,8 @@ class StepStates:
                 result: torch.Tensor = forward(part, **{**given, mixer.cache_name: cache, "attention_mask": None})
                 if mixed is None:
                     mixed = result.new_zeros(*hidden_1TC.shape[:2], result.shape[-1])
-                mixed[0, batch.rows] = result.flatten(0, 1)
-                if batch.writes is not None:
-                    self.store.write(mixer.number, batch.writes, cache.states)
+                mixed[0, batch.rows[: batch.num_rows]] = result.flatten(0, 1)[: batch.num_rows]
+                self.store.write(mixer.number, batch.writes, cache.states)
         finally:
             mixer.routed_rows, turn.rows = None, before
         assert mixed is not None
@@ -218,9 +221,17 @@ def _cache_name(kind: type[nn.Module]) -> str:
 
 
 def plan_batches(
-    chunks: Collection[Chunk], device: torch.device, row_multiple: int, *, has_kernels: bool
+    chunks: Collection[Chunk],
+    device: torch.device,
+    row_multiple: int,
+    *,
+    has_kernels: bool,
+    pads_completions: bool,
 ) -> tuple[_MixerBatch, ...]:
-    """Return the calls of each mixer in a step: one for each piece of a prompt, and one for all completions."""
+    """Return the calls of each mixer in a step: one for each piece of a prompt, and one for all completions.
+
+    With `pads_completions`, those are padded to a multiple of `row_multiple` as well.
+    """
 
     def on_device(numbers: list[int]) -> torch.Tensor:
         return torch.tensor(numbers, device=device)
@@ -237,11 +248,14 @@ def plan_batches(
                 rows = torch.arange(first + start - chunk.start, first + end - chunk.start, device=device)
                 products = StepRows((1, end - start), None, row_multiple)
                 reads = None if read is None else on_device([read])
-                batches.append(_MixerBatch(rows, products, reads, on_device([slot])))
+                batches.append(_MixerBatch(rows, end - start, products, reads, on_device([slot])))
                 start, read = end, slot
         first += chunk.num_tokens
     if decoding:
-        rows, reads, writes = (on_device(list(numbers)) for numbers in zip(*decoding, strict=True))
-        by_kernels = slice(len(rows)) if has_kernels else None
-        batches.append(_MixerBatch(rows, StepRows((len(rows), 1), by_kernels, row_multiple), reads, writes))
+        by_kernels = len(decoding) if has_kernels else None
+        padding = decoding[:1] * (-len(decoding) % row_multiple) if pads_completions else []
+        rows, reads, _ = (on_device(list(numbers)) for numbers in zip(*decoding, *padding, strict=True))
+        writes = on_device([slot for _, _, slot in decoding])
+        products = StepRows((len(rows), 1), by_kernels, row_multiple)
+        batches.append(_MixerBatch(rows, len(decoding), products, reads, writes))
     return tuple(batches)

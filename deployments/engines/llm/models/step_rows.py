@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from deployments.engines.library_seam import apply_gate
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.few_rows import multiply_rows
 
 TURN: Final = "atelier_turn"
+_PRODUCTS: Final = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "addmm", "addmv", "addbmm", "baddbmm"),
+        *("einsum", "conv1d", "conv2d"),
+    }
+)
+_VECTORS: Final = 32  # elements: an elementwise function leaves none to other code (`nn/batch_invariant.py`)
 
 
 @dataclass(slots=True, eq=False)
@@ -24,8 +33,13 @@ class StepRows:
     """
 
     shape: tuple[int, ...]
-    by_kernels: slice | torch.Tensor | None  # all up to a number, of which those behind count nothing; rows; none
+    by_kernels: int | torch.Tensor | None  # the first, where those behind count nothing; rows by their numbers; none
     row_multiple: int = 1
+
+    def are_those_of(self, batch: torch.Tensor) -> bool:
+        """Return whether a batch has these rows. Latent keys have an axis for their one head before theirs."""
+        axes = batch.shape[:-1]
+        return axes == self.shape or axes == (*[1] * (len(axes) - len(self.shape)), *self.shape)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,19 +62,52 @@ class StepLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         rows = turn_of(self).rows
-        # Latent keys and values have an axis for their one head before that of the rows.
-        if rows is None or input.shape[:-1] != (*[1] * (input.ndim - 1 - len(rows.shape)), *rows.shape):
+        if rows is None or not rows.are_those_of(input):
             return super().forward(input)
-        flat, chosen = input.flatten(0, -2), rows.by_kernels
-        if isinstance(chosen, slice):
-            found = multiply_rows(self, flat[chosen], len(flat) - len(flat[chosen]))
-            if found is not None:
-                return found.view(*input.shape[:-1], -1)
+        chosen = rows.by_kernels
+        if isinstance(chosen, int) and (found := multiply_rows(self, input, chosen)) is not None:
+            return found
+        flat = input.reshape(-1, self.in_features)
         padded = F.pad(flat, (0, 0, 0, -len(flat) % rows.row_multiple))
         result = super().forward(padded)[: len(flat)]
         if isinstance(chosen, torch.Tensor) and (found := multiply_rows(self, flat[chosen])) is not None:
             result[chosen] = found
         return result.view(*input.shape[:-1], -1)
+
+
+class OtherProducts(TorchFunctionMode):
+    """Looks for what a forward of one token computes of rows beside its linear layers: `found` says whether it does.
+
+    Of such models the rows of a step are padded. What has an inner size of 1 adds nothing up.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._weights = {id(part.weight) for part in module.modules() if isinstance(part, StepLinear)}
+        self.found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            first, second, *_ = (*args, *(kwargs or {}).values())
+            is_of_a_layer = id(second) in self._weights and StepRows((1, 1), None).are_those_of(first)
+            is_exact = isinstance(first, torch.Tensor) and first.shape[-1] == 1
+            self.found |= not (is_of_a_layer or is_exact)
+        return func(*args, **(kwargs or {}))
+
+
+def padded_multiple(module: nn.Module) -> int:
+    """Return the multiple of rows for which nothing that a model makes of one depends on the others, on the host.
+
+    Where a layer makes a few elements of a row, a gate say, elementwise functions of them go by whole vectors of rows.
+    """
+    is_even = all(part.out_features % _VECTORS == 0 for part in module.modules() if isinstance(part, nn.Linear))
+    return settled_rows() if is_even else max(settled_rows(), _VECTORS)
 
 
 def compute_experts(

@@ -40,10 +40,18 @@ from deployments.engines.llm.models.recurrent import (
     mix_by_steps,
     piece_tokens,
 )
-from deployments.engines.llm.models.step_rows import TURN, StepLinear, StepRows, Turn, compute_experts, turn_of
+from deployments.engines.llm.models.step_rows import (
+    TURN,
+    OtherProducts,
+    StepLinear,
+    StepRows,
+    Turn,
+    compute_experts,
+    padded_multiple,
+    turn_of,
+)
 from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOLE_PROMPTS
 from deployments.engines.llm.paged_attention import Planner, Scores, StepAttention, Visible
-from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.protocol import EngineError
 from weights.memory.devices import computes_on_host
 from weights.torch_seam import is_fake, with_child
@@ -185,7 +193,8 @@ class StockModel:
     dtype: torch.dtype
     device: torch.device
     pads_rows: bool = True
-    pads_logits: bool = True  # unless its last layer pads what torch computes of it
+    pads_completions: bool = True  # unless all products are those of linear layers, which kernels compute
+    row_multiple: int = 1
     eyes: Eyes | None = None
 
     def hidden_states(
@@ -223,7 +232,7 @@ class StockModel:
 
         The first `num_rows` count, what is behind them is padding.
         """
-        rows = StepRows((1, len(hidden_NC)), slice(num_rows), settled_rows())
+        rows = StepRows((1, len(hidden_NC)), num_rows, self.row_multiple)
         with _turn(self.module, rows=rows if self.has_kernels else None):
             logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
         return logits[0]
@@ -296,27 +305,36 @@ def create_stock_model(
     mixers = mix_by_steps(module) if config.architectures[0] in RECURRENT else []
     base = _base_name(module)
     head = with_child(module, base, _Given(getattr(module, base)))
-    layers, states = _probe(module, device)
+    products = OtherProducts(module)
+    with products:
+        layers, states = _probe(module, head, device)
     recurrent = None
     if mixers:
         is_whole = config.architectures[0] in WHOLE_PROMPTS
         recurrent = RecurrentSpec(tuple(states), 0 if is_whole else piece_tokens(mixers))
-    spec = StockSpec(config.get_text_config().vocab_size, max_positions(config), layers, recurrent)
-    eyes = Eyes(getattr(module, base), config, device) if sees else None
-    model = StockModel(module, head, spec, module.get_input_embeddings().weight.dtype, device, eyes=eyes)
-    return replace(
-        model, pads_logits=not (model.has_kernels and isinstance(module.get_output_embeddings(), StepLinear))
+    model = StockModel(
+        module,
+        head,
+        StockSpec(config.get_text_config().vocab_size, max_positions(config), layers, recurrent),
+        module.get_input_embeddings().weight.dtype,
+        device,
+        row_multiple=padded_multiple(module),
+        eyes=Eyes(getattr(module, base), config, device) if sees else None,
     )
+    return replace(model, pads_completions=products.found or not model.has_kernels)
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device) -> tuple[tuple[KvHeads, ...], list[Mapping[StateName, StateForm]]]:
+def _probe(
+    module: Any, head: Any, device: torch.device
+) -> tuple[tuple[KvHeads, ...], list[Mapping[StateName, StateForm]]]:
     """Return the key/value heads of each layer and the states of each mixer, as one token shows them."""
     probe, states = _Probe(), StateProbe()
     try:
         first = torch.zeros(1, dtype=torch.long, device=device)
         with _turn(module, states=states):
-            _hidden_states(module, first, first, probe)
+            hidden = _hidden_states(module, first, first, probe)
+        head(inputs_embeds=hidden[None], use_cache=False)
     except EngineError:
         raise
     except Exception as error:  # configs are believed here and there, each with errors of its own
