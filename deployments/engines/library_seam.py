@@ -105,6 +105,12 @@ SHIMS: Final = (
         is_needed=False,
     ),
     Shim(
+        "experts of language models",
+        "language models with experts that transformers computes are not served",
+        used=("transformers.integrations.moe:_default_apply_gate",),
+        is_needed=False,
+    ),
+    Shim(
         "language models with a cache of their own",
         "hybrid and recurrent language models are not served",
         used=(
@@ -274,6 +280,12 @@ def generate_step(
         inputs["logits_to_keep"] = 1
     output = module(**inputs, return_dict=True)
     return output.logits, module._update_model_kwargs_for_generation(output, dict(kept))
+
+
+def apply_gate(experts: Any, inner: torch.Tensor) -> torch.Tensor:
+    """Return what a class of experts makes of gates and values, (N, 2 * inner size), between its two products."""
+    gated: torch.Tensor = experts._apply_gate(inner)
+    return gated
 
 
 def process_image(processor: Any, image: Any, options: Mapping[str, Any]) -> tuple[Any, str]:

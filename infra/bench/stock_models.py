@@ -14,7 +14,8 @@ import transformers
 
 _ADDER: Final = Path(__file__).parents[1] / "demo" / "models" / "adder"
 CLASSES: Final = ("PixArtSigmaPipeline", "CogView3PlusPipeline", "WanPipeline")
-TEXT_CLASSES: Final = ("Gemma2ForCausalLM", "Olmo2ForCausalLM")  # with and without soft caps and windows
+# With and without soft caps and windows, and with recurrent layers.
+TEXT_CLASSES: Final = ("Gemma2ForCausalLM", "Olmo2ForCausalLM", "Qwen3_5ForCausalLM")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ def save_text_model(class_name: str, folder: Path, seed: int, width: int, num_la
     config = kind.config_class(
         vocab_size=32000, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
         num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=64, max_position_embeddings=1024,
-        query_pre_attn_scalar=64, sliding_window=128, eos_token_id=None, tie_word_embeddings=True,
+        query_pre_attn_scalar=64, sliding_window=128, linear_num_key_heads=width // 128, eos_token_id=None,
+        linear_num_value_heads=width // 64, linear_key_head_dim=64, linear_value_head_dim=64, tie_word_embeddings=True,
         architectures=[class_name], dtype="float32",
     )  # fmt: skip
     model = kind(config).eval()

@@ -2,9 +2,9 @@
 
     python -m infra.supported.language_models [CLASS ...]
 
-prints a line for each class: `our decoder`, `paged`, `own cache`, with `, text alone` behind it where a model reads
-images or sound as well, `paged, with eyes` (which `vision_models` compares), or `refused: why`. A class that is said to
-be served and differs is printed with what it differs by, and ends the script with status 1.
+prints a line for each class: `our decoder`, `paged`, `paged, with states`, `own cache`, with `, text alone` behind it
+where a model reads images or sound as well, `paged, with eyes` (which `vision_models` compares), or `refused: why`. A
+class that is said to be served and differs is printed with what it differs by, and ends the script with status 1.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers.models.gemma3n import modeling_gemma3n
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.models.gguf_config import CLASS_NAMES
-from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, PAGED, SEEING, TEXT_ALONE
+from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, PAGED, RECURRENT, SEEING, TEXT_ALONE
 from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
 
 VOCABULARY: Final = 96
@@ -262,6 +262,8 @@ def _way(class_name: str) -> str:
         return "our decoder"
     if class_name in PAGED:
         return "paged"
+    if class_name in RECURRENT:
+        return "paged, with states"
     if class_name in OWN_CACHE:
         return "own cache"
     if class_name in SEEING:

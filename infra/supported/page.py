@@ -27,6 +27,7 @@ _PIPELINES: Final = {
 _LANGUAGE_MODELS: Final = {
     "our decoder": "fast path",
     "paged": "stock path with the paged cache",
+    "paged, with states": "stock path with the paged cache and states",
     "own cache": "stock path with its own cache",
     "paged, with eyes": "stock path with the paged cache, sees images",
 }
@@ -50,6 +51,7 @@ others were not run: what is said of them was read from the library's source.
 |---|---|
 | fast path | the engine's own loop or decoder: requests of one model share forwards |
 | stock path with the paged cache | transformers' own code, batched by the scheduler of language models |
+| ... and states | the same, with recurrent layers, whose states lie in slots |
 | stock path with its own cache | transformers' own code, one sequence at a time |
 | stock path | the library's own code: pipelines take turns with others from block to block, the rest run in batches |
 | ..., text alone | the decoder of a model that reads images or sound as well, which are refused here |

@@ -25,11 +25,12 @@ from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
 from deployments.engines.llm.image_reader import ImageReader
-from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_cache
+from deployments.engines.llm.kv_cache import CachePlan, KvDtype, cache_tensors, plan_blocks, plan_cache
 from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.model_runner import ModelRunner, OwnCacheRunner
 from deployments.engines.llm.models.llama import DecoderSpec
-from deployments.engines.llm.models.own_cache import OwnCacheModel, plan_states
+from deployments.engines.llm.models.own_cache import OwnCacheModel
+from deployments.engines.llm.models.recurrent import RecurrentSpec
 from deployments.engines.llm.models.registry import (
     AnyModel,
     LoadedModel,
@@ -46,6 +47,7 @@ from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.prompt_logprobs import PromptLogprobs
 from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
+from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
     encode_chat,
     encode_text,
@@ -117,6 +119,7 @@ class LLMEngine:
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._pace = PrefillPace(config.max_decode_delay, config.max_prefill_beside_decode)
         self._blocks = BlockPool(plan.num_blocks)
+        recurrent = recurrent_spec(model)
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=plan.max_num_seqs,
@@ -124,6 +127,7 @@ class LLMEngine:
             pace=self._pace,
             shares_completions=not config.is_deterministic,
             shares_prefixes=self._shares_prompts,
+            states=StateSlots(plan.max_num_seqs, recurrent.piece_tokens) if recurrent else None,
         )
         self._loras, self._memory = DecoderLoras(model), MemoryLimits()
         self._requests: dict[str, list[Completion]] = {}
@@ -399,9 +403,19 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
         "max_model_len": config.max_model_len,
     }
     if isinstance(model, OwnCacheModel):
-        return plan_states(model.spec, **limits), OwnCacheRunner(model)
+        spec = model.spec
+        plan = plan_blocks(spec.block_bytes, spec.max_positions, **limits, fixed_bytes=spec.fixed_bytes)
+        return plan, OwnCacheRunner(model)
+    recurrent = recurrent_spec(model)
+    limits["fixed_bytes"] = SLOTS_PER_SEQUENCE * recurrent.slot_bytes if recurrent else 0
     plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
-    return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype)
+    num_states = SLOTS_PER_SEQUENCE * plan.max_num_seqs if recurrent else 0
+    return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype, num_states)
+
+
+def recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
+    """Return the states of a model that has some in the shared batch."""
+    return model.spec.recurrent if isinstance(model, StockModel) else None
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ class StepTwin:
             num_prompt_tokens = start if end - start == 1 else end
             blocks = list(range(-(-end // BLOCK_SIZE)))[::-1]
             sequence = TokenSequence("twin", [0] * end, max(1, num_prompt_tokens), block_table=blocks)
-            chunks.append(Chunk(sequence, start, end, is_last=True))
+            chunks.append(Chunk(sequence, start, end, True, 0 if start else None, ((end, 1),)))
         return record(lambda: self._runner.run(chunks), Recorder(self._device, is_fake=True), {}, self._mode)
 
 

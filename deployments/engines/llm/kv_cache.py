@@ -58,6 +58,7 @@ def plan_cache(
     max_num_seqs: int,
     max_model_len: int | None,
     kv_dtype: KvDtype = "auto",
+    fixed_bytes: int = 0,
 ) -> CachePlan:
     """Fit the cache into `kv_cache_bytes`, but make it no larger than all sequences can use.
 
@@ -78,18 +79,32 @@ def plan_cache(
         kv_cache_bytes=kv_cache_bytes,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
+        fixed_bytes=fixed_bytes,
     )
 
 
 def plan_blocks(
-    block_bytes: int, max_positions: int, *, kv_cache_bytes: int, max_num_seqs: int, max_model_len: int | None
+    block_bytes: int,
+    max_positions: int,
+    *,
+    kv_cache_bytes: int,
+    max_num_seqs: int,
+    max_model_len: int | None,
+    fixed_bytes: int = 0,
 ) -> CachePlan:
-    """Fit blocks of so many bytes into `kv_cache_bytes`, for a model of so many positions. Raises as `plan_cache`."""
-    affordable = kv_cache_bytes // block_bytes
+    """Fit blocks of so many bytes into `kv_cache_bytes`, for a model of so many positions. Raises as `plan_cache`.
+
+    Any sequence has `fixed_bytes` beside its blocks: at most half is for those, unless it is for a single one.
+    """
+    if fixed_bytes:
+        max_num_seqs = min(max_num_seqs, max(1, kv_cache_bytes // 2 // fixed_bytes))
+    left = kv_cache_bytes - max_num_seqs * fixed_bytes
+    if left < 0:
+        raise EngineError(f"kv_cache_bytes is {kv_cache_bytes}, but the states of a sequence need {fixed_bytes}")
+    affordable = left // max(1, block_bytes)
     if affordable < 1:
-        raise EngineError(
-            f"kv_cache_bytes is {kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens needs {block_bytes}"
-        )
+        least = fixed_bytes + block_bytes
+        raise EngineError(f"kv_cache_bytes is {kv_cache_bytes}, but one block of {BLOCK_SIZE} tokens needs {least}")
     if max_model_len is None:
         max_model_len = min(max_positions, affordable * BLOCK_SIZE)
     if not 2 <= max_model_len <= max_positions:
@@ -228,7 +243,7 @@ class _Half:
         num_layers = Counter(sizes)
         groups = {
             (heads, size, device): [
-                _zeros(shape, kind, device)
+                zero_pages(shape, kind, device)
                 for shape, kind in _shapes((count, num_slots, heads), size, stored, kv_dtype)
             ]
             for (heads, size, device), count in num_layers.items()
@@ -266,7 +281,8 @@ def _chosen(tensor_S: torch.Tensor, slots: torch.Tensor | slice) -> torch.Tensor
     return tensor_S[slots] if isinstance(slots, slice) else tensor_S.index_select(0, slots)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zero_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros, whose memory is taken when it is used."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page; numpy asks the kernel for zero pages, which cost nothing until they are

@@ -11,8 +11,10 @@ from torch.nn import functional as F
 from deployments.engines.llm.kv_cache import KVCache, KvDtype
 from deployments.engines.llm.loras import SequenceLora
 from deployments.engines.llm.models.own_cache import OwnCacheModel, SequenceState
+from deployments.engines.llm.models.recurrent import StateStore, StepStates, plan_batches
 from deployments.engines.llm.models.registry import LoadedModel
-from deployments.engines.llm.models.stock import KernelRows, StockModel
+from deployments.engines.llm.models.step_rows import StepRows
+from deployments.engines.llm.models.stock import StockModel
 from deployments.engines.llm.native_decoder import NativeDecoder, TokenSpan
 from deployments.engines.llm.paged_attention import StepAttention, Visible, plan_attention
 from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
@@ -30,17 +32,22 @@ from weights.memory.devices import computes_on_host
 class ModelRunner:
     """Prefill and decode alike: every chunk's tokens go through the layers in one flat batch."""
 
-    def __init__(self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto") -> None:
+    def __init__(
+        self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto", num_states: int = 0
+    ) -> None:
         self._model = model
         stored = NativeDecoder.cache_dtype(model)
         is_split = isinstance(model, LoadedModel) and model.is_split
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
         self._cache = KVCache(model.spec, num_blocks, model.dtype, model.device, kv_dtype, stored=stored, places=places)
+        recurrent = model.spec.recurrent if isinstance(model, StockModel) else None
+        self._states = StateStore(recurrent, num_states, model.device) if recurrent else None
         self._decoder = NativeDecoder.create(model, self._cache)
         self._split = SplitLayers(model, self._cache) if isinstance(model, LoadedModel) and is_split else None
         # On the host, products of few rows round by their number: a token's result must not depend on its company.
         on_host = any(map(computes_on_host, (model.device, *places)))
-        self._row_multiple = settled_rows() if model.pads_rows and on_host else 1
+        multiple = model.row_multiple if isinstance(model, StockModel) else settled_rows()
+        self._row_multiple = multiple if model.pads_rows and on_host else 1
 
     def stream_layers(self, stream: BlockStream) -> None:
         """Let layers of the host come to the device through `stream`, for steps of many tokens."""
@@ -82,8 +89,11 @@ class ModelRunner:
             return self._run_split(chunks, check)
         model = self._model
         tokens = [token for chunk in chunks for token in chunk.sequence.token_ids[chunk.start : chunk.end]]
-        token_ids_T = self._padded(torch.tensor(tokens)).to(model.device)
-        positions_T = self._padded(_positions(chunks)).to(model.device)
+        multiple = self._row_multiple
+        if isinstance(model, StockModel) and not model.pads_completions and _are_completions(chunks):
+            multiple = len(tokens) if len(tokens) > 1 else 2  # parts of a single row are contiguous, those of more not
+        token_ids_T = _padded(torch.tensor(tokens), multiple).to(model.device)
+        positions_T = _padded(_positions(chunks), multiple).to(model.device)
         eyes = model.eyes if isinstance(model, StockModel) else None
         seen = eyes.seen(token_ids_T, _shown(chunks)) if eyes else None
 
@@ -94,12 +104,25 @@ class ModelRunner:
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
         with adapted_rows(model.module, _row_adapters(chunks, model.device)):
             if isinstance(model, StockModel):
-                hidden = model.hidden_states(*arguments, _kernel_rows(chunks, len(token_ids_T)), seen)
+                rows = _kernel_rows(chunks, len(token_ids_T), self._row_multiple)
+                hidden = model.hidden_states(*arguments, rows, seen, self._step_states(model, chunks, check))
             else:
                 hidden = model.hidden_states(*arguments)
         self._read_prompts(chunks, hidden)
         with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
+
+    def _step_states(
+        self, model: StockModel, chunks: Collection[Chunk], check: Callable[[], None]
+    ) -> StepStates | None:
+        if self._states is None:
+            return None
+        assert model.spec.recurrent is not None
+        is_whole = not model.spec.recurrent.piece_tokens
+        batches = plan_batches(
+            chunks, model.device, self._row_multiple, has_kernels=model.has_kernels, pads_completions=is_whole
+        )
+        return StepStates(self._states, batches, check)
 
     def _run_split(
         self, chunks: Collection[Chunk], check: Callable[[], None], spans: list[TokenSpan] | None = None
@@ -156,14 +179,15 @@ class ModelRunner:
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         if not rows:
             return torch.empty(0, self._model.spec.vocab_size, device=self._model.device)
-        model, padded = self._model, self._padded(hidden[rows])
-        logits = model.logits(padded, len(rows)) if isinstance(model, StockModel) else model.logits(padded)
+        model, chosen = self._model, hidden[rows]
+        if isinstance(model, StockModel):
+            logits = model.logits(self._padded(chosen) if model.pads_completions else chosen, len(rows))
+        else:
+            logits = model.logits(self._padded(chosen))
         return logits[: len(rows)].float()
 
     def _padded(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` with zeros behind it up to a multiple of `_row_multiple` rows."""
-        missing = -len(rows) % self._row_multiple
-        return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+        return _padded(rows, self._row_multiple)
 
 
 class OwnCacheRunner:
@@ -212,6 +236,12 @@ class OwnCacheRunner:
         return logits[-1:].float()
 
 
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    """Return `rows` with zeros behind them up to a multiple of rows."""
+    missing = -len(rows) % multiple
+    return F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, missing)) if missing else rows
+
+
 def _positions(chunks: Collection[Chunk]) -> torch.Tensor:
     """Return the positions of a step's tokens, (T,), or (T, 3) where a prompt's images have rows and columns."""
     found, is_plain = [], True
@@ -245,7 +275,11 @@ def _last_rows(chunks: Collection[Chunk]) -> list[int]:
     return rows
 
 
-def _kernel_rows(chunks: Collection[Chunk], num_rows: int) -> KernelRows | None:
+def _are_completions(chunks: Iterable[Chunk]) -> bool:
+    return all(chunk.start >= chunk.sequence.num_prompt_tokens for chunk in chunks)
+
+
+def _kernel_rows(chunks: Collection[Chunk], num_rows: int, row_multiple: int) -> StepRows | None:
     """Return the rows of a step's completions, of `num_rows` with its padding; None where there are none."""
     rows, end = list[int](), 0
     for chunk in chunks:
@@ -253,8 +287,8 @@ def _kernel_rows(chunks: Collection[Chunk], num_rows: int) -> KernelRows | None:
         end += chunk.num_tokens
         rows.extend(range(end - completed, end))
     if len(rows) == end:
-        return KernelRows(num_rows, end)
-    return KernelRows(num_rows, end, torch.tensor(rows)) if rows else None
+        return StepRows((1, num_rows), end, row_multiple)
+    return StepRows((1, num_rows), torch.tensor(rows), row_multiple) if rows else None
 
 
 def _by_place(adapters: Iterable[RowAdapter]) -> list[RowAdapter]:

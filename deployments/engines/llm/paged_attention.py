@@ -313,6 +313,8 @@ def _attend(
 
     The sinks are those of each head, or of each row where the rows of a head are heads themselves.
     """
+    if keys.shape[-1] != values.shape[-1]:  # two products, which on the host add up otherwise where batches lie apart
+        keys, values = keys.contiguous(), values.contiguous()
     if scores.softcap is None and scores.sinks is None:
         return F.scaled_dot_product_attention(
             queries, keys, values, attn_mask=mask, scale=scores.scale, enable_gqa=queries.shape[1] != keys.shape[1]

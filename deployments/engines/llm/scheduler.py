@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from deployments.engines.llm.block_manager import BLOCK_SIZE, BlockPool, block_key, blocks_for
 from deployments.engines.llm.prefill_pace import PrefillPace
+from deployments.engines.llm.state_slots import StateSlots
 
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
@@ -39,8 +40,9 @@ class Sequence:
     there already when the sequence came. `scope` is what they depend on beside the tokens: the `loras`. `num_siblings`
     sequences will be forked from this one when its prompt is computed: their seats are kept. With `prompt_logprobs`, or
     where its hidden states are `pooled` and all count, every token of the prompt is computed, whatever is in the cache.
-    A model with a cache of its own keeps its `state` here, for as long as the sequence has its blocks. Some of the
-    prompt's tokens stand for its `images`.
+    A model with a cache of its own keeps its `state` here, for as long as the sequence has its blocks. One with
+    recurrent layers has that behind the computed tokens in `state_slot`, and those that the next chunk will leave in
+    `next_states`; it keeps one at `state_cut`. Some of the prompt's tokens stand for its `images`.
     """
 
     request_id: str
@@ -58,6 +60,9 @@ class Sequence:
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
     state: SequenceState | None = None
+    state_slot: int | None = None
+    state_cut: int = 0
+    next_states: tuple[tuple[int, int], ...] = ()
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,13 +90,16 @@ class Chunk:
     """A part of a step: tokens `start` to `end` of a sequence, whose earlier tokens are in the KV cache.
 
     `is_last` tells that it reaches the end of what was known when it was made: then a token is sampled after it, unless
-    its hidden states were all that was wanted.
+    its hidden states were all that was wanted. Recurrent layers begin with the `state` in a slot, None for the first
+    token, and leave others: each the place in the sequence that it is behind, and its slot.
     """
 
     sequence: Sequence
     start: int
     end: int
     is_last: bool
+    state: int | None = None
+    kept_states: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +141,8 @@ class Scheduler:
 
     One sequence of the greatest length must fit into the pool: then the oldest always proceeds. With
     `shares_completions` False only blocks of prompts are found again: those of completions were computed token by
-    token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found again.
+    token, and differ from a prompt's by rounding. With `shares_prefixes` False no block is ever found again. Of a model
+    with recurrent layers, which has `states`, only as many blocks as there is a state behind.
     """
 
     def __init__(
@@ -145,12 +154,14 @@ class Scheduler:
         pace: PrefillPace | None = None,
         shares_completions: bool = True,
         shares_prefixes: bool = True,
+        states: StateSlots | None = None,
     ) -> None:
         self._blocks = blocks
         self._max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self._max_num_batched_tokens = max_num_batched_tokens
         self._pace = pace
         self._shares_completions, self._shares_prefixes = shares_completions, shares_prefixes
+        self._states = states
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []  # all that have a seat, the oldest first
         self._prefilling: deque[Sequence] = deque()  # of these, those whose turn it is first
@@ -185,6 +196,8 @@ class Scheduler:
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_tokens = parent.num_cached_tokens
         self._blocks.share_blocks(child.block_table)
+        if self._states is not None:
+            self._states.fork(parent, child)
         child.token_ids.append(token_id)
         parent.num_siblings -= 1
         child.status = SequenceStatus.RUNNING
@@ -212,6 +225,8 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.end
         self._publish_blocks(sequence)
+        if self._states is not None:
+            self._states.settle(sequence, chunk)
         if token_id is not None:
             sequence.token_ids.append(token_id)
         if chunk.is_last and sequence in self._prefilling:
@@ -241,8 +256,12 @@ class Scheduler:
                 self._preempt(newest)
                 if newest is sequence:
                     return chunks
-            chunks.append(Chunk(sequence, sequence.num_computed_tokens, len(sequence), is_last=True))
+            chunks.append(self._chunk(sequence, sequence.num_computed_tokens, len(sequence)))
         return chunks
+
+    def _chunk(self, sequence: Sequence, start: int, end: int) -> Chunk:
+        kept = () if self._states is None else self._states.reserve(sequence, start, end)
+        return Chunk(sequence, start, end, end == len(sequence), sequence.state_slot, kept)
 
     def _seat_waiting(self, budget: int) -> None:
         """Seat the first in line, while more prompts would make better use of the step."""
@@ -261,14 +280,17 @@ class Scheduler:
     def _schedule_prefill(self, budget: int) -> list[Chunk]:
         chunks = []
         sequences = list(self._prefilling)
-        for sequence, share in zip(
-            sequences, _even_shares([one.num_uncomputed_tokens for one in sequences], budget), strict=True
-        ):
-            if share:
+        least = MIN_SHARE if self._states is None else max(MIN_SHARE, self._states.least_tokens)
+        shares = _even_shares([one.num_uncomputed_tokens for one in sequences], budget, least)
+        for sequence, share in zip(sequences, shares, strict=True):
+            if share and budget > 0:
                 start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + share
                 if sequence.images is not None:
                     end = sequence.images.whole_end(start, end)
-                chunks.append(Chunk(sequence, start, end, is_last=end == len(sequence)))
+                if self._states is not None:
+                    end = self._states.chunk_end(sequence, start, end)
+                chunks.append(self._chunk(sequence, start, end))
+                budget -= end - start
                 self._prefilling.remove(sequence)
                 self._prefilling.append(sequence)  # its next turn comes after the others'
         return chunks
@@ -284,10 +306,14 @@ class Scheduler:
             pooled is not None and pooled.needs_all
         )
         found = [] if is_read else self._blocks.find_prefix(keys)
+        if self._states is not None:
+            found = found[: self._states.find_state(sequence, keys[: len(found)])]
         self._blocks.share_blocks(found)
         missing = blocks_for(len(sequence)) - len(found)
         if missing > self._blocks.num_free:
             self._blocks.release_blocks(reversed(found))
+            if self._states is not None:
+                self._states.release(sequence)
             return False
         after = found[-1] if found else None
         sequence.block_table = found + self._blocks.allocate(missing, after)
@@ -341,15 +367,17 @@ class Scheduler:
         sequence.block_keys.clear()
         sequence.num_computed_tokens = 0
         sequence.state = None
+        if self._states is not None:
+            self._states.release(sequence)
 
 
-def _even_shares(wanted: Items[int], budget: int) -> list[int]:
-    """Return how much of the budget each gets: as even as possible, none more than it wants or less than `MIN_SHARE`.
+def _even_shares(wanted: Items[int], budget: int, least: int = MIN_SHARE) -> list[int]:
+    """Return how much of the budget each gets: as even as possible, none more than it wants or less than `least`.
 
     Where the budget is too small for that, the first ones get theirs.
     """
     shares = [0] * len(wanted)
-    max_shares = max(1, budget // MIN_SHARE)
+    max_shares = max(1, budget // least)
     while budget > 0:
         left = [place for place, most in enumerate(wanted) if shares[place] < most][:max_shares]
         if not left:

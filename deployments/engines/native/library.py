@@ -130,15 +130,18 @@ class Kernels:
         return y
 
     def linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_padding: int = 0
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int | None = None
     ) -> torch.Tensor:
-        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs), and rows of zeros behind it.
+        """Return x W^T + bias: (rows, columns) and (outputs, columns) -> (rows, outputs).
 
-        All are contiguous float32 on the host, and 16 divides the columns. A row's result does not depend on the other
-        rows, bit for bit.
+        With `num_rows`, only the first of all rows are computed, and the others are zeros. All are contiguous float32
+        on the host, and 16 divides the columns. A row's result does not depend on the other rows, bit for bit.
         """
-        (outputs, columns), rows = weight.shape, len(x)
-        y = torch.zeros(rows + num_padding, outputs) if num_padding else torch.empty(rows, outputs)
+        (outputs, columns), all_rows = weight.shape, x.shape[0]
+        rows = all_rows if num_rows is None else num_rows
+        y = torch.empty(all_rows, outputs)
+        if rows < all_rows:
+            y[rows:] = 0
         offset = None if bias is None else bias.data_ptr()
         given = weight.data_ptr(), outputs, columns, offset, x.data_ptr(), rows, y.data_ptr()
         self._linear(*given, torch.get_num_threads())

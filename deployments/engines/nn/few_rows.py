@@ -31,21 +31,20 @@ def multiply_few(linear: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def multiply_rows(linear: nn.Linear, x: torch.Tensor, num_padding: int = 0) -> torch.Tensor | None:
+def multiply_rows(linear: nn.Linear, x: torch.Tensor, num_rows: int | None = None) -> torch.Tensor | None:
     """Return the product of a layer's weight with any number of rows, and its bias; None where there is no kernel.
 
-    Rows (N, columns) may get zeros behind their results. A row's result does not depend on the other rows, bit for bit.
+    With `num_rows`, only the first of all rows are computed, and the others are zeros. A row's result does not depend
+    on the other rows, bit for bit.
     """
     if not _fits_kernel(linear, x) or (kernels := load_kernels()) is None:
         return None
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    found = kernels.linear(rows, linear.weight, linear.bias, num_padding)
-    return found if num_padding else found.view(*x.shape[:-1], -1)
+    rows = x.reshape(-1, linear.in_features).contiguous()
+    return kernels.linear(rows, linear.weight, linear.bias, num_rows).view(*x.shape[:-1], linear.out_features)
 
 
 def _fits_kernel(linear: nn.Linear, x: torch.Tensor) -> bool:
-    weight = linear.weight
-    is_host = x.device.type == "cpu" and weight.device.type == "cpu"
+    weight, columns = linear.weight, linear.in_features
+    is_host = x.is_cpu and weight.is_cpu
     is_float = x.dtype == weight.dtype == torch.float32
-    has_vectors = x.shape[-1] == weight.shape[1] and weight.shape[1] % _VECTOR == 0
-    return is_host and is_float and weight.is_contiguous() and has_vectors
+    return is_host and is_float and x.shape[-1] == columns and columns % _VECTOR == 0 and weight.is_contiguous()

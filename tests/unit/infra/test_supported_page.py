@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from deployments.cli.main import _app
 from deployments.cli.models import read_table
 from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, SEEING
+from deployments.engines.llm.models.stock_classes import OWN_CACHE, PAGED, RECURRENT, SEEING
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class
 from deployments.engines.stock.text_parts import text_parts
@@ -36,7 +36,11 @@ def test_a_sample_of_pipelines_is_served_as_the_table_says() -> None:
 def test_the_table_has_what_the_engines_know() -> None:
     rows = {(row.kind, row.class_name): row for row in read_table()}
     assert len(rows) == len(read_table())
-    ways = {"stock path with the paged cache": PAGED, "stock path with its own cache": OWN_CACHE}
+    ways = {
+        "stock path with the paged cache": PAGED,
+        "stock path with the paged cache and states": RECURRENT,
+        "stock path with its own cache": OWN_CACHE,
+    }
     for how, names in (ways | {"stock path with the paged cache, sees images": SEEING}).items():
         assert all(rows["language model", name].how == how for name in names)
     assert all(rows["pipeline", name].is_equal for name in (*pipelines.COMPARED, *FAMILIES))

@@ -15,6 +15,7 @@ from deployments.engines.llm.models.stock_classes import (
     MASKED,
     OWN_CACHE,
     PAGED,
+    RECURRENT,
     SEEING,
     TEXT_ALONE,
 )
@@ -41,7 +42,7 @@ def check_config(content: Mapping[str, Any], path: Path) -> str:
     if class_name in TEXT_ALONE:
         text = content.get("text_config")
         content, class_name = {**content, **(text if isinstance(text, dict) else {})}, TEXT_ALONE[class_name]
-    if class_name in PAGED or class_name in OWN_CACHE or class_name in SEEING:
+    if class_name in PAGED or class_name in RECURRENT or class_name in OWN_CACHE or class_name in SEEING:
         _check_stock(str(class_name), content, path)
         return str(class_name)
     if class_name not in CLASS_NAMES.values():
@@ -95,7 +96,7 @@ def _check_stock(class_name: str, content: Mapping[str, Any], path: Path) -> Non
 
 def _unknown(asked: Any, brings_code: bool, path: Path) -> str:
     """Return what to say of a class that is not served."""
-    served = [*CLASS_NAMES.values(), *PAGED, *OWN_CACHE, *SEEING, *TEXT_ALONE]
+    served = [*CLASS_NAMES.values(), *PAGED, *RECURRENT, *OWN_CACHE, *SEEING, *TEXT_ALONE]
     near = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.5)
     return (
         f"architecture {shown(asked)} in {path} is not supported: it is no language model of "

@@ -17,7 +17,6 @@ from transformers import PretrainedConfig
 from deployments.engines.build import build_language_model
 from deployments.engines.library_seam import generate_step
 from deployments.engines.llm.block_manager import BLOCK_SIZE
-from deployments.engines.llm.kv_cache import CachePlan, plan_blocks
 from deployments.engines.llm.models.stock import max_positions
 from deployments.engines.llm.models.stock_classes import IN_MODULES, WHOLE_PROMPTS
 from deployments.engines.protocol import EngineError
@@ -84,25 +83,6 @@ def create_own_cache_model(
     spec = OwnCacheSpec(vocab_size, max_positions(config), max(0, one - token_bytes), token_bytes * BLOCK_SIZE)
     dtype = module.get_input_embeddings().weight.dtype
     return OwnCacheModel(module, spec, dtype, device, type(module).__name__ in WHOLE_PROMPTS)
-
-
-def plan_states(spec: OwnCacheSpec, *, kv_cache_bytes: int, max_num_seqs: int, max_model_len: int | None) -> CachePlan:
-    """Share `kv_cache_bytes` between what every sequence has and what its tokens add: at most half is for the former.
-
-    Raises EngineError as `plan_blocks` does, or where not even one sequence fits.
-    """
-    if spec.fixed_bytes:
-        max_num_seqs = min(max_num_seqs, max(1, kv_cache_bytes // 2 // spec.fixed_bytes))
-    left = kv_cache_bytes - max_num_seqs * spec.fixed_bytes
-    if left < 0:
-        raise EngineError(f"kv_cache_bytes is {kv_cache_bytes}, but the states of a sequence need {spec.fixed_bytes}")
-    return plan_blocks(
-        max(1, spec.block_bytes),
-        spec.max_positions,
-        kv_cache_bytes=left,
-        max_num_seqs=max_num_seqs,
-        max_model_len=max_model_len,
-    )
 
 
 @torch.inference_mode()

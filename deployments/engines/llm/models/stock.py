@@ -1,7 +1,7 @@
 """Language models as transformers computes them, around shared tensors: any class whose attention can be ours.
 
 The class itself runs, with the tokens of all sequences of a step as one batch of one row. What it passes to the
-attention interface that `_register_attention` names goes to the paged KV cache: the n-th call of a step has the n-th
+attention interface that `_register_functions` names goes to the paged KV cache: the n-th call of a step has the n-th
 layer of the cache. Its masks are not made, but kept as the functions that they would be made with.
 
 Products of tokens of completions are computed by the kernels, which read a weight where it lies and give a row the same
@@ -18,26 +18,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from deployments.engines.build import build_language_model
 from deployments.engines.llm.models.eyes import Eyes, Seen
 from deployments.engines.llm.models.llama import KvHeads
-from deployments.engines.llm.models.stock_classes import SEEING
+from deployments.engines.llm.models.recurrent import (
+    RecurrentSpec,
+    StateForm,
+    StateName,
+    StateProbe,
+    StepStates,
+    mix_by_steps,
+    piece_tokens,
+)
+from deployments.engines.llm.models.step_rows import (
+    TURN,
+    OtherProducts,
+    StepLinear,
+    StepRows,
+    Turn,
+    compute_experts,
+    padded_multiple,
+    turn_of,
+)
+from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOLE_PROMPTS
 from deployments.engines.llm.paged_attention import Planner, Scores, StepAttention, Visible
-from deployments.engines.nn.few_rows import multiply_rows
 from deployments.engines.protocol import EngineError
-from weights.torch_seam import with_child
+from weights.memory.devices import computes_on_host
+from weights.torch_seam import is_fake, with_child
 
-ATTENTION_NAME: Final = "atelier"
-TURN: Final = "atelier_turn"
+OURS: Final = "atelier"  # our functions, where transformers asks for one of several
 # Of what classes pass to their attention beside queries, keys and values, what would change its result unheard.
 _UNKNOWN: Final = ("indices", "block_indices", "position_bias", "sinks")
 _DEFAULT_POSITIONS: Final = 32768  # of a class whose config names no bound
@@ -50,6 +69,7 @@ class StockSpec:
     vocab_size: int
     max_positions: int
     kv_layers: tuple[KvHeads, ...]
+    recurrent: RecurrentSpec | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,43 +114,11 @@ class _Probe:
         return q_THD.new_zeros(*q_THD.shape[:2], v_TKD.shape[2])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KernelRows:
-    """The rows of a batch (1, T, ...) whose products the kernels compute: numbers, or None for all up to `last`."""
-
-    num_rows: int  # T, with those that pad it
-    last: int
-    numbers: torch.Tensor | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Turn:
-    """The step that a model runs, if it runs one: all its modules have it, under the name `TURN`."""
-
-    step: _StockStep | _Probe | None = None
-    rows: KernelRows | None = None
-
-
-class _StepLinear(nn.Linear):
-    """A linear layer of a decoder. Batches of other shapes, those of experts say, are torch's."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        rows: KernelRows | None = getattr(self, TURN).rows
-        if rows is None or input.shape[:-1] != (1, rows.num_rows):
-            return super().forward(input)
-        if rows.numbers is None:
-            found = multiply_rows(self, input[0, : rows.last], rows.num_rows - rows.last)
-            return super().forward(input) if found is None else found[None]
-        result, found = super().forward(input), multiply_rows(self, input[0, rows.numbers])
-        if found is not None:
-            result[0, rows.numbers] = found
-        return result
-
-
-def _register_attention() -> None:
-    """Make `ATTENTION_NAME` known to transformers. Doing so again changes nothing: the functions hold no state."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _mask)
+def _register_functions() -> None:
+    """Make `OURS` known to transformers. Doing so again changes nothing: the functions hold no state."""
+    ALL_EXPERTS_FUNCTIONS.register(OURS, compute_experts)
+    ALL_ATTENTION_FUNCTIONS.register(OURS, _attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(OURS, _mask)
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], local_size: int | None = None, **_: Any) -> _StepMask:
@@ -151,7 +139,7 @@ def _attention(
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend with (1, H, T, D), (1, K, T, D) and (1, K, T, D), by the step in `others`; the result is (1, T, H, D)."""
-    step, name = getattr(module, TURN).step, type(module).__name__
+    step, name = turn_of(module).attention, type(module).__name__
     if unknown := [one for one in _UNKNOWN if others.get(one) is not None]:
         raise EngineError(f"{name}: attention with {unknown[0]!r} is not supported")
     if step is None or not isinstance(attention_mask, _StepMask) or others.get("is_causal") is False:
@@ -163,6 +151,14 @@ def _attention(
 
 class _Given(nn.Module):
     """Stand-in for a decoder whose result is the hidden states that it is given as embeddings."""
+
+    def __init__(self, decoder: nn.Module) -> None:
+        super().__init__()
+        self._decoders = (decoder,)  # in a tuple it is no part of this one
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the decoder has of that name (Falcon-H1's factor of the logits)."""
+        return getattr(self._decoders[0], name)
 
     @property
     def decoder(self) -> _Given:
@@ -197,6 +193,8 @@ class StockModel:
     dtype: torch.dtype
     device: torch.device
     pads_rows: bool = True
+    pads_completions: bool = True  # unless all products are those of linear layers, which kernels compute
+    row_multiple: int = 1
     eyes: Eyes | None = None
 
     def hidden_states(
@@ -205,19 +203,20 @@ class StockModel:
         positions_T: torch.Tensor,
         planner: Planner,
         check: Callable[[], None],
-        rows: KernelRows | None = None,
+        rows: StepRows | None = None,
         seen: Seen | None = None,
+        states: StepStates | None = None,
     ) -> torch.Tensor:
         """Return the hidden states (T, C) of a step's tokens, behind the last norm, with what was `seen` among them.
 
         Products of `rows` are the kernels'. Where the class counts the rows and columns of images, the positions may be
-        (3, T).
+        (3, T). Recurrent layers have `states`.
         """
-        with _turn(self.module, rows=rows if self._has_kernels else None):
+        with _turn(self.module, rows=rows if self.has_kernels else None, states=states):
             return _hidden_states(self.module, token_ids_T, positions_T, _StockStep(planner, check), seen)
 
     @property
-    def _has_kernels(self) -> bool:
+    def has_kernels(self) -> bool:
         """Return whether there may be kernels for its products: elsewhere no rows are told from the others."""
         return self.device.type == "cpu" and self.dtype == torch.float32
 
@@ -233,7 +232,8 @@ class StockModel:
 
         The first `num_rows` count, what is behind them is padding.
         """
-        with _turn(self.module, rows=KernelRows(len(hidden_NC), num_rows) if self._has_kernels else None):
+        rows = StepRows((1, len(hidden_NC)), num_rows, self.row_multiple)
+        with _turn(self.module, rows=rows if self.has_kernels else None):
             logits: torch.Tensor = self.head(inputs_embeds=hidden_NC[None], use_cache=False).logits
         return logits[0]
 
@@ -241,7 +241,7 @@ class StockModel:
 @contextlib.contextmanager
 def _turn(module: Any, **given: Any) -> Iterator[None]:
     """Give all modules these fields of their turn for the length of the block."""
-    turn: _Turn = getattr(module, TURN)
+    turn = turn_of(module)
     for name, value in given.items():
         setattr(turn, name, value)
     try:
@@ -267,7 +267,7 @@ def _hidden_states(
     step: _StockStep | _Probe,
     seen: Seen | None = None,
 ) -> torch.Tensor:
-    with _turn(module, step=step):
+    with _turn(module, attention=step):
         output = getattr(module, _base_name(module))(
             input_ids=token_ids_T[None],
             position_ids=positions_T[None] if positions_T.ndim == 1 else positions_T[:, None],
@@ -288,35 +288,58 @@ def create_stock_model(
     Raises:
         EngineError: the tensors do not fit the config, or the class does not compute as it is known to.
     """
-    _register_attention()
+    _register_functions()
     placed = {name: tensor.to(device) for name, tensor in tensors.items()}
     module: Any = build_language_model(config, placed)
     sees = config.architectures[0] in SEEING
     # A tower's tokens are all here, and all see each other.
-    module.set_attn_implementation({"text_config": ATTENTION_NAME} if sees else ATTENTION_NAME)
-    turn = _Turn()
+    module.set_attn_implementation({"text_config": OURS} if sees else OURS)
+    # Recorded, where tokens have no values, are the functions for all experts at once.
+    if computes_on_host(device) and not any(map(is_fake, placed.values())):
+        module.set_experts_implementation(OURS)
+    turn = Turn()
     for part in module.modules():
         setattr(part, TURN, turn)
         if type(part) is nn.Linear:
-            part.__class__ = _StepLinear
-    head = with_child(module, _base_name(module), _Given())
-    spec = StockSpec(config.get_text_config().vocab_size, max_positions(config), _probe(module, device))
-    eyes = Eyes(getattr(module, _base_name(module)), config, device) if sees else None
-    return StockModel(module, head, spec, module.get_input_embeddings().weight.dtype, device, eyes=eyes)
+            part.__class__ = StepLinear
+    mixers = mix_by_steps(module) if config.architectures[0] in RECURRENT else []
+    base = _base_name(module)
+    head = with_child(module, base, _Given(getattr(module, base)))
+    products = OtherProducts(module)
+    with products:
+        layers, states = _probe(module, head, device)
+    recurrent = None
+    if mixers:
+        is_whole = config.architectures[0] in WHOLE_PROMPTS
+        recurrent = RecurrentSpec(tuple(states), 0 if is_whole else piece_tokens(mixers))
+    model = StockModel(
+        module,
+        head,
+        StockSpec(config.get_text_config().vocab_size, max_positions(config), layers, recurrent),
+        module.get_input_embeddings().weight.dtype,
+        device,
+        row_multiple=padded_multiple(module),
+        eyes=Eyes(getattr(module, base), config, device) if sees else None,
+    )
+    return replace(model, pads_completions=products.found or not model.has_kernels)
 
 
 @torch.inference_mode()
-def _probe(module: Any, device: torch.device) -> tuple[KvHeads, ...]:
-    """Return the key/value heads of each layer, as one token shows them."""
-    probe = _Probe()
+def _probe(
+    module: Any, head: Any, device: torch.device
+) -> tuple[tuple[KvHeads, ...], list[Mapping[StateName, StateForm]]]:
+    """Return the key/value heads of each layer and the states of each mixer, as one token shows them."""
+    probe, states = _Probe(), StateProbe()
     try:
         first = torch.zeros(1, dtype=torch.long, device=device)
-        _hidden_states(module, first, first, probe)
+        with _turn(module, states=states):
+            hidden = _hidden_states(module, first, first, probe)
+        head(inputs_embeds=hidden[None], use_cache=False)
     except EngineError:
         raise
     except Exception as error:  # configs are believed here and there, each with errors of its own
         raise EngineError(f"{type(module).__name__} does not compute with this config: {error}") from error
-    return tuple(probe.layers)
+    return tuple(probe.layers), list(states.mixers)
 
 
 def max_positions(config: PretrainedConfig) -> int:

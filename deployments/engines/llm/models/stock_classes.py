@@ -60,24 +60,30 @@ DRAFTS_FOR: Final[Mapping[str, str]] = {
     "Gemma4AssistantForCausalLM": "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForConditionalGeneration",
 }
+# Their attention runs over the paged cache, and their recurrent layers over slots for states of a fixed size.
+RECURRENT: Final = _names(
+    """
+    BailingHybridForCausalLM BambaForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GraniteMoeHybridForCausalLM
+    JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM Mamba2ForCausalLM MambaForCausalLM
+    NemotronHForCausalLM OlmoHybridForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    Zamba2ForCausalLM ZambaForCausalLM
+    """
+)
 # They keep their states in a cache of their own for each sequence.
 OWN_CACHE: Final = _names(
     """
-    AXK2ForCausalLM BailingHybridForCausalLM BambaForCausalLM BartForCausalLM BigBirdForCausalLM
-    BigBirdPegasusForCausalLM BioGptForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM
-    CodeGenForCausalLM CohereCompassForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM
-    DogeForCausalLM Dots3NoteForCausalLM FalconForCausalLM FalconH1ForCausalLM FalconMambaForCausalLM GPTJForCausalLM
-    GPTNeoForCausalLM GPTNeoXJapaneseForCausalLM GlmMoeDsaForCausalLM GraniteMoeHybridForCausalLM HYV4ForCausalLM
-    Inkling2ForCausalLM InklingForCausalLM JambaForCausalLM KimiLinearForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
-    Lfm3ForCausalLM MBartForCausalLM Mamba2ForCausalLM MambaForCausalLM MarianForCausalLM MegatronBertForCausalLM
-    MiniMaxForCausalLM MptForCausalLM MvpForCausalLM NemotronHForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel
-    PLBartForCausalLM PegasusForCausalLM ProphetNetForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5MoeForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RemBertForCausalLM RoFormerForCausalLM
-    RwkvForCausalLM StableLmForCausalLM XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel Zamba2ForCausalLM
-    ZambaForCausalLM ZayaForCausalLM
+    AXK2ForCausalLM BartForCausalLM BigBirdForCausalLM BigBirdPegasusForCausalLM BioGptForCausalLM
+    BlenderbotForCausalLM BlenderbotSmallForCausalLM BloomForCausalLM CodeGenForCausalLM CohereCompassForCausalLM
+    CpmAntForCausalLM DeepseekV32ForCausalLM DeepseekV4ForCausalLM DogeForCausalLM Dots3NoteForCausalLM
+    FalconForCausalLM GPTJForCausalLM GPTNeoForCausalLM GPTNeoXJapaneseForCausalLM GlmMoeDsaForCausalLM
+    HYV4ForCausalLM Inkling2ForCausalLM InklingForCausalLM Lfm3ForCausalLM MBartForCausalLM MarianForCausalLM
+    MegatronBertForCausalLM MiniMaxForCausalLM MptForCausalLM MvpForCausalLM OpenAIGPTLMHeadModel PLBartForCausalLM
+    PegasusForCausalLM ProphetNetForCausalLM Qwen4ExpForCausalLM RecurrentGemmaForCausalLM RemBertForCausalLM
+    RoFormerForCausalLM RwkvForCausalLM StableLmForCausalLM XGLMForCausalLM XLMWithLMHeadModel XLNetLMHeadModel
+    ZayaForCausalLM
     """
 )
-# Of these, they begin anew with each forward of several tokens.
+# Of both, they begin anew with each forward of several tokens.
 WHOLE_PROMPTS: Final = _names(
     """
     AXK2ForCausalLM CpmAntForCausalLM DeepseekV32ForCausalLM Dots3NoteForCausalLM FalconMambaForCausalLM
@@ -85,7 +91,7 @@ WHOLE_PROMPTS: Final = _names(
     RecurrentGemmaForCausalLM XLNetLMHeadModel ZambaForCausalLM
     """
 )
-# Of these, the modules themselves keep a state in attributes of these names.
+# Of the last, the modules themselves keep a state in attributes of these names.
 IN_MODULES: Final[Mapping[str, tuple[str, ...]]] = {"RecurrentGemmaForCausalLM": ("conv1d_state", "recurrent_states")}
 # Encoders, unless their config says `is_decoder`.
 MASKED: Final = _names(

@@ -17,6 +17,7 @@ from deployments.engines.llm.models.stock_classes import (
     DRAFTS_FOR,
     OWN_CACHE,
     PAGED,
+    RECURRENT,
     SEEING,
     TEXT_ALONE,
     WHOLE_PROMPTS,
@@ -81,6 +82,8 @@ def test_tokens_equal_generate_in_a_ragged_batch(class_name):
 # Rows as long as those of real models, so that the kernels compute products of completions.
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "num_attention_heads": 2}
 WIDE |= {"num_key_value_heads": 1}
+LATENT = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64, "q_lora_rank": 64}
+LATENT |= {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "qk_head_dim": 64}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +95,11 @@ WIDE |= {"num_key_value_heads": 1}
         ("ModernBertDecoderForCausalLM", WIDE),
         ("OPTForCausalLM", {"hidden_size": 128, "ffn_dim": 192, "word_embed_proj_dim": 128}),
         ("GPT2LMHeadModel", {"n_embd": 64}),  # whose products are no linear layers
+        # Whose experts' products have as many rows as tokens chose them.
+        ("GptOssForCausalLM", WIDE | {"num_local_experts": 4}),
+        ("GraniteMoeForCausalLM", WIDE),
+        ("DeepseekV3ForCausalLM", LATENT),
+        ("PhimoeForCausalLM", WIDE),
     ],
 )
 def test_company_changes_no_bit(class_name, changes, tmp_path):
@@ -231,19 +239,14 @@ def test_longrope_ends_where_its_frequencies_change(tmp_path):
     assert LLMEngine(tmp_path, save_tiny(model, tmp_path), LLMEngineConfig()).max_model_len == 64
 
 
-# Recurrent states beside attention, recurrent ones alone, distances in the scores, chosen keys, short convolutions,
-# states that the modules themselves keep.
+# Distances in the scores, chosen keys, states that the modules themselves keep, convolutions beside keys and values,
+# recurrent states that are no tensors of a cache layer.
 OWN_CACHE_CLASSES = (
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "NemotronHForCausalLM",
-    "FalconH1ForCausalLM",
-    "JambaForCausalLM",
-    "MambaForCausalLM",
     "BloomForCausalLM",
     "DeepseekV32ForCausalLM",
-    "Lfm2ForCausalLM",
     "RecurrentGemmaForCausalLM",
+    "ZayaForCausalLM",
+    "RwkvForCausalLM",
 )
 
 
@@ -256,13 +259,13 @@ def test_a_cache_of_its_own_equals_generate(class_name):
 
 
 @pytest.fixture
-def mamba(tmp_path):
-    model = tiny_model("MambaForCausalLM")
+def rwkv(tmp_path):
+    model = tiny_model("RwkvForCausalLM")
     return model, tmp_path, save_tiny(model, tmp_path)
 
 
-def test_states_are_counted_and_let_go(mamba):
-    _, folder, tensors = mamba
+def test_states_are_counted_and_let_go(rwkv):
+    _, folder, tensors = rwkv
     engine = LLMEngine(folder, tensors, LLMEngineConfig(kv_cache_bytes=2**20))
     spec = engine._runner._model.spec
     assert spec.fixed_bytes > 0 == spec.block_bytes
@@ -278,9 +281,9 @@ def test_states_are_counted_and_let_go(mamba):
     assert sequence.state is None
 
 
-def test_a_failed_step_computes_its_states_again(mamba, monkeypatch):
+def test_a_failed_step_computes_its_states_again(rwkv, monkeypatch):
     """Both sequences run again alone, and neither goes on from a state that half a step left."""
-    model, folder, tensors = mamba
+    model, folder, tensors = rwkv
     engine, prompts = LLMEngine(folder, tensors, LLMEngineConfig()), [drawn_prompt(9), drawn_prompt(12)]
     expected = [stock_answer(model, prompt, 6)[0] for prompt in prompts]
     advance, calls = type(engine._runner._model).advance, []
@@ -297,8 +300,8 @@ def test_a_failed_step_computes_its_states_again(mamba, monkeypatch):
     assert len(calls) > 12
 
 
-def test_several_completions_each_have_states(mamba):
-    model, folder, tensors = mamba
+def test_several_completions_each_have_states(rwkv):
+    model, folder, tensors = rwkv
     engine, prompt = LLMEngine(folder, tensors, LLMEngineConfig()), drawn_prompt(20)
     engine.add_request(TextRequest("r", prompt, SamplingParams(max_tokens=6, ignore_eos=True), n=2))
     found = [[], []]
@@ -339,14 +342,15 @@ def test_a_draft_names_the_model_that_it_is_for(drafts, whole, tmp_path):
 
 
 def test_every_class_is_in_one_table():
-    assert PAGED | OWN_CACHE | set(CLASS_NAMES.values()) <= set(class_names())
-    assert not PAGED & OWN_CACHE
-    assert not (PAGED | OWN_CACHE) & set(CLASS_NAMES.values())
-    assert WHOLE_PROMPTS <= OWN_CACHE
+    tables = [PAGED, RECURRENT, OWN_CACHE, frozenset(CLASS_NAMES.values())]
+    stock = PAGED | RECURRENT | OWN_CACHE
+    assert frozenset.union(*tables) <= set(class_names())
+    assert len(frozenset.union(*tables)) == sum(map(len, tables))
+    assert WHOLE_PROMPTS <= RECURRENT | OWN_CACHE
     assert set(TEXT_ALONE.values()) <= PAGED | set(CLASS_NAMES.values())
     apart = TEXT_ALONE.keys() | DRAFTS_FOR.keys()
     assert apart <= set(class_names())
-    assert not apart & (PAGED | OWN_CACHE | SEEING)
+    assert not apart & (stock | SEEING)
 
 
 REFUSED = {

@@ -1,0 +1,138 @@
+"""What the modules of a stock language model know of the step that they run in; its linear layers and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from deployments.engines.library_seam import apply_gate
+from deployments.engines.nn.batch_invariant import settled_rows
+from deployments.engines.nn.few_rows import multiply_rows
+
+TURN: Final = "atelier_turn"
+_PRODUCTS: Final = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "mv", "addmm", "addmv", "addbmm", "baddbmm"),
+        *("einsum", "conv1d", "conv2d"),
+    }
+)
+_VECTORS: Final = 32  # elements: an elementwise function leaves none to other code (`nn/batch_invariant.py`)
+
+
+@dataclass(slots=True, eq=False)
+class StepRows:
+    """Whose products the kernels compute in a batch (*shape, ...), by row: torch computes the others.
+
+    Those are padded to a multiple of `row_multiple`, for which a row's result does not depend on their number.
+    """
+
+    shape: tuple[int, ...]
+    by_kernels: int | torch.Tensor | None  # the first, where those behind count nothing; rows by their numbers; none
+    row_multiple: int = 1
+
+    def are_those_of(self, batch: torch.Tensor) -> bool:
+        """Return whether a batch has these rows. Latent keys have an axis for their one head before theirs."""
+        axes = batch.shape[:-1]
+        return axes == self.shape or axes == (*[1] * (len(axes) - len(self.shape)), *self.shape)
+
+
+@dataclass(slots=True, eq=False)
+class Turn:
+    """The step that a model runs, if it runs one: all its modules have it, under the name `TURN`."""
+
+    attention: Any = None
+    states: Any = None
+    rows: StepRows | None = None
+
+
+def turn_of(module: nn.Module) -> Turn:
+    """Return the turn of the model that a module is a part of."""
+    turn: Turn = getattr(module, TURN)
+    return turn
+
+
+class StepLinear(nn.Linear):
+    """A linear layer of a decoder. Batches of other shapes, those of experts say, are torch's."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = turn_of(self).rows
+        if rows is None or not rows.are_those_of(input):
+            return super().forward(input)
+        chosen = rows.by_kernels
+        if isinstance(chosen, int) and (found := multiply_rows(self, input, chosen)) is not None:
+            return found
+        flat = input.reshape(-1, self.in_features)
+        padded = F.pad(flat, (0, 0, 0, -len(flat) % rows.row_multiple))
+        result = super().forward(padded)[: len(flat)]
+        if isinstance(chosen, torch.Tensor) and (found := multiply_rows(self, flat[chosen])) is not None:
+            result[chosen] = found
+        return result.view(*input.shape[:-1], -1)
+
+
+class OtherProducts(TorchFunctionMode):
+    """Looks for what a forward of one token computes of rows beside its linear layers: `found` says whether it does.
+
+    Of such models the rows of a step are padded. What has an inner size of 1 adds nothing up.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._weights = {id(part.weight) for part in module.modules() if isinstance(part, StepLinear)}
+        self.found = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if getattr(func, "__name__", "") in _PRODUCTS:
+            first, second, *_ = (*args, *(kwargs or {}).values())
+            is_of_a_layer = id(second) in self._weights and StepRows((1, 1), None).are_those_of(first)
+            is_exact = isinstance(first, torch.Tensor) and first.shape[-1] == 1
+            self.found |= not (is_of_a_layer or is_exact)
+        return func(*args, **(kwargs or {}))
+
+
+def padded_multiple(module: nn.Module) -> int:
+    """Return the multiple of rows for which nothing that a model makes of one depends on the others, on the host.
+
+    Where a layer makes a few elements of a row, a gate say, elementwise functions of them go by whole vectors of rows.
+    """
+    is_even = all(part.out_features % _VECTORS == 0 for part in module.modules() if isinstance(part, nn.Linear))
+    return settled_rows() if is_even else max(settled_rows(), _VECTORS)
+
+
+def compute_experts(
+    experts: Any, hidden_NC: torch.Tensor, chosen_NU: torch.Tensor, weights_NU: torch.Tensor
+) -> torch.Tensor:
+    """Return what the chosen experts of each token make of it, in place of transformers' functions for all experts.
+
+    Whose rows an expert has beside a token's changes nothing: their number is padded, and a token adds up what it gets
+    in the order of the experts. One whose number is none of theirs is left out.
+    """
+    out_NC = torch.zeros_like(hidden_NC)
+    name = "gate_up_proj" if experts.has_gate else "up_proj"
+    for expert in sorted({one for one in chosen_NU.flatten().tolist() if one < len(experts.down_proj)}):
+        tokens, places = torch.where(chosen_NU == expert)
+        padded = F.pad(hidden_NC[tokens], (0, 0, 0, -len(tokens) % settled_rows()))
+        inner = _multiply(experts, name, expert, padded)
+        inner = apply_gate(experts, inner) if experts.has_gate else experts.act_fn(inner)
+        made = _multiply(experts, "down_proj", expert, inner)
+        if experts.has_post_expert_norm:
+            made = experts.post_expert_norm(made)
+        out_NC.index_add_(0, tokens, (made[: len(tokens)] * weights_NU[tokens, places, None]).to(out_NC.dtype))
+    return out_NC
+
+
+def _multiply(experts: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:
+    weight = getattr(experts, name)[expert]
+    bias = getattr(experts, f"{name}_bias")[expert] if experts.has_bias else None
+    return F.linear(x, weight.T if experts.is_transposed else weight, bias)
