@@ -28,7 +28,7 @@ from starlette.responses import FileResponse, Response
 
 from configs.cluster import ImageLinksConfig
 from deployments.errors import Overloaded
-from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.responses import Failure, documented, failure_response
 from deployments.records import ImageRequest, ImageResult
 from weights.private_folder import private_folder, temporary_folder
 

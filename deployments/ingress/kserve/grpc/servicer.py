@@ -1,6 +1,6 @@
 """The methods of `inference.GRPCInferenceService`: each a question to `Inference`, `Repository` or `Statistics`.
 
-Handlers see calls as messages instead of bytes, and raise exceptions instead of setting status codes.
+Handlers see messages instead of bytes, and raise exceptions instead of status codes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from grpc import StatusCode
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.access.callers import begin_current_request, current_tenant
-from deployments.ingress.errors import failure_of
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.models import is_decoupled
-from deployments.ingress.kserve.records import InferRequest, InferResponse
-from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.repository import Repository, Statistics, statistics_of
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, parse_grpc_peer, uid_of_client
-from deployments.ingress.kserve.statistics import Statistics, statistics_of
-from deployments.ingress.responses import call_aside, server_timing
+from deployments.ingress.kserve.tensors import InferRequest, InferResponse
+from deployments.ingress.responses import call_aside, failure_of, server_timing
 from deployments.ingress.terms import Terms, current_terms, read_terms
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -56,6 +54,21 @@ _CODES: Final[dict[int, StatusCode]] = {
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
 }
+SERVICE: Final = "inference.GRPCInferenceService"
+# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
+_UNSUPPORTED: Final = {
+    "shared memory of CUDA": (
+        "CudaSharedMemoryStatus",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+    ),
+    "tracing": ("TraceSetting",),
+    "changing the log": ("LogSettings",),
+}
+_ERRORS_END_STREAMS: Final = "triton_grpc_error"
+MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
+_Turn = asyncio.Future[None]
+_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.GenericRpcHandler:
@@ -121,23 +134,6 @@ def status_of(error: Exception) -> tuple[StatusCode, str]:
     failure = failure_of(error)
     text = failure.message
     return _CODES[failure.status], text if len(text) <= _MAX_DETAIL_CHARS else text[: _MAX_DETAIL_CHARS - 3] + "..."
-
-
-SERVICE: Final = "inference.GRPCInferenceService"
-# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
-_UNSUPPORTED: Final = {
-    "shared memory of CUDA": (
-        "CudaSharedMemoryStatus",
-        "CudaSharedMemoryRegister",
-        "CudaSharedMemoryUnregister",
-    ),
-    "tracing": ("TraceSetting",),
-    "changing the log": ("LogSettings",),
-}
-_ERRORS_END_STREAMS: Final = "triton_grpc_error"
-MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
-_Turn = asyncio.Future[None]
-_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 class InferenceServicer:

@@ -29,7 +29,7 @@ from deployments.errors import GenerationFailed, QueueFull
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai import videos as video_routes
-from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
+from deployments.ingress.openai.kept import LOST_S, KeptVideos
 from deployments.ingress.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.services.clips import encode_audio, encode_video
