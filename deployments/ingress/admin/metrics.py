@@ -92,7 +92,7 @@ def residency_metrics(cluster: Mapping[str, Any]) -> str:
     return "".join(f"{line}\n" for metric, found in samples.items() for line in _lines(metric, found))
 
 
-def label(value: str) -> str:
+def _label(value: str) -> str:
     """Return a label's value as Prometheus quotes it."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
@@ -130,7 +130,7 @@ def _lines(metric: _Metric, found: Iterable[tuple[_Labels, float]]) -> Iterator[
     yield f"# HELP atelier_{metric.name} {metric.text}"
     yield f"# TYPE atelier_{metric.name} {metric.kind}"
     for labels, value in found:
-        inside = ",".join(f"{name}={label(text)}" for name, text in labels.items())
+        inside = ",".join(f"{name}={_label(text)}" for name, text in labels.items())
         yield f"atelier_{metric.name}{{{inside}}} {value}"
 
 
@@ -278,5 +278,5 @@ def _metric_lines(snapshot: AdmissionSnapshot) -> Iterator[str]:
         yield f"# HELP atelier_admission_{name} {text}"
         yield f"# TYPE atelier_admission_{name} {kind}"
         for load in snapshot.models:
-            labels = f"pool={label(load.pool)},model={label(load.model)}"
+            labels = f"pool={_label(load.pool)},model={_label(load.model)}"
             yield f"atelier_admission_{name}{{{labels}}} {getattr(load, field):g}"

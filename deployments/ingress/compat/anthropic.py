@@ -66,12 +66,12 @@ class MessageError(Answer):
 
 def message_failure_response(failure: Failure) -> Response:
     """Return `failure` in Anthropic's envelope."""
-    headers = request_id()
+    headers = _request_id()
     answer = MessageError(type="error", error=_error_body(failure), request_id=headers["request-id"])
     return json_response(answer, failure.status, headers | (failure.headers or {}))
 
 
-def request_id() -> dict[str, str]:
+def _request_id() -> dict[str, str]:
     """Return the header that Anthropic's clients show beside an answer."""
     return {"request-id": f"req_{uuid.uuid4().hex}"}
 
@@ -132,7 +132,7 @@ class TokenCount(Answer):
     input_tokens: int
 
 
-def whole_message(result: TextResult) -> MessageAnswer:
+def _whole_message(result: TextResult) -> MessageAnswer:
     """Return the whole answer."""
     content: list[TextBlockAnswer | ToolUseAnswer] = []
     if result.text.strip() or not result.tool_calls:
@@ -169,7 +169,7 @@ def _arguments(call: CalledTool) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-class MessageEvents:
+class _MessageEvents:
     """The events of one stream: blocks of text and of tool calls, one after the other."""
 
     def __init__(self, model: str) -> None:
@@ -445,11 +445,11 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
     async def message(body: MessagesBody) -> Response:
         """The next message of a chat, in Anthropic's protocol."""
         record = await images.record_of(body.to_fields())
-        headers = request_id() | warning_header(body.warnings())
+        headers = _request_id() | warning_header(body.warnings())
         if not body.stream:
             result = await service.chat(record)
-            return json_response(whole_message(result), headers=server_timing(result.timings_ms) | headers)
-        form = MessageEvents(body.model)
+            return json_response(_whole_message(result), headers=server_timing(result.timings_ms) | headers)
+        form = _MessageEvents(body.model)
 
         async def events_of(chunks: AsyncIterator[TextChunk]) -> AsyncIterator[str]:
             async for chunk in chunks:
@@ -467,6 +467,6 @@ def create_messages_router(service: Service, images: ChatImages) -> APIRouter:
         """The number of tokens that a message's prompt has."""
         result = await service.tokenize(await images.record_of(body.to_fields()))
         count = TokenCount(input_tokens=len(result.token_ids))
-        return json_response(count, headers=request_id() | warning_header(body.warnings()))
+        return json_response(count, headers=_request_id() | warning_header(body.warnings()))
 
     return router

@@ -26,6 +26,7 @@ from typing import Any, Final, Literal
 from configs.cluster import StoredResponsesConfig, VideosConfig
 from deployments.errors import QueueFull
 from weights.private_folder import private_folder, temporary_folder
+from weights.storage.durable import replaced
 
 _DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 _BUSY_S: Final = 2.0  # to wait for another replica's write
@@ -54,7 +55,7 @@ DELETE FROM responses WHERE id IN (
 Status = Literal["queued", "in_progress", "completed", "failed"]
 LOST_S: Final = 20.0  # without a word of its replica
 _VIDEOS_FILE: Final = "videos.sqlite"
-_NAME: Final = re.compile(r"(video_[0-9a-f]{32})\.(mp4|webm)(\.part)?")  # 128 random bits
+_NAME: Final = re.compile(r"\.?(video_[0-9a-f]{32})\.(mp4|webm)(\.[0-9a-f]{32})?")  # 128 random bits; or staged
 _OLD_FILE_S: Final = 3600.0  # of one that no row is of
 _VIDEOS_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS videos (
@@ -85,7 +86,7 @@ WHERE id = ? AND ended_s IS NULL RETURNING id
 """
 
 
-class SharedFile:
+class _SharedFile:
     """The file `name` of a folder: the config's, or one of this user in the temporary directory, called `own_name`.
 
     Thread-safe; calls block for a moment. `schema` is run whenever the file is opened.
@@ -143,7 +144,7 @@ class StoredResponses:
 
     def __init__(self, config: StoredResponsesConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
         self._config = config
-        self._file = SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
+        self._file = _SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
         self._clock = clock
         self._lock = threading.Lock()
         self._unswept_bytes = config.max_bytes  # what others have left there
@@ -208,7 +209,7 @@ class KeptVideos:
 
     def __init__(self, config: VideosConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
         self._config = config
-        self._file = SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
+        self._file = _SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
         self._clock = clock
 
     def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
@@ -232,13 +233,8 @@ class KeptVideos:
     def complete(self, id_: str, file: bytes, suffix: str, facts: Mapping[str, Any]) -> None:
         """Keep the file of a video, if anybody still wants it."""
         path = self._file.folder / f"{id_}.{suffix}"
-        staged = path.with_name(f"{path.name}.part")
-        try:
+        with replaced(path) as staged:
             staged.write_bytes(file)
-            staged.rename(path)
-        except OSError:
-            staged.unlink(missing_ok=True)
-            raise
         if not self._file.run(_COMPLETE, (self._clock(), len(file), json.dumps(facts), id_)):
             path.unlink(missing_ok=True)
         self._sweep()

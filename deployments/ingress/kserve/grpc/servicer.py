@@ -86,20 +86,20 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
-def parsed(request: Any) -> Any:
+def _parsed(request: Any) -> Any:
     """Return the message that a handler got. Raises InvalidRequest for bytes that are none."""
     if isinstance(request, DecodeError):
         raise InvalidRequest("the request is not a message of the type that this method takes")
     return request
 
 
-async def read_infer(request: Any) -> InferRequest:
+async def _decoded(request: Any) -> InferRequest:
     """Return the record of a request. Raises InvalidRequest."""
-    message = parsed(request)
+    message = _parsed(request)
     return await call_aside(message.ByteSize(), grpc_codec.read_request, message)
 
 
-async def write_infer(response: InferResponse) -> messages.ModelInferResponse:
+async def _write_infer(response: InferResponse) -> messages.ModelInferResponse:
     """Return the message of a response."""
     num_bytes = sum(output.data.nbytes for output in response.outputs)
     return await call_aside(num_bytes, grpc_codec.write_response, response)
@@ -118,7 +118,7 @@ def _reader(message: Any) -> Callable[[bytes], Any]:
 def _with_status(method: Method) -> Method:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await method(parsed(request), context)
+            return await method(_parsed(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -193,7 +193,7 @@ class InferenceServicer:
         response = await self._inference.infer(await _read_infer(context, request))
         timing = server_timing(response.timings_ms)
         context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
-        return await write_infer(response)
+        return await _write_infer(response)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
@@ -265,7 +265,7 @@ async def _owner_of(context: grpc.aio.ServicerContext) -> Owner:
 
 async def _read_infer(context: grpc.aio.ServicerContext, request: Any) -> InferRequest:
     """Return the record of a request, with its owner where some of its tensors are in shared memory."""
-    asked = await read_infer(request)
+    asked = await _decoded(request)
     return replace(asked, owner=await _owner_of(context)) if asked.has_shared else asked
 
 
@@ -301,7 +301,7 @@ class _InferStream:
         write: _Write,
         *,
         errors_end_it: bool,
-        read: Callable[[Any], Awaitable[InferRequest]] = read_infer,
+        read: Callable[[Any], Awaitable[InferRequest]] = _decoded,
     ) -> None:
         self._inference = inference
         self._write = write
@@ -339,7 +339,7 @@ class _InferStream:
                 asked = await self._read(request)
                 async with self._inference.infer_stream(asked) as responses:
                     async for response in responses:
-                        await self._send(before, infer_response=await write_infer(response))
+                        await self._send(before, infer_response=await _write_infer(response))
         except Exception as error:
             if self._errors_end_it:
                 raise
@@ -353,7 +353,7 @@ class _InferStream:
 
     async def _is_decoupled(self, request: Any) -> bool:
         try:
-            return is_decoupled(await self._inference.metadata(parsed(request).model_name))
+            return is_decoupled(await self._inference.metadata(_parsed(request).model_name))
         except Exception:  # the request's own answer says what is wrong
             return False
 

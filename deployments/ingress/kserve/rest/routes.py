@@ -1,9 +1,9 @@
 """The Open Inference Protocol over REST: health, metadata, configuration, inference, generation, extensions, under /v2.
 
 Sources: KServe v2 REST; Triton's binary, classification, schedule policy, model configuration, model repository,
-statistics and system shared memory extensions. The repository's
-router goes before that of the protocol, in whose paths `stats` would be a model's name. Where shared memory is switched
-off, its paths answer 501.
+statistics and system shared memory extensions. The router of the extensions goes
+before that of the protocol, in whose paths `stats` would be a model's name. Where shared memory is switched off, its
+paths answer 501.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class RegionAnswer(TypedDict):
     byte_size: int
 
 
-async def owner_of(request: Request) -> Owner:
+async def _owner_of(request: Request) -> Owner:
     """Return the user and the tenant who ask. Raises NotAllowed for a client that is not on this machine."""
     peer = (request.client.host, request.client.port) if request.client else None
     uid = await asyncio.to_thread(uid_of_client, peer, request.headers.get(CLIENT))
@@ -227,12 +227,12 @@ def create_shared_memory_router(memory: SharedMemory) -> APIRouter:
     @router.get(f"{_PATH}/status", response_model=list[RegionAnswer], responses=errors)
     async def list_all(request: Request) -> Response:
         """The regions of the caller."""
-        return json_response([one._asdict() for one in memory.list_regions(await owner_of(request))])
+        return json_response([one._asdict() for one in memory.list_regions(await _owner_of(request))])
 
     @router.get(f"{_PATH}/region/{{region}}/status", response_model=list[RegionAnswer], responses=errors)
     async def list_one(request: Request, region: _RegionName) -> Response:
         """One region of the caller."""
-        return json_response([one._asdict() for one in memory.list_regions(await owner_of(request), region)])
+        return json_response([one._asdict() for one in memory.list_regions(await _owner_of(request), region)])
 
     @router.post(
         f"{_PATH}/region/{{region}}/register",
@@ -242,20 +242,20 @@ def create_shared_memory_router(memory: SharedMemory) -> APIRouter:
     )
     async def register(request: Request, region: _RegionName) -> Response:
         """Register a region of a file that the user who runs the client has."""
-        owner, body = await owner_of(request), read_json(RegisterBody, await request.body())
+        owner, body = await _owner_of(request), read_json(RegisterBody, await request.body())
         await memory.register(owner, RegionStatus(region, body.key, body.offset, body.byte_size))
         return Response()
 
     @router.post(f"{_PATH}/region/{{region}}/unregister", response_class=Response, responses=errors)
     async def unregister(request: Request, region: _RegionName) -> Response:
         """Forget a region of the caller."""
-        await memory.unregister(await owner_of(request), region)
+        await memory.unregister(await _owner_of(request), region)
         return Response()
 
     @router.post(f"{_PATH}/unregister", response_class=Response, responses=errors)
     async def unregister_all(request: Request) -> Response:
         """Forget all regions of the caller."""
-        await memory.unregister(await owner_of(request))
+        await memory.unregister(await _owner_of(request))
         return Response()
 
     return router
@@ -279,7 +279,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
         json_length = request.headers.get(_JSON_LENGTH_HEADER)
         asked = await call_aside(len(body), read_request, model, version, body, json_length)
         if asked.has_shared:
-            asked = replace(asked, owner=await owner_of(request))
+            asked = replace(asked, owner=await _owner_of(request))
         return await _written(request, asked, await inference.infer(asked))
 
     add_model_route(
