@@ -19,7 +19,7 @@
     ├── Unprocessable        422  the checkpoint cannot be brought into the store
     └── GenerationFailed     500  the model failed on this request; says how
 
-`deployments/ingress/errors.py` has the one table from these to protocols.
+`deployments/ingress/responses.py` has the one table from these to protocols.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A parser of JSON holds Python's lock until it is done, in whatever thread it runs. Texts and images in it cost next to
 nothing, 20 million empty lists 20 s and 1.5 GB. So the values are counted as the bytes come, and large bodies are
 joined and parsed beside the event loop, one at a time: FastAPI does both on it, with 64 MiB of images for 150 ms.
+
+`LenientBody` is the base of bodies under /v1, which clients of other servers send as well.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import numpy as np
 from fastapi.routing import APIRoute
+from pydantic import AfterValidator, BaseModel, Field
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +31,14 @@ from starlette.types import Message, Receive, Scope, Send
 from cluster.door.haproxy_rules import UNREAD
 from configs.cluster import LimitsConfig
 from configs.http import UPLOAD_PATHS
+from deployments.engines.llm.chat import NullIsDefault
 from deployments.errors import InvalidRequest, Overloaded, RequestTooLarge, RequestTooSlow
+from deployments.records import (
+    MAX_INT32,
+    MAX_SEED,
+    SEED_RULE,
+    RequestModel,
+)
 
 SMALL_BYTES: Final = 2**16  # of a body that is kept while it waits for its turn, and that no count can refuse
 MAX_JSON_PARTS: Final = 2**16  # lists, objects and members of objects in one body
@@ -335,3 +345,57 @@ def _field_with_half_a_pair(value: Any) -> str | None:
         except UnicodeEncodeError:
             return name if name.isascii() else None
     return None
+
+
+def _ignored_fields(part: BaseModel, place: str = "") -> list[str]:
+    """Return the unknown fields of a body and of all parts of it, with the names that lead to them."""
+    found = [f"{place}{name}" for name in part.model_extra or ()]
+    for name in type(part).model_fields:
+        value = getattr(part, name)
+        for one in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(one, BaseModel):
+                found += _ignored_fields(one, f"{place}{name}.")
+    return found
+
+
+def warning_header(warnings: Sequence[str]) -> dict[str, str]:
+    """Return the header with the warnings of a request, in printable ASCII."""
+    text = "".join(character if " " <= character <= "~" else "?" for character in "; ".join(warnings))[:512]
+    return {"X-Atelier-Warning": text} if text else {}
+
+
+def _none_if_negative(value: int | None) -> int | None:
+    return None if value == -1 else value
+
+
+def _not_zero(value: int | None) -> int | None:
+    if value == 0:
+        raise ValueError("expected 1 or more, or -1 for as many as the model may")
+    return value
+
+
+# -1 is no value: llama.cpp's clients have it so.
+Seed = Annotated[
+    int | None,
+    Field(ge=-1, le=MAX_SEED, description=f"-1 draws one, or {SEED_RULE}"),
+    AfterValidator(_none_if_negative),
+]
+NoneOrTokens = Annotated[
+    int | None,
+    Field(ge=-1, le=MAX_INT32, description="-1, or none: as many as the model may"),
+    AfterValidator(_none_if_negative),
+]
+MaxTokens = Annotated[NoneOrTokens, AfterValidator(_not_zero)]
+
+
+class LenientBody(RequestModel, extra="allow"):
+    """A body whose unknown fields are ignored: OpenAI adds some now and then, and its clients send them."""
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return what was asked for and has no effect."""
+        shown = ", ".join(repr(name[:64]) for name in sorted(set(_ignored_fields(self)))[:8])
+        return (f"unknown fields were ignored: {shown}",) if shown else ()
+
+
+class ClientPart(LenientBody, NullIsDefault):
+    """A body or a part of one, where null is as good as nothing."""

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Final, Protocol, TypeVar, cast
 
-from deployments.ingress.errors import status_of
+from deployments.ingress.responses import status_of
 from deployments.records import TextChunk, TextResult
 
 CLIENT_LEFT: Final = 499  # as HAProxy and nginx say

@@ -9,13 +9,12 @@ from typing import Final
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from deployments.ingress import errors
-from deployments.ingress.compat.a1111_answers import WebuiError, webui_failure_response
-from deployments.ingress.compat.anthropic_answers import MessageError, message_failure_response
+from deployments.ingress import responses
+from deployments.ingress.compat.a1111_bodies import WebuiError, webui_failure_response
+from deployments.ingress.compat.anthropic import MessageError, message_failure_response
 from deployments.ingress.compat.ollama_answers import OllamaError, ollama_failure_response
-from deployments.ingress.errors import ErrorAnswer, Failure, describe_errors, failure_of, failure_response
-from deployments.ingress.kserve.rest.routing import PREFIX, ProtocolError, protocol_failure_response
-from deployments.ingress.responses import Answer
+from deployments.ingress.kserve.rest.messages import PREFIX, ProtocolError, protocol_failure_response
+from deployments.ingress.responses import Answer, ErrorAnswer, Failure, describe_errors, failure_of, failure_response
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,6 @@ def error_response_at(path: str, error: Exception) -> Response:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error of `app` leave in the form of its path, and its OpenAPI page show all forms."""
-    errors.install_error_handlers(app, lambda path, failure: form_at(path).respond(failure))
+    responses.install_error_handlers(app, lambda path, failure: form_at(path).respond(failure))
     for answer in dict.fromkeys(form.answer for form in (_OPENAI, *_OTHERS)):
         describe_errors(app, answer)

@@ -40,37 +40,45 @@ from cluster.tracing import begin_tracing
 from configs.cluster import ClusterConfig
 from configs.errors import ConfigError
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import HttpAccess, describe_keys
-from deployments.ingress.admin.controller import ControllerCalls, create_controller_router
 from deployments.ingress.admin.live import NUM_DECISIONS, ClusterView, create_live_router
-from deployments.ingress.admin.routes import create_admin_router
-from deployments.ingress.admitted import ENCODER, WORKER
+from deployments.ingress.admin.routes import ControllerCalls, create_admin_router, create_controller_router
 from deployments.ingress.compat.a1111 import create_a1111_router
 from deployments.ingress.compat.anthropic import create_messages_router
 from deployments.ingress.compat.ollama import RUNNING, create_ollama_router
 from deployments.ingress.compat.vllm import UnprefixedPaths, create_vllm_router
 from deployments.ingress.error_forms import install_error_handlers
-from deployments.ingress.gate import BodyGate, HeadRequests, ReadGate, WithoutPrefix, put_gate_before_serve
+from deployments.ingress.gate import (
+    BodyGate,
+    HeadRequests,
+    HttpAccess,
+    ReadGate,
+    WithoutPrefix,
+    describe_keys,
+    put_gate_before_serve,
+)
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest.extension_routes import create_repository_router, create_shared_memory_router
-from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.repository import Repository, Statistics
+from deployments.ingress.kserve.rest.routes import (
+    create_inference_router,
+    create_repository_router,
+    create_shared_memory_router,
+)
 from deployments.ingress.kserve.shared_memory import SharedMemory
-from deployments.ingress.kserve.statistics import Statistics
 from deployments.ingress.openai.chat_images import ChatImages, ImageFetcher
 from deployments.ingress.openai.embeddings import create_embeddings_router, create_scores_router
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageLinks, create_links_router
+from deployments.ingress.openai.image_stream import ResumableStreams, create_streams_router
 from deployments.ingress.openai.images import create_images_router
+from deployments.ingress.openai.kept import StoredResponses
 from deployments.ingress.openai.models import create_models_router
 from deployments.ingress.openai.pipeline_runs import create_pipelines_router
-from deployments.ingress.openai.resumable_streams import ResumableStreams, create_streams_router
-from deployments.ingress.openai.stored_responses import StoredResponses
 from deployments.ingress.openai.text import create_text_router
 from deployments.ingress.openai.text_responses import create_responses_router
 from deployments.ingress.openai.videos import create_audio_router, create_videos_router
 from deployments.ingress.service import Service
+from deployments.ingress.terms import ENCODER, WORKER
 from deployments.ingress.web_pages import create_docs_router, create_web_router
 from deployments.records import (
     ChatRequest,

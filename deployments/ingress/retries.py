@@ -28,7 +28,7 @@ from ray.serve.exceptions import ReplicaUnavailableError
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from deployments.errors import CannotLoad, ReplicaLost
-from deployments.ingress.admitted import AdmissionSlot, admitted
+from deployments.ingress.terms import AdmissionSlot, admitted
 from deployments.pipelines.plans import SegmentResult
 from deployments.records import ImageProgress
 from deployments.services.replica_calls import OnPiece, ReplicaCalls

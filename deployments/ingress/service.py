@@ -35,14 +35,23 @@ from deployments.defaults import (
 from deployments.engines.stock.known import is_stock_class
 from deployments.errors import InvalidRequest, ModelUnavailable
 from deployments.fitted_images import with_fitting_images
-from deployments.ingress.admin.admission import Queues
+from deployments.ingress.admin.metrics import Queues
 from deployments.ingress.admin.operations import Operations
-from deployments.ingress.admitted import ENCODER, PIPELINES, WORKER, Request, admitted, demand_of, demand_of_pipeline
-from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, card_of, endpoint_of
+from deployments.ingress.catalog import Catalog, Endpoint, Health, ModelCard, PipelineModels, card_of, endpoint_of
 from deployments.ingress.counting import Meter, NoMeter, count_text, counted
-from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.retries import EncoderReply, ResumedImages, RetriedCalls
-from deployments.ingress.terms import Terms, current_terms, with_fields
+from deployments.ingress.terms import (
+    ENCODER,
+    PIPELINES,
+    WORKER,
+    Request,
+    Terms,
+    admitted,
+    current_terms,
+    demand_of,
+    demand_of_pipeline,
+    with_fields,
+)
 from deployments.limits import (
     check_clip,
     check_embedding,

@@ -25,8 +25,8 @@ from ray import serve
 from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
-from deployments.ingress.admitted import WORKER
 from deployments.ingress.retries import ResumedImages, RetriedCalls
+from deployments.ingress.terms import WORKER
 from deployments.records import ImageProgress, ImageRequest, ImageResult
 from deployments.services.replica_calls import OnPiece, ReplicaCalls
 

@@ -1,4 +1,7 @@
-"""A pipeline class of diffusers, and the parts of it that have no weights: schedulers, tokenizers, image processors."""
+"""A pipeline class of diffusers, and the parts of it that have no weights: schedulers, tokenizers, image processors.
+
+Modules get what pipelines of the installed diffusers ask of them, and they do not have.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from deployments.engines.library_seam import pipeline_arguments
 from deployments.engines.processors import load_image_processor
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
-from deployments.engines.stock.mended import mend_parts
 
 _ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
 
@@ -126,3 +128,19 @@ def _reads_videos(cls: type[Any]) -> bool:
 
 def _is_scheduler(part: Any) -> bool:
     return hasattr(part, "set_timesteps") or type(part).__name__.endswith("Scheduler")
+
+
+# Options that a class reads in a part's config and no such part has. The value changes nothing: what
+# ChromaInpaintPipeline makes of it, an embedding of the guidance, goes nowhere.
+_OPTIONS: Final = {"ChromaInpaintPipeline": ("transformer", {"guidance_embeds": False})}
+
+
+def mend_parts(class_name: str, parts: dict[str, Any]) -> None:
+    """Give the modules of a pipeline what its class asks them for. Done twice, it changes nothing."""
+    name, options = _OPTIONS.get(class_name, ("", {}))
+    if missing := {key: value for key, value in options.items() if key not in parts[name].config}:
+        parts[name].register_to_config(**missing)
+    for part in parts.values():
+        # Once it was a part of CLIPTextModel, and `clip_skip` of many classes asks it for the norm behind the layers.
+        if type(part).__name__ == "CLIPTextModel" and not hasattr(part, "text_model"):
+            vars(part)["text_model"] = part  # a part of itself would have no end

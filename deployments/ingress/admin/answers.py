@@ -9,7 +9,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from cluster.ray_seam.process_starts import TemplateStats
 from configs.batching import BatchingConfig
-from deployments.ingress.admin.admission import AdmissionAnswer
+from deployments.ingress.admin.metrics import AdmissionAnswer
 from deployments.ingress.catalog import Endpoint
 from deployments.ingress.responses import Answer
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from cluster.placement.link import QueuesAway
 from deployments.errors import Overloaded, ServiceError
-from deployments.ingress.admin.admission import Queues
+from deployments.ingress.admin.metrics import Queues
 from deployments.ingress.admin.operations import Operations, Page
 from deployments.ingress.admin.picture import (
     MAX_REQUESTS,
@@ -30,8 +30,7 @@ from deployments.ingress.admin.picture import (
     nearness_of,
     picture_of,
 )
-from deployments.ingress.errors import documented
-from deployments.ingress.responses import EventStream, event_of
+from deployments.ingress.responses import EventStream, documented, event_of
 from deployments.tasks import shared_task
 
 PERIOD_S: Final = 1.0

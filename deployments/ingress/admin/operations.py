@@ -29,7 +29,6 @@ from deployments.errors import (
     UnknownModel,
     Unprocessable,
 )
-from deployments.ingress.admin.admission import AdmissionAnswer, Queues, describe_admission
 from deployments.ingress.admin.answers import (
     BatchingAnswer,
     BuiltModel,
@@ -42,6 +41,7 @@ from deployments.ingress.admin.answers import (
     Tier,
     Unreachable,
 )
+from deployments.ingress.admin.metrics import AdmissionAnswer, Queues, describe_admission
 from deployments.ingress.catalog import Catalog, ModelCard, card_of
 from weights.errors import WeightsError
 

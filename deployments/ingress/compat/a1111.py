@@ -22,7 +22,16 @@ from deployments.errors import InvalidRequest, UnknownModel
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.bodies import JsonRoute
 from deployments.ingress.catalog import ModelCard
-from deployments.ingress.compat.a1111_answers import (
+from deployments.ingress.compat.a1111_bodies import (
+    AUTOMATIC,
+    NONE,
+    SAMPLERS,
+    SCHEDULERS,
+    ExtraImageBody,
+    ImageToImageBody,
+    OptionsBody,
+    SecondPass,
+    TextToImageBody,
     WebuiError,
     WebuiImage,
     WebuiImages,
@@ -34,20 +43,12 @@ from deployments.ingress.compat.a1111_answers import (
     WebuiScheduler,
     WebuiState,
     WebuiUpscaler,
+    resized,
+    upscalers,
 )
-from deployments.ingress.compat.a1111_bodies import (
-    AUTOMATIC,
-    SAMPLERS,
-    SCHEDULERS,
-    ImageToImageBody,
-    OptionsBody,
-    TextToImageBody,
-)
-from deployments.ingress.compat.a1111_upscaling import NONE, ExtraImageBody, SecondPass, resized, upscalers
-from deployments.ingress.errors import INFERENCE_ERRORS, documented_as
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import describe_image, encode_image
-from deployments.ingress.responses import Answer, json_response, server_timing
+from deployments.ingress.responses import INFERENCE_ERRORS, Answer, documented_as, json_response, server_timing
 from deployments.ingress.service import Service
 from deployments.pipelines.runner import run_together
 from deployments.records import ImageProgress, ImageRequest, ImageResult

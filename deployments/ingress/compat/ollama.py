@@ -37,10 +37,12 @@ from deployments.ingress.compat.ollama_answers import (
     running_model,
     shown_model,
 )
-from deployments.ingress.errors import INFERENCE_ERRORS, documented_as, failure_of
 from deployments.ingress.openai.chat_images import SCHEMES, ChatImages, ImageSource, content_of
 from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
     call_aside,
+    documented_as,
+    failure_of,
     json_response,
     json_text,
     json_with_list,

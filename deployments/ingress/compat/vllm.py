@@ -16,14 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import Tool
 from deployments.errors import InvalidRequest, ModelUnavailable
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, documented
+from deployments.ingress.bodies import JsonRoute, LenientBody, warning_header
 from deployments.ingress.kserve.models import is_any_answering
-from deployments.ingress.kserve.records import server_metadata
+from deployments.ingress.kserve.tensors import server_metadata
 from deployments.ingress.openai.chat_images import ChatImages
-from deployments.ingress.openai.client_parts import LenientBody, warning_header
 from deployments.ingress.openai.text import ChatMessage
-from deployments.ingress.responses import Answer, json_response
+from deployments.ingress.responses import INFERENCE_ERRORS, Answer, documented, json_response
 from deployments.ingress.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 

@@ -26,15 +26,7 @@ from deployments.ingress.kserve.models import (
     is_ready,
     model_configuration,
 )
-from deployments.ingress.kserve.records import (
-    VERSION,
-    InferRequest,
-    InferResponse,
-    ModelMetadata,
-    OutputWish,
-    ServerMetadata,
-    server_metadata,
-)
+from deployments.ingress.kserve.repository import Statistics
 from deployments.ingress.kserve.requests import (
     Schedule,
     embedding_request,
@@ -45,8 +37,17 @@ from deployments.ingress.kserve.requests import (
     upscale_requests,
 )
 from deployments.ingress.kserve.shared_memory import SharedMemory
-from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.kserve.tensors import classify_output, texts
+from deployments.ingress.kserve.tensors import (
+    VERSION,
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    OutputWish,
+    ServerMetadata,
+    classify_output,
+    server_metadata,
+    texts,
+)
 from deployments.ingress.service import Service
 from deployments.ingress.terms import current_terms, with_fields
 from deployments.pipelines.records import PipelineRequest, Signature, TensorValue, text_tensor

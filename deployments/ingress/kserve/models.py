@@ -15,7 +15,7 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 from configs.batching import BatchingConfig
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.catalog import ModelCard
-from deployments.ingress.kserve.records import VERSION, ModelMetadata
+from deployments.ingress.kserve.tensors import VERSION, ModelMetadata
 from deployments.ingress.service import PROBE_TIMEOUT_S, Service
 from deployments.pipelines.records import Signature, TensorSpec, TensorValue, fits_shape, program_specs
 

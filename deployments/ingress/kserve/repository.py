@@ -1,6 +1,7 @@
-"""Triton's model repository extension over the models of the cluster: what is there, bring it near, let it go.
+"""Triton's model repository and statistics extensions over the models of the cluster.
 
-Where it differs from Triton, which loads and unloads on an operator's word only:
+The repository says what is there, brings it near and lets it go. It differs from Triton, which loads and unloads on an
+operator's word only:
 
 - Every model of the directory can be asked at any time; a request brings what it needs. `load` does that beforehand
   and returns when the model is usable.
@@ -8,21 +9,41 @@ Where it differs from Triton, which loads and unloads on an operator's word only
   index alike, in the whole cluster. Requests are not refused: the next one, or `load`, brings it back, and it is
   READY again. What running requests or pins hold stays, and the unload fails with a Conflict that says so.
 - An adapter is no entry of its own, and a pipeline has no weights of its own.
+
+Statistics of each model are told in the terms of Triton's statistics extension. They are
+counted where requests pass, so the figures are those of one ingress replica since it started: with several, add them
+up, or read Prometheus instead. What Triton's durations mean here, from the phase times that results bring along:
+
+    queue           waiting for a turn and for a place in a replica (`queue`)
+    compute_input   bringing the model's weights to where they are used (`switch`)
+    compute_infer   every other phase: encode, denoise, prefill, generate, decode, stages of a pipeline
+    compute_output  what is left of the whole: making protocol tensors of results, and transport
+
+Phases that run side by side count in full each, so the parts may add up to more than the whole. One request is one
+execution: which requests shared a forward is known to the replicas only. `cache_hit` and `cache_miss` count text
+encodings; how long a look-up took is not measured, so their nanoseconds are 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final, Literal
 
 from deployments.errors import InvalidRequest, ModelUnavailable, UnknownModel
 from deployments.ingress.catalog import ModelCard
-from deployments.ingress.kserve.records import VERSION, Parameters
+from deployments.ingress.kserve.tensors import VERSION, Parameters
 from deployments.ingress.service import Service
+from weights.residency.recent import Recent
 
 State = Literal["READY", "LOADING", "UNAVAILABLE"]
 _STATES: Final[dict[str, State]] = {"ready": "READY", "updating": "READY", "registering": "LOADING"}
 _UNLOAD_PARAMETERS: Final = frozenset({"unload_dependents"})
+_MAX_MODELS: Final = 1024
+_MAX_EXACT_BATCH_SIZE: Final = 32
+_SWITCH, _QUEUE, _TOTAL = "switch", "queue", "total"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +139,125 @@ def _check_parameters(action: str, parameters: Parameters, known: frozenset[str]
             "models are registered with POST /admin/models",
             unknown[0],
         )
+
+
+@dataclass(slots=True)
+class Duration:
+    """Events and their time in all, in nanoseconds."""
+
+    count: int = 0
+    ns: int = 0
+
+    def add_duration(self, ms: float, count: int = 1) -> None:
+        """Count `count` events of `ms` in all. Negative times, differences of phases side by side, count as 0."""
+        self.count += count
+        self.ns += max(0, round(ms * 1e6))
+
+
+@dataclass(slots=True)
+class InferStatistics:
+    """Durations of the parts of a request, defined at the top of this file."""
+
+    success: Duration = field(default_factory=Duration)
+    fail: Duration = field(default_factory=Duration)
+    queue: Duration = field(default_factory=Duration)
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+    cache_hit: Duration = field(default_factory=Duration)
+    cache_miss: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class BatchStatistics:
+    """Durations of requests with `batch_size` items; above _MAX_EXACT_BATCH_SIZE, of up to that many (powers of 2)."""
+
+    batch_size: int
+    compute_input: Duration = field(default_factory=Duration)
+    compute_infer: Duration = field(default_factory=Duration)
+    compute_output: Duration = field(default_factory=Duration)
+
+
+@dataclass(slots=True)
+class ModelStatistics:
+    """Statistics of one model. Fields are those of the protocol.
+
+    `last_inference` is in milliseconds since the epoch, 0 for never.
+    """
+
+    name: str
+    version: str = VERSION
+    last_inference: int = 0
+    inference_count: int = 0
+    execution_count: int = 0
+    inference_stats: InferStatistics = field(default_factory=InferStatistics)
+    batch_stats: list[BatchStatistics] = field(default_factory=list)
+
+
+class Statistics:
+    """Statistics of at most `max_models` models: those used longest ago are forgotten. Lives on one event loop."""
+
+    def __init__(self, clock_s: Callable[[], float] = time.time, max_models: int = _MAX_MODELS) -> None:
+        self._clock_s = clock_s
+        self._models: Recent[str, ModelStatistics] = Recent(max_models)
+
+    def succeeded(
+        self,
+        model: str,
+        *,
+        timings_ms: Mapping[str, float],
+        batch_size: int = 1,
+        cache_hits: int = 0,
+        cache_misses: int = 0,
+    ) -> None:
+        """Count an answered request of `batch_size` items. `timings_ms` are by phase, the whole under "total"."""
+        found = self._touched(model)
+        found.inference_count += batch_size
+        found.execution_count += 1
+        queue_ms, input_ms = timings_ms.get(_QUEUE, 0.0), timings_ms.get(_SWITCH, 0.0)
+        infer_ms = sum(ms for phase, ms in timings_ms.items() if phase not in (_QUEUE, _SWITCH, _TOTAL))
+        known_ms = queue_ms + input_ms + infer_ms
+        total_ms = timings_ms.get(_TOTAL, known_ms)
+        stats, batch = found.inference_stats, _of_size(found.batch_stats, _rounded(batch_size))
+        stats.success.add_duration(total_ms)
+        stats.queue.add_duration(queue_ms)
+        stats.cache_hit.add_duration(0.0, cache_hits)
+        stats.cache_miss.add_duration(0.0, cache_misses)
+        for durations in (stats, batch):
+            durations.compute_input.add_duration(input_ms)
+            durations.compute_infer.add_duration(infer_ms)
+            durations.compute_output.add_duration(total_ms - known_ms)
+
+    def failed(self, model: str, total_ms: float) -> None:
+        """Count a request that was not answered."""
+        self._touched(model).inference_stats.fail.add_duration(total_ms)
+
+    def of_model(self, model: str) -> ModelStatistics:
+        """Return the statistics of `model`, all zero when nobody has used it here."""
+        return self._models.get(model) or ModelStatistics(model)
+
+    def _touched(self, model: str) -> ModelStatistics:
+        found = self._models.used(model, lambda: ModelStatistics(model))
+        found.last_inference = int(self._clock_s() * 1e3)
+        return found
+
+
+async def statistics_of(
+    repository: Repository, statistics: Statistics, model: str = "", version: str = ""
+) -> list[ModelStatistics]:
+    """Return the statistics of `model`, or of all models and pipelines, used or not. Raises UnknownModel."""
+    return [statistics.of_model(name) for name in await repository.names(model, version)]
+
+
+def _of_size(batches: list[BatchStatistics], batch_size: int) -> BatchStatistics:
+    """Return the entry for that size, inserted in order of size when it is new."""
+    for batch in batches:
+        if batch.batch_size == batch_size:
+            return batch
+    batches.append(batch := BatchStatistics(batch_size))
+    batches.sort(key=attrgetter("batch_size"))
+    return batch
+
+
+def _rounded(batch_size: int) -> int:
+    return batch_size if batch_size <= _MAX_EXACT_BATCH_SIZE else 1 << (batch_size - 1).bit_length()

@@ -13,8 +13,7 @@ from typing import Any, Final
 from configs.batching import MAX_PRIORITY_LEVELS
 from configs.cluster import MAX_LORAS
 from deployments.errors import InvalidRequest
-from deployments.ingress.kserve.records import Parameters
-from deployments.ingress.kserve.tensors import shown, texts
+from deployments.ingress.kserve.tensors import Parameters, shown, texts
 from deployments.pipelines.records import TensorSpec, TensorValue
 from deployments.records import (
     NO_PROMPT,

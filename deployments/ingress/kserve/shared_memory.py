@@ -22,8 +22,14 @@ from typing import Final, NamedTuple
 
 from configs.cluster import SharedMemoryConfig
 from deployments.errors import InvalidRequest, NotAllowed, Overloaded
-from deployments.ingress.kserve.records import InferRequest, InferResponse, RegionPart, SharedTensor
-from deployments.ingress.kserve.tensors import from_bytes, to_bytes
+from deployments.ingress.kserve.tensors import (
+    InferRequest,
+    InferResponse,
+    RegionPart,
+    SharedTensor,
+    from_bytes,
+    to_bytes,
+)
 
 _FOLDER: Final = Path("/dev/shm")  # noqa: S108  # where POSIX keeps shared memory
 _KEY: Final = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9._-]{0,250})")

@@ -26,7 +26,7 @@ from deployments.errors import InvalidRequest, QueueFull, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.bodies import body_bytes
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.image_uploads import decode_base64_image, decode_image
+from deployments.ingress.openai.uploads import decode_base64_image, decode_image
 from deployments.ingress.service import Service
 from deployments.ingress.terms import within_request_time
 from deployments.records import ChatRequest, as_record

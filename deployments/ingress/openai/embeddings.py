@@ -23,13 +23,13 @@ from typing_extensions import TypedDict  # pydantic wants this one before Python
 
 from deployments.engines.protocol import Pooling
 from deployments.errors import GenerationFailed, InvalidRequest
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, documented
-from deployments.ingress.openai.client_parts import ClientPart, warning_header
+from deployments.ingress.bodies import ClientPart, JsonRoute, warning_header
 from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
     Answer,
     TimesMs,
     call_aside,
+    documented,
     json_response,
     json_with_list,
     rounded,

@@ -11,9 +11,9 @@ from pydantic_core import from_json
 from configs.cluster import LimitsConfig
 from deployments.engines.diffusion.input_images import resize_pixels
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai.client_parts import ClientPart, Seed
+from deployments.ingress.bodies import ClientPart, Seed
 from deployments.ingress.openai.image_files import ImageFormat
-from deployments.ingress.openai.image_uploads import DecodedImage, decode_base64_within, decode_image, decode_named
+from deployments.ingress.openai.uploads import DecodedImage, decode_base64_within, decode_image, decode_named
 from deployments.records import (
     MAX_NAMED_IMAGES,
     MAX_PARTIAL_IMAGES,

@@ -28,9 +28,10 @@ from starlette.responses import FileResponse, Response
 
 from configs.cluster import ImageLinksConfig
 from deployments.errors import Overloaded
-from deployments.ingress.errors import Failure, documented, failure_response
+from deployments.ingress.responses import Failure, documented, failure_response
 from deployments.records import ImageRequest, ImageResult
 from weights.private_folder import private_folder, temporary_folder
+from weights.storage.durable import replaced
 
 ImageFormat = Literal["png", "jpeg", "webp"]
 _SOFTWARE: Final = "Atelier"
@@ -177,9 +178,8 @@ class ImageLinks:
             if self._config.folder is None:
                 private_folder(self._folder.parent)
             self._folder.mkdir(0o700, parents=True, exist_ok=True)
-            staged = self._folder / f"{name}.part"
-            staged.write_bytes(data)
-            staged.rename(self._folder / name)
+            with replaced(self._folder / name) as staged:
+                staged.write_bytes(data)
             self._sweep()
         except OSError as error:
             raise Overloaded(

@@ -16,16 +16,23 @@ from starlette.responses import Response
 from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
 from configs.cluster import LimitsConfig
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_event
-from deployments.ingress.openai.client_parts import warning_header
+from deployments.ingress.bodies import JsonRoute, warning_header
 from deployments.ingress.openai.image_bodies import EditBody, GenerationBody, ImagesBody, VariationBody
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import ImageFormat, ImageLinks, describe_image, encode_image
-from deployments.ingress.openai.image_stream import ImageEvents, ImageOrigin, Task, origin_of
-from deployments.ingress.openai.image_uploads import read_form, validated
-from deployments.ingress.openai.resumable_streams import LAST_EVENT_ID, ResumableStreams
+from deployments.ingress.openai.image_stream import (
+    LAST_EVENT_ID,
+    ImageEvents,
+    ImageOrigin,
+    ResumableStreams,
+    Task,
+    origin_of,
+)
+from deployments.ingress.openai.uploads import read_form, validated
 from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
+    documented,
+    error_event,
     json_response,
     json_with_list,
     server_timing,

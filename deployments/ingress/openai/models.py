@@ -10,8 +10,7 @@ from starlette.responses import Response
 
 from deployments.ingress.admin.picture import Nearness, NearTier
 from deployments.ingress.catalog import Endpoint, ModelCard
-from deployments.ingress.errors import documented
-from deployments.ingress.responses import Answer, json_response
+from deployments.ingress.responses import Answer, documented, json_response
 from deployments.ingress.service import Service
 
 _All = Annotated[bool, Query(description="list also what no path under /v1 takes: adapters, ControlNets, heads, ...")]

@@ -18,11 +18,21 @@ from configs.cluster import LimitsConfig
 from configs.pipeline import PipelineConfig, StageConfig, is_optional, plain_type
 from deployments.errors import InvalidRequest
 from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_event
 from deployments.ingress.openai.image_decoders import ImageReaders
 from deployments.ingress.openai.image_files import encode_image
-from deployments.ingress.openai.image_uploads import decode_base64_within
-from deployments.ingress.responses import Answer, call_aside, event_of, json_response, json_text, rounded, stream_events
+from deployments.ingress.openai.uploads import decode_base64_within
+from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
+    Answer,
+    call_aside,
+    documented,
+    error_event,
+    event_of,
+    json_response,
+    json_text,
+    rounded,
+    stream_events,
+)
 from deployments.ingress.service import Service
 from deployments.pipelines.edge_types import IMAGE, TEXT, EdgeType
 from deployments.pipelines.records import (

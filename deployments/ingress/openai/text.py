@@ -21,10 +21,8 @@ from deployments.engines.llm.chat import (
     ToolChoice,
 )
 from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, documented, error_response
+from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, Seed, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
-from deployments.ingress.openai.client_parts import ClientPart, MaxTokens, NoneOrTokens, Seed, warning_header
 from deployments.ingress.openai.text_answers import (
     Calls,
     ChatAnswer,
@@ -33,7 +31,16 @@ from deployments.ingress.openai.text_answers import (
     CompletionForm,
     TextForm,
 )
-from deployments.ingress.responses import event_of, json_response, json_text, server_timing, stream_events
+from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
+    documented,
+    error_response,
+    event_of,
+    json_response,
+    json_text,
+    server_timing,
+    stream_events,
+)
 from deployments.ingress.service import Service
 from deployments.records import (
     MAX_INT32,

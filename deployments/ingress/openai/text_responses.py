@@ -20,13 +20,20 @@ from configs.cluster import MAX_MESSAGES, LimitsConfig
 from deployments.engines.llm.chat import FunctionName
 from deployments.errors import InvalidRequest, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.bodies import JsonRoute
-from deployments.ingress.errors import INFERENCE_ERRORS, Failure, documented, failure_response
+from deployments.ingress.bodies import ClientPart, JsonRoute, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
-from deployments.ingress.openai.client_parts import ClientPart, warning_header
+from deployments.ingress.openai.kept import StoredResponse, StoredResponses
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
-from deployments.ingress.openai.stored_responses import StoredResponse, StoredResponses
-from deployments.ingress.responses import Answer, json_response, server_timing, stream_events
+from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
+    Answer,
+    Failure,
+    documented,
+    failure_response,
+    json_response,
+    server_timing,
+    stream_events,
+)
 from deployments.ingress.service import Service
 from deployments.records import Count, Loras, Name, RequestModel, TextChunk, UserName
 

@@ -20,14 +20,32 @@ from cluster.admission.fair_slots import release_read_slot
 from configs.cluster import LimitsConfig, VideosConfig
 from deployments.errors import InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_max_concurrent, current_tenant
-from deployments.ingress.errors import INFERENCE_ERRORS, Failure, documented, failure_of, failure_response
-from deployments.ingress.openai.audio_uploads import AudioFile, decode_audio, is_wav, split_extra
-from deployments.ingress.openai.client_parts import ClientPart, Seed, warning_header
+from deployments.ingress.bodies import ClientPart, Seed, warning_header
 from deployments.ingress.openai.image_bodies import NAMED, NamedFiles, Size, from_form, sides_of
 from deployments.ingress.openai.image_decoders import ImageReaders
-from deployments.ingress.openai.image_uploads import decode_named, read_form, validated
-from deployments.ingress.openai.kept_videos import KeptVideo, KeptVideos, Status
-from deployments.ingress.responses import Answer, TimesMs, call_aside, json_response, rounded, server_timing
+from deployments.ingress.openai.kept import KeptVideo, KeptVideos, Status
+from deployments.ingress.openai.uploads import (
+    AudioFile,
+    decode_audio,
+    decode_named,
+    is_wav,
+    read_form,
+    split_extra,
+    validated,
+)
+from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
+    Answer,
+    Failure,
+    TimesMs,
+    call_aside,
+    documented,
+    failure_of,
+    failure_response,
+    json_response,
+    rounded,
+    server_timing,
+)
 from deployments.ingress.service import Service
 from deployments.ingress.terms import Terms, current_terms
 from deployments.records import (

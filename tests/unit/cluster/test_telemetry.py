@@ -10,7 +10,7 @@ from unit.counting import operations
 from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot, ModelLoad
 from cluster.telemetry import ControllerMetrics, EdgeMetrics, LoadMetrics, RequestMetrics, with_measured_sums
-from deployments.ingress.admin.admission import admission_metrics
+from deployments.ingress.admin.metrics import admission_metrics
 from weights.reading.report import Stage, StageFigures
 
 

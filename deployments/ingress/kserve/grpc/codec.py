@@ -14,23 +14,21 @@ from google.protobuf.json_format import ParseDict
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
-from deployments.ingress.kserve.records import (
+from deployments.ingress.kserve.repository import ModelStatistics
+from deployments.ingress.kserve.tensors import (
     MAX_TENSORS,
     SHARED_MEMORY,
     InferRequest,
     InferResponse,
     ModelMetadata,
     SharedTensor,
-    read_part,
-    read_wish,
-)
-from deployments.ingress.kserve.statistics import ModelStatistics
-from deployments.ingress.kserve.tensors import (
     check_count,
     check_range,
     checked_datatype,
     checked_shape,
     from_bytes,
+    read_part,
+    read_wish,
     to_bytes,
 )
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue

@@ -28,7 +28,6 @@ from cluster.request_ids import accepted
 from cluster.tracing import called
 from deployments.errors import QueueFull, RequestTooSlow, ServiceError
 from deployments.ingress.access.callers import Caller, Callers, Need, acting_for, shown_key
-from deployments.ingress.errors import failure_of
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import health as messages
 from deployments.ingress.kserve.grpc.servicer import (
@@ -41,8 +40,8 @@ from deployments.ingress.kserve.grpc.servicer import (
     unsupported_handlers,
 )
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.repository import Repository, Statistics
+from deployments.ingress.responses import failure_of
 
 _logger = logging.getLogger("atelier.ingress")
 

@@ -1,6 +1,6 @@
 """The methods of `inference.GRPCInferenceService`: each a question to `Inference`, `Repository` or `Statistics`.
 
-Handlers see calls as messages instead of bytes, and raise exceptions instead of setting status codes.
+Handlers see messages instead of bytes, and raise exceptions instead of status codes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,15 @@ from grpc import StatusCode
 
 from deployments.errors import InvalidRequest
 from deployments.ingress.access.callers import begin_current_request, current_tenant
-from deployments.ingress.errors import failure_of
 from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.models import is_decoupled
-from deployments.ingress.kserve.records import InferRequest, InferResponse
-from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.repository import Repository, Statistics, statistics_of
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, parse_grpc_peer, uid_of_client
-from deployments.ingress.kserve.statistics import Statistics, statistics_of
-from deployments.ingress.responses import call_aside, server_timing
+from deployments.ingress.kserve.tensors import InferRequest, InferResponse
+from deployments.ingress.responses import call_aside, failure_of, server_timing
 from deployments.ingress.terms import Terms, current_terms, read_terms
 
 Method = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
@@ -56,6 +54,21 @@ _CODES: Final[dict[int, StatusCode]] = {
     503: StatusCode.UNAVAILABLE,
     504: StatusCode.DEADLINE_EXCEEDED,
 }
+SERVICE: Final = "inference.GRPCInferenceService"
+# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
+_UNSUPPORTED: Final = {
+    "shared memory of CUDA": (
+        "CudaSharedMemoryStatus",
+        "CudaSharedMemoryRegister",
+        "CudaSharedMemoryUnregister",
+    ),
+    "tracing": ("TraceSetting",),
+    "changing the log": ("LogSettings",),
+}
+_ERRORS_END_STREAMS: Final = "triton_grpc_error"
+MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
+_Turn = asyncio.Future[None]
+_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.GenericRpcHandler:
@@ -73,20 +86,20 @@ def service_handler(service: str, methods: Mapping[str, Method]) -> grpc.Generic
     return grpc.method_handlers_generic_handler(service, handlers)
 
 
-def parsed(request: Any) -> Any:
+def _parsed(request: Any) -> Any:
     """Return the message that a handler got. Raises InvalidRequest for bytes that are none."""
     if isinstance(request, DecodeError):
         raise InvalidRequest("the request is not a message of the type that this method takes")
     return request
 
 
-async def read_infer(request: Any) -> InferRequest:
+async def _decoded(request: Any) -> InferRequest:
     """Return the record of a request. Raises InvalidRequest."""
-    message = parsed(request)
+    message = _parsed(request)
     return await call_aside(message.ByteSize(), grpc_codec.read_request, message)
 
 
-async def write_infer(response: InferResponse) -> messages.ModelInferResponse:
+async def _write_infer(response: InferResponse) -> messages.ModelInferResponse:
     """Return the message of a response."""
     num_bytes = sum(output.data.nbytes for output in response.outputs)
     return await call_aside(num_bytes, grpc_codec.write_response, response)
@@ -105,7 +118,7 @@ def _reader(message: Any) -> Callable[[bytes], Any]:
 def _with_status(method: Method) -> Method:
     async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            return await method(parsed(request), context)
+            return await method(_parsed(request), context)
         except grpc.aio.AbortError:
             raise
         except Exception as error:
@@ -121,23 +134,6 @@ def status_of(error: Exception) -> tuple[StatusCode, str]:
     failure = failure_of(error)
     text = failure.message
     return _CODES[failure.status], text if len(text) <= _MAX_DETAIL_CHARS else text[: _MAX_DETAIL_CHARS - 3] + "..."
-
-
-SERVICE: Final = "inference.GRPCInferenceService"
-# Of Triton's service, but not of this one: clients that try are told why instead of "method not found".
-_UNSUPPORTED: Final = {
-    "shared memory of CUDA": (
-        "CudaSharedMemoryStatus",
-        "CudaSharedMemoryRegister",
-        "CudaSharedMemoryUnregister",
-    ),
-    "tracing": ("TraceSetting",),
-    "changing the log": ("LogSettings",),
-}
-_ERRORS_END_STREAMS: Final = "triton_grpc_error"
-MAX_CONCURRENT: Final = 64  # requests of one stream in work; the next ones wait in gRPC's own flow control
-_Turn = asyncio.Future[None]
-_Write = Callable[[messages.ModelStreamInferResponse], Awaitable[None]]
 
 
 class InferenceServicer:
@@ -197,7 +193,7 @@ class InferenceServicer:
         response = await self._inference.infer(await _read_infer(context, request))
         timing = server_timing(response.timings_ms)
         context.set_trailing_metadata([(name.lower(), text) for name, text in timing.items()])
-        return await write_infer(response)
+        return await _write_infer(response)
 
     async def _model_stream_infer(self, requests: AsyncIterator[Any], context: grpc.aio.ServicerContext) -> None:
         asked = dict(context.invocation_metadata() or ())
@@ -269,7 +265,7 @@ async def _owner_of(context: grpc.aio.ServicerContext) -> Owner:
 
 async def _read_infer(context: grpc.aio.ServicerContext, request: Any) -> InferRequest:
     """Return the record of a request, with its owner where some of its tensors are in shared memory."""
-    asked = await read_infer(request)
+    asked = await _decoded(request)
     return replace(asked, owner=await _owner_of(context)) if asked.has_shared else asked
 
 
@@ -305,7 +301,7 @@ class _InferStream:
         write: _Write,
         *,
         errors_end_it: bool,
-        read: Callable[[Any], Awaitable[InferRequest]] = read_infer,
+        read: Callable[[Any], Awaitable[InferRequest]] = _decoded,
     ) -> None:
         self._inference = inference
         self._write = write
@@ -343,7 +339,7 @@ class _InferStream:
                 asked = await self._read(request)
                 async with self._inference.infer_stream(asked) as responses:
                     async for response in responses:
-                        await self._send(before, infer_response=await write_infer(response))
+                        await self._send(before, infer_response=await _write_infer(response))
         except Exception as error:
             if self._errors_end_it:
                 raise
@@ -357,7 +353,7 @@ class _InferStream:
 
     async def _is_decoupled(self, request: Any) -> bool:
         try:
-            return is_decoupled(await self._inference.metadata(parsed(request).model_name))
+            return is_decoupled(await self._inference.metadata(_parsed(request).model_name))
         except Exception:  # the request's own answer says what is wrong
             return False
 

@@ -1,65 +1,76 @@
-"""The Open Inference Protocol over REST: health, metadata, configuration, inference and generation under /v2.
+"""The Open Inference Protocol over REST: health, metadata, configuration, inference, generation, extensions, under /v2.
 
-Sources: KServe v2 REST; Triton's binary, classification, schedule policy and model configuration extensions.
+Sources: KServe v2 REST; Triton's binary, classification, schedule policy, model configuration, model repository,
+statistics and system shared memory extensions. The router of the extensions goes
+before that of the protocol, in whose paths `stats` would be a model's name. Where shared memory is switched off, its
+paths answer 501.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import zlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from fastapi import APIRouter
-from pydantic import BaseModel
+from fastapi import APIRouter, Path
+from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict  # pydantic wants this one before Python 3.12
 
+from cluster.door.haproxy_rules import CLIENT
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, ModelUnavailable, RequestTooLarge
-from deployments.ingress.errors import INFERENCE_ERRORS, failure_of
+from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.kserve import tensors
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.models import LLM, ModelConfiguration
-from deployments.ingress.kserve.records import (
-    InferRequest,
-    InferResponse,
-    ModelMetadata,
-    ServerMetadata,
-)
-from deployments.ingress.kserve.rest.extension_routes import owner_of
+from deployments.ingress.kserve.repository import ModelIndex, ModelStatistics, Repository, Statistics, statistics_of
 from deployments.ingress.kserve.rest.messages import (
+    PREFIX,
     InferAnswer,
     InferBody,
     LiveAnswer,
+    ModelName,
     ModelReadyAnswer,
     ParametersBody,
-    ServerReadyAnswer,
-    read_json,
-    read_parameters,
-    read_request,
-    write_response,
-)
-from deployments.ingress.kserve.rest.routing import (
-    PREFIX,
     ProtocolError,
+    ServerReadyAnswer,
     add_model_route,
     create_protocol_router,
     documented,
+    read_json,
+    read_parameters,
+    read_request,
     request_body,
+    write_response,
+)
+from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, SharedMemory, uid_of_client
+from deployments.ingress.kserve.tensors import (
+    InferRequest,
+    InferResponse,
+    ModelMetadata,
+    Parameters,
+    ServerMetadata,
 )
 from deployments.ingress.responses import (
+    INFERENCE_ERRORS,
     Answer,
     call_aside,
     event_of,
+    failure_of,
     json_response,
     json_text,
     server_timing,
     stream_events,
 )
 
+_PATH = f"{PREFIX}/systemsharedmemory"
+_RegionName = Annotated[str, Path(description="the name that the client gave the region")]
 _JSON_LENGTH_HEADER: Final = "Inference-Header-Content-Length"
 _LENGTH_HEADER: Final = {
     _JSON_LENGTH_HEADER: {"description": "bytes of JSON, when raw bytes follow", "schema": {"type": "integer"}}
@@ -82,6 +93,178 @@ _WINDOW_BITS: Final = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBIT
 _LEVEL: Final = 1  # tensors gain little from more
 
 
+class IndexBody(BaseModel):
+    """The request for the index."""
+
+    ready: bool = Field(False, description="only models that are")
+
+
+class LoadBody(BaseModel):
+    """The request to load or unload a model."""
+
+    parameters: dict[str, Any] = {}
+
+
+class StatisticsAnswer(Answer):
+    """The statistics of this ingress replica since it started. Durations are cumulative, in nanoseconds."""
+
+    model_stats: list[ModelStatistics]
+
+
+def create_repository_router(repository: Repository, statistics: Statistics) -> APIRouter:
+    """Return the routes that list, load and unload models, and tell their statistics."""
+    router = create_protocol_router()
+    _add_repository_routes(router, repository)
+    _add_statistics_routes(router, repository, statistics)
+    return router
+
+
+def _add_repository_routes(router: APIRouter, repository: Repository) -> None:
+    @router.post(
+        f"{PREFIX}/repository/index",
+        response_model=list[ModelIndex],
+        responses=documented(400, 503),
+        openapi_extra=request_body(IndexBody, required=False),
+    )
+    async def index(request: Request) -> Response:
+        """Every model and pipeline with its state."""
+        body = await _object(request)
+        ready = body.get("ready", False)
+        if not isinstance(ready, bool):
+            raise InvalidRequest(f"ready: expected true or false, got {ready!r}", "ready")
+        return json_response(await repository.index(ready=ready))
+
+    @router.post(
+        f"{PREFIX}/repository/models/{{model}}/load",
+        response_class=Response,  # empty, as Triton's
+        responses=documented(400, 404, 503),
+        openapi_extra=request_body(LoadBody, required=False),
+    )
+    async def load(request: Request, model: ModelName) -> Response:
+        """Bring the model to the replicas that run it; answers when it is usable."""
+        await repository.load(model, _parameters(await _object(request)))
+        return Response()
+
+    @router.post(
+        f"{PREFIX}/repository/models/{{model}}/unload",
+        response_class=Response,
+        responses=documented(400, 404, 409, 503),
+        openapi_extra=request_body(LoadBody, required=False),
+    )
+    async def unload(request: Request, model: ModelName) -> Response:
+        """Take the model out of memory; the next request for it, or `load`, brings it back."""
+        await repository.unload(model, _parameters(await _object(request)))
+        return Response()
+
+
+def _add_statistics_routes(router: APIRouter, repository: Repository, statistics: Statistics) -> None:
+    async def stats(_: Request, model: str, version: str) -> Response:
+        """Return the statistics of a model: counts and cumulative durations of this ingress replica."""
+        found = await statistics_of(repository, statistics, model, version)
+        return json_response(StatisticsAnswer(model_stats=found))
+
+    @router.get(f"{PREFIX}/models/stats", response_model=StatisticsAnswer, responses=documented(503))
+    async def all_stats(request: Request) -> Response:
+        """Return the statistics of every model and pipeline."""
+        return await stats(request, "", "")
+
+    errors = documented(400, 404, 503)
+    add_model_route(router, "GET", "/stats", stats, response_model=StatisticsAnswer, responses=errors)
+
+
+async def _object(request: Request) -> dict[str, Any]:
+    """Return the body as a JSON object; clients send none at all where nothing is to be said."""
+    text = await request.body()
+    try:
+        body = json.loads(text) if text else {}
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequest(f"the body is a JSON {type(body).__name__}, expected an object")
+    return body
+
+
+def _parameters(body: dict[str, Any]) -> Parameters:
+    parameters = body.get("parameters", {})
+    if not isinstance(parameters, dict):
+        raise InvalidRequest("parameters: expected an object", "parameters")
+    return parameters
+
+
+class RegisterBody(BaseModel, strict=True):
+    """A region: `byte_size` bytes from `offset` on of the file `key` in /dev/shm, which is the client's own."""
+
+    key: str
+    offset: int = Field(0, ge=0)
+    byte_size: int = Field(ge=1)
+
+
+class RegionAnswer(TypedDict):
+    """A registered region."""
+
+    name: str
+    key: str
+    offset: int
+    byte_size: int
+
+
+async def _owner_of(request: Request) -> Owner:
+    """Return the user and the tenant who ask. Raises NotAllowed for a client that is not on this machine."""
+    peer = (request.client.host, request.client.port) if request.client else None
+    uid = await asyncio.to_thread(uid_of_client, peer, request.headers.get(CLIENT))
+    return Owner(uid, current_tenant.get())
+
+
+def create_shared_memory_router(memory: SharedMemory) -> APIRouter:
+    """Return the routes."""
+    router = create_protocol_router()
+    if not memory.is_on:
+        for path in (_PATH, f"{_PATH}/{{rest:path}}"):
+            router.add_api_route(path, _switched_off, methods=["GET", "POST"], include_in_schema=False)
+        return router
+    errors = documented(400, 403, 503)
+
+    @router.get(f"{_PATH}/status", response_model=list[RegionAnswer], responses=errors)
+    async def list_all(request: Request) -> Response:
+        """The regions of the caller."""
+        return json_response([one._asdict() for one in memory.list_regions(await _owner_of(request))])
+
+    @router.get(f"{_PATH}/region/{{region}}/status", response_model=list[RegionAnswer], responses=errors)
+    async def list_one(request: Request, region: _RegionName) -> Response:
+        """One region of the caller."""
+        return json_response([one._asdict() for one in memory.list_regions(await _owner_of(request), region)])
+
+    @router.post(
+        f"{_PATH}/region/{{region}}/register",
+        response_class=Response,  # empty, as Triton's
+        responses=errors,
+        openapi_extra=request_body(RegisterBody),
+    )
+    async def register(request: Request, region: _RegionName) -> Response:
+        """Register a region of a file that the user who runs the client has."""
+        owner, body = await _owner_of(request), read_json(RegisterBody, await request.body())
+        await memory.register(owner, RegionStatus(region, body.key, body.offset, body.byte_size))
+        return Response()
+
+    @router.post(f"{_PATH}/region/{{region}}/unregister", response_class=Response, responses=errors)
+    async def unregister(request: Request, region: _RegionName) -> Response:
+        """Forget a region of the caller."""
+        await memory.unregister(await _owner_of(request), region)
+        return Response()
+
+    @router.post(f"{_PATH}/unregister", response_class=Response, responses=errors)
+    async def unregister_all(request: Request) -> Response:
+        """Forget all regions of the caller."""
+        await memory.unregister(await _owner_of(request))
+        return Response()
+
+    return router
+
+
+async def _switched_off() -> Response:
+    return json_response(ProtocolError(error="shared memory is not supported by this server"), 501)
+
+
 def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRouter:
     """Return the routes of /v2. Those of statistics come before: `/v2/models/stats` is not a model."""
     router = create_protocol_router()
@@ -96,7 +279,7 @@ def create_inference_router(inference: Inference, limits: LimitsConfig) -> APIRo
         json_length = request.headers.get(_JSON_LENGTH_HEADER)
         asked = await call_aside(len(body), read_request, model, version, body, json_length)
         if asked.has_shared:
-            asked = replace(asked, owner=await owner_of(request))
+            asked = replace(asked, owner=await _owner_of(request))
         return await _written(request, asked, await inference.infer(asked))
 
     add_model_route(

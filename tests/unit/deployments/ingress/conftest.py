@@ -22,12 +22,12 @@ from unit.deployments.serve_fakes import FakeHandle
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import StoredResponsesConfig
-from deployments.ingress.compat.a1111_answers import WebuiError
-from deployments.ingress.compat.anthropic_answers import MessageError
+from deployments.ingress.compat.a1111_bodies import WebuiError
+from deployments.ingress.compat.anthropic import MessageError
 from deployments.ingress.compat.ollama_answers import OllamaError
-from deployments.ingress.errors import ErrorAnswer, error_content
 from deployments.ingress.http import create_http_app
-from deployments.ingress.kserve.rest.routing import ProtocolError
+from deployments.ingress.kserve.rest.messages import ProtocolError
+from deployments.ingress.responses import ErrorAnswer, error_content
 from deployments.ingress.service import Service
 
 ERRORS = (ErrorAnswer, ProtocolError, MessageError, OllamaError, WebuiError)

@@ -35,10 +35,10 @@ from configs.admission import AdmissionConfig, ControllerConfig
 from configs.http import HttpConfig
 from configs.model import AdapterConfig, ModelConfig
 from deployments.errors import InvalidRequest, Overloaded
-from deployments.ingress.admitted import ENCODER, WORKER
 from deployments.ingress.catalog import Health
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
+from deployments.ingress.terms import ENCODER, WORKER
 from deployments.records import (
     ImageRequest,
     ImageResult,

@@ -18,8 +18,8 @@ from configs.cluster import ClusterConfig, LimitsConfig
 from configs.model import ModelConfig
 from configs.pipeline import PipelineConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable
+from deployments.ingress.catalog import PipelineModels
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.pipeline_models import PipelineModels
 from deployments.ingress.service import Service
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.plans import SegmentCall, SegmentResult

@@ -19,8 +19,8 @@ from cluster.admission.dispatcher import Dispatcher
 from cluster.admission.records import Demand
 from configs.admission import AdmissionConfig
 from deployments.errors import CannotLoad, DeadlineExceeded, ReplicaLost
-from deployments.ingress.admitted import WORKER
 from deployments.ingress.retries import LONGEST_PAUSE_S, MAX_MISSED, ResumedImages, RetriedCalls, _Retries
+from deployments.ingress.terms import WORKER
 from deployments.records import ImageProgress
 from deployments.services.replica_calls import ReplicaCalls
 from deployments.tasks import Deadline

@@ -24,10 +24,9 @@ from configs.cluster import LimitsConfig
 from deployments.errors import RequestTooLarge
 from deployments.ingress import bodies
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import HttpAccess
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.error_forms import error_response_at
-from deployments.ingress.gate import BodyGate, ReadGate
+from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
 
 pytestmark = pytest.mark.slow
 

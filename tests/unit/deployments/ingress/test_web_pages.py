@@ -12,7 +12,7 @@ import pytest
 
 from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig
-from deployments.ingress.access.http import _need_of
+from deployments.ingress.gate import _need_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.service import Service
 from deployments.ingress.web_pages import FOLDER, PAGES

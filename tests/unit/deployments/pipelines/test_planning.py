@@ -14,7 +14,7 @@ from unit.counting import operations
 
 from cluster.registry.directory import ModelRecord
 from configs.pipeline import PipelineConfig
-from deployments.ingress.pipeline_models import _openai_role, _OpenAiRole
+from deployments.ingress.catalog import _openai_role, _OpenAiRole
 from deployments.pipelines.edge_types import TEXT, EdgeType
 from deployments.pipelines.pipelines import Pipelines
 from deployments.pipelines.planning import PipelineUnusable, check_pipeline, plan_pipeline, plan_segments

@@ -26,7 +26,7 @@ from configs.cluster import LimitsConfig, WorkerConfig
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import PipelineSource, check_class
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai.image_uploads import decode_named
+from deployments.ingress.openai.uploads import decode_named
 from deployments.modules.cache import ModuleCache
 from deployments.modules.loading import ComponentBuilder
 from deployments.records import ClipRequest, ClipResult, ImageProgress

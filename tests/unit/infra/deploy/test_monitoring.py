@@ -13,8 +13,7 @@ import pytest
 
 from cluster import telemetry
 from cluster.admission.records import AdmissionSnapshot
-from deployments.ingress.admin.admission import admission_metrics
-from deployments.ingress.admin.metrics import residency_metrics
+from deployments.ingress.admin.metrics import admission_metrics, residency_metrics
 from deployments.ingress.admin.routes import NodeMetrics
 from infra.monitoring import ALERTS, FOLDER, PANELS, alert_rules, board
 

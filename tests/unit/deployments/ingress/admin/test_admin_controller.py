@@ -15,7 +15,7 @@ from cluster.errors import OverrideRefused
 from cluster.placement.autoscaling import Scaling
 from cluster.placement.overrides import OverrideChange, Overrides, changed
 from configs.admission import ScalingConfig
-from deployments.ingress.admin.controller import ControllerCalls, DecisionsAnswer, create_controller_router
+from deployments.ingress.admin.routes import ControllerCalls, DecisionsAnswer, create_controller_router
 from deployments.ingress.error_forms import install_error_handlers
 
 

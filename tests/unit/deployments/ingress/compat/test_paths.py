@@ -13,7 +13,7 @@ from unit.deployments.ingress.http_fakes import CHAT, COMPLETION, EMBEDDING, IMA
 from configs.errors import ConfigFileError
 from configs.http import INFERENCE_PATHS, CompatConfig
 from configs.loading import load_cluster_config
-from deployments.ingress.access.http import _need_of
+from deployments.ingress.gate import _need_of
 
 OWN_PATHS = {
     "vllm": ["/health", "/version", "/tokenize", "/detokenize"],

@@ -13,9 +13,9 @@ import pytest
 from configs.batching import BatchingConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest, UnknownModel
-from deployments.ingress.admitted import ENCODER, WORKER
 from deployments.ingress.catalog import Health, ModelCard
 from deployments.ingress.kserve.inference import Inference
+from deployments.ingress.terms import ENCODER, WORKER
 from deployments.pipelines.records import PipelineRequest, PipelineResult, Signature, TensorSpec, TensorValue
 from deployments.records import (
     CacheUse,

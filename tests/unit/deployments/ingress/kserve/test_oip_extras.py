@@ -21,11 +21,9 @@ from deployments.ingress.error_forms import install_error_handlers
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.records import InferRequest, OutputWish
-from deployments.ingress.kserve.repository import Repository
+from deployments.ingress.kserve.repository import Repository, Statistics
 from deployments.ingress.kserve.rest.routes import create_inference_router
-from deployments.ingress.kserve.statistics import Statistics
-from deployments.ingress.kserve.tensors import classify_output
+from deployments.ingress.kserve.tensors import InferRequest, OutputWish, classify_output
 from deployments.pipelines.records import TensorValue, text_tensor
 from deployments.records import TextChunk
 

@@ -19,8 +19,7 @@ from configs.cluster import LimitsConfig
 from deployments.errors import DeadlineExceeded, InvalidRequest, ModelUnavailable, ServiceError, UnknownModel
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.records import InferRequest, InferResponse, OutputWish
-from deployments.ingress.kserve.tensors import classify_output
+from deployments.ingress.kserve.tensors import InferRequest, InferResponse, OutputWish, classify_output
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorValue, text_tensor
 from deployments.records import ChatRequest, CompletionRequest, LoraUse
 

@@ -12,7 +12,7 @@ from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.records import InferRequest
+from deployments.ingress.kserve.tensors import InferRequest
 from deployments.limits import check_program
 from deployments.pipelines.records import TensorValue
 from deployments.records import ProgramRequest, ProgramResult

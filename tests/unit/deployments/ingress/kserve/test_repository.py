@@ -13,9 +13,8 @@ from deployments.errors import Conflict, InvalidRequest, ModelUnavailable, Unkno
 from deployments.ingress.admin.answers import PrefetchAnswer, Tier
 from deployments.ingress.catalog import ModelCard
 from deployments.ingress.error_forms import install_error_handlers
-from deployments.ingress.kserve.repository import ModelIndex, Repository
-from deployments.ingress.kserve.rest.extension_routes import create_repository_router
-from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.repository import ModelIndex, Repository, Statistics
+from deployments.ingress.kserve.rest.routes import create_repository_router
 
 
 class FakeOperations:

@@ -26,12 +26,10 @@ from deployments.ingress.kserve import shared_memory
 from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.server import start_grpc_server
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.records import InferRequest, RegionPart, SharedTensor
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.rest.extension_routes import create_shared_memory_router
-from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.repository import Repository, Statistics
+from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
 from deployments.ingress.kserve.shared_memory import Owner, RegionStatus, SharedMemory
-from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.tensors import InferRequest, RegionPart, SharedTensor
 
 X = np.array([[1, 2.5, -3], [4, 5, 6]], np.float32)
 CONFIG = SharedMemoryConfig(max_region_bytes=4096, max_regions=2, max_read_bytes=100)

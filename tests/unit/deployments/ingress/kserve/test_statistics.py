@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 
 from deployments.errors import UnknownModel
-from deployments.ingress.kserve.statistics import Duration, Statistics, statistics_of
+from deployments.ingress.kserve.repository import Duration, Statistics, statistics_of
 
 NOW_S = 1_700_000_000.25
 

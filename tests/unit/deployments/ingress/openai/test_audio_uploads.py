@@ -14,7 +14,7 @@ from kit.seeding import seeded_rng
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai.audio_uploads import AudioFile, decode_audio, split_extra
+from deployments.ingress.openai.uploads import AudioFile, decode_audio, split_extra
 from deployments.services.clips import encode_audio
 
 LIMITS = LimitsConfig(max_audio_s=2.0)

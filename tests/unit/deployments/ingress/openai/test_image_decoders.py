@@ -30,7 +30,7 @@ from deployments.ingress import terms
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.openai.image_decoder import MODULE
 from deployments.ingress.openai.image_decoders import MAX_READERS, DecoderProcesses, ImageReaders
-from deployments.ingress.openai.image_uploads import decode_image
+from deployments.ingress.openai.uploads import decode_image
 from deployments.ingress.terms import Terms, current_terms
 
 SIDE = 64

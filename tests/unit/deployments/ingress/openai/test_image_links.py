@@ -21,7 +21,7 @@ from cluster.registry.snapshot import RegistrySnapshot
 from configs.cluster import ClusterConfig, ImageLinksConfig
 from configs.errors import ConfigError
 from deployments.errors import Overloaded
-from deployments.ingress.access.http import _need_of
+from deployments.ingress.gate import _need_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai.image_files import PATH, ImageLinks
 from deployments.ingress.service import Service

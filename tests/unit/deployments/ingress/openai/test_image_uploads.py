@@ -19,7 +19,7 @@ from PIL import ExifTags, Image
 from unit.deployments.ingress.http_fakes import CONFIG, IMAGE, Replicas, problem
 
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai.image_uploads import decode_base64_image, decode_image
+from deployments.ingress.openai.uploads import decode_base64_image, decode_image
 
 MOST = CONFIG.ingress.limits.max_pixels
 

@@ -20,8 +20,7 @@ from configs.cluster import ImageStreamsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, Overloaded
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.openai.image_bodies import GenerationBody
-from deployments.ingress.openai.image_stream import ImageEvents, ImagePieces
-from deployments.ingress.openai.resumable_streams import PATH, ResumableStreams
+from deployments.ingress.openai.image_stream import PATH, ImageEvents, ImagePieces, ResumableStreams
 from deployments.records import CacheUse, ImageProgress, ImageRequest, ImageResult
 from deployments.services.output_channel import OutputChannel
 

@@ -18,8 +18,8 @@ from unit.deployments.ingress.http_fakes import CONFIG, SWITCH, Replicas, proble
 
 from configs.cluster import StoredResponsesConfig
 from deployments.engines.llm.chat import CalledTool
-from deployments.ingress.openai import stored_responses
-from deployments.ingress.openai.stored_responses import StoredResponse, StoredResponses
+from deployments.ingress.openai import kept
+from deployments.ingress.openai.kept import StoredResponse, StoredResponses
 from deployments.ingress.openai.text_responses import ItemReference, KeptItems
 from deployments.records import TextChunk
 
@@ -189,7 +189,7 @@ def test_the_oldest_of_those_with_the_most_end_first(make: Any) -> None:
         store.keep(tenant, response(str(number), size))
         sizes[tenant, str(number)] = size
     left = {key for key in sizes if store.find(*key)}
-    assert sum(sizes[key] for key in left) <= most * (1 + 1 / stored_responses._SWEEPS) + 5000
+    assert sum(sizes[key] for key in left) <= most * (1 + 1 / kept._SWEEPS) + 5000
     assert sum(sizes[key] for key in left) > most / 2
     assert {key for key in sizes if key[0] == "quiet"} <= left, "who keeps little loses nothing to who keeps much"
     loud = sorted(int(name) for tenant, name in left if tenant == "loud")

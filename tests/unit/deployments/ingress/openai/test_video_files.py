@@ -13,7 +13,7 @@ from PIL import Image
 
 from configs.cluster import LimitsConfig
 from deployments.errors import InvalidRequest
-from deployments.ingress.openai.image_uploads import decode_image, decode_named
+from deployments.ingress.openai.uploads import decode_image, decode_named
 from deployments.services.clips import encode_video
 
 HEIGHT, WIDTH = 16, 24

@@ -29,7 +29,7 @@ from deployments.errors import GenerationFailed, QueueFull
 from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from deployments.ingress.http import create_http_app
 from deployments.ingress.openai import videos as video_routes
-from deployments.ingress.openai.kept_videos import LOST_S, KeptVideos
+from deployments.ingress.openai.kept import LOST_S, KeptVideos
 from deployments.ingress.service import Service
 from deployments.records import ClipRequest, ClipResult, ImageProgress
 from deployments.services.clips import encode_audio, encode_video
@@ -500,7 +500,7 @@ def test_nobody_finds_what_was_deleted_meanwhile(tmp_path: Path) -> None:
 
 def test_files_that_no_video_is_of_go_after_a_while(tmp_path: Path) -> None:
     clock = Clock(1e12)  # long after the file was written
-    stray = tmp_path / f"video_{'0' * 32}.mp4.part"
+    stray = tmp_path / f".video_{'0' * 32}.mp4.{'1' * 32}"
     stray.write_bytes(b"half")
     (tmp_path / "notes.txt").write_text("not ours")
     id_ = made(kept_videos(tmp_path, clock), "a", clock)

@@ -24,8 +24,7 @@ from deployments.ingress.kserve.grpc.protos import POOL
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import GrpcServer, start_grpc_server
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.repository import Repository, Statistics
 
 SERVICE, HEALTH = "inference.GRPCInferenceService", "grpc.health.v1.Health"
 TIMEOUT_S = 5.0

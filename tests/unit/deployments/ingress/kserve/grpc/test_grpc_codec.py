@@ -19,7 +19,7 @@ from deployments.ingress.kserve.grpc import codec as grpc_codec
 from deployments.ingress.kserve.grpc.protos import POOL, health
 from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.models import model_configuration
-from deployments.ingress.kserve.records import InferResponse, ModelMetadata
+from deployments.ingress.kserve.tensors import InferResponse, ModelMetadata
 from deployments.pipelines.records import NUMPY_DTYPES, TensorSpec, TensorValue
 
 # Of the published protocols: "<number> <name> <type>", with * for repeated and {} for a map of messages.

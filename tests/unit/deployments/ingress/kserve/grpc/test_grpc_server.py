@@ -27,8 +27,7 @@ from deployments.ingress.kserve.grpc.protos import open_inference as messages
 from deployments.ingress.kserve.grpc.server import GrpcServer, _HealthServicer, start_grpc_server
 from deployments.ingress.kserve.grpc.servicer import status_of
 from deployments.ingress.kserve.inference import Inference
-from deployments.ingress.kserve.repository import Repository
-from deployments.ingress.kserve.statistics import Statistics
+from deployments.ingress.kserve.repository import Repository, Statistics
 
 MAX_MESSAGE_BYTES = 10_000
 TIMEOUT_S = 5.0

@@ -25,14 +25,12 @@ from configs.access import AccessConfig
 from configs.cluster import LimitsConfig
 from deployments.errors import GenerationFailed, InvalidRequest, ModelUnavailable, Overloaded, QueueFull
 from deployments.ingress.access.callers import Callers
-from deployments.ingress.access.http import HttpAccess
 from deployments.ingress.error_forms import install_error_handlers
-from deployments.ingress.gate import BodyGate, ReadGate
+from deployments.ingress.gate import BodyGate, HttpAccess, ReadGate
 from deployments.ingress.kserve.inference import Inference
 from deployments.ingress.kserve.rest import routes
-from deployments.ingress.kserve.rest.extension_routes import create_shared_memory_router
 from deployments.ingress.kserve.rest.messages import read_request
-from deployments.ingress.kserve.rest.routes import create_inference_router
+from deployments.ingress.kserve.rest.routes import create_inference_router, create_shared_memory_router
 
 PROMPT = {"name": "prompt", "datatype": "BYTES", "shape": [1], "data": ["a"]}
 X = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1, 2.5, -3]}

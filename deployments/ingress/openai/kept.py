@@ -1,4 +1,7 @@
-"""Videos that outlive their requests: a row of each in a file that all ingress replicas share, and the finished files.
+"""Responses and videos that outlive their requests: rows in files that ingress replicas share, and videos' own files.
+
+Responses are kept for `previous_response_id`, for references to their items, and to be read again: what their file
+loses costs a client its short way to say what was said before, no more.
 
 The replica that makes a video says every moment that it still does. What nobody has said so of for a while has failed:
 its replica has ended, and nobody else makes it.
@@ -11,6 +14,8 @@ import json
 import math
 import re
 import secrets
+import sqlite3
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -18,16 +23,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from configs.cluster import VideosConfig
+from configs.cluster import StoredResponsesConfig, VideosConfig
 from deployments.errors import QueueFull
-from deployments.ingress.openai.shared_file import SharedFile
+from weights.private_folder import private_folder, temporary_folder
+from weights.storage.durable import replaced
 
+_DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
+_BUSY_S: Final = 2.0  # to wait for another replica's write
+_SETTINGS: Final = "PRAGMA journal_mode = TRUNCATE; PRAGMA synchronous = OFF;"
+_RESPONSES_FILE: Final = "responses.sqlite"
+_SWEEPS: Final = 16  # while `max_bytes` are written
+_RESPONSES_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, tenant TEXT NOT NULL, used_s REAL NOT NULL, nbytes INTEGER NOT NULL,
+    previous_id TEXT, input BLOB NOT NULL, answer BLOB NOT NULL
+);
+CREATE INDEX IF NOT EXISTS by_use ON responses (tenant, used_s, nbytes);
+"""
+_USED: Final = """
+UPDATE responses SET used_s = ? WHERE id = ? AND tenant = ? AND used_s >= ? RETURNING id, previous_id, input, answer
+"""
+_EXPIRED: Final = "DELETE FROM responses WHERE used_s < ?"
+_SIZES: Final = "SELECT tenant, SUM(nbytes) FROM responses GROUP BY tenant ORDER BY 2 DESC"
+_OLDEST: Final = """
+DELETE FROM responses WHERE id IN (
+    SELECT id FROM (
+        SELECT id, SUM(nbytes) OVER (ORDER BY used_s, id) - nbytes AS before FROM responses WHERE tenant = ?
+    ) WHERE before < ?
+)
+"""
 Status = Literal["queued", "in_progress", "completed", "failed"]
 LOST_S: Final = 20.0  # without a word of its replica
-_FILE: Final = "videos.sqlite"
-_NAME: Final = re.compile(r"(video_[0-9a-f]{32})\.(mp4|webm)(\.part)?")  # 128 random bits
+_VIDEOS_FILE: Final = "videos.sqlite"
+_NAME: Final = re.compile(r"\.?(video_[0-9a-f]{32})\.(mp4|webm)(\.[0-9a-f]{32})?")  # 128 random bits; or staged
 _OLD_FILE_S: Final = 3600.0  # of one that no row is of
-_SCHEMA: Final = """
+_VIDEOS_SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS videos (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, created_s REAL NOT NULL, beat_s REAL NOT NULL, status TEXT NOT NULL,
     progress INTEGER NOT NULL, ended_s REAL, nbytes INTEGER NOT NULL, facts TEXT NOT NULL, error TEXT
@@ -56,6 +86,107 @@ WHERE id = ? AND ended_s IS NULL RETURNING id
 """
 
 
+class _SharedFile:
+    """The file `name` of a folder: the config's, or one of this user in the temporary directory, called `own_name`.
+
+    Thread-safe; calls block for a moment. `schema` is run whenever the file is opened.
+    """
+
+    def __init__(self, folder: Path | None, own_name: str, name: str, schema: str) -> None:
+        self.folder = folder or temporary_folder() / own_name
+        self._is_own = folder is None
+        self._name = name
+        self._schema = schema
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
+
+    def run(self, statement: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
+        """Run a statement, and return its rows. Raises OSError; a file that is damaged is removed before."""
+        with self._lock:
+            try:
+                with self._opened() as connection:
+                    return connection.execute(statement, values).fetchall()
+            except (sqlite3.Error, UnicodeDecodeError) as error:
+                is_damaged = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) in _DAMAGE
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                for file in self.folder.glob(f"{self._name}*") if is_damaged else ():
+                    file.unlink(missing_ok=True)
+                raise OSError(str(error)) from error
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._connection is None:
+            if self._is_own:
+                private_folder(self.folder.parent)
+            self.folder.mkdir(0o700, parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(self.folder / self._name, timeout=_BUSY_S, check_same_thread=False)
+            self._connection.executescript(_SETTINGS + self._schema)
+        return self._connection
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response: the items of its own request, and the answer, as JSON; the response that they follow on."""
+
+    id: str
+    previous_id: str | None
+    input: bytes
+    answer: bytes
+
+
+class StoredResponses:
+    """The kept responses, bounded by age and by bytes; the oldest of the tenants with the most go first.
+
+    Only its own tenant finds a response. Thread-safe; calls block for a moment. Where the file cannot be used, nothing
+    is found, and `keep` raises OSError.
+    """
+
+    def __init__(self, config: StoredResponsesConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
+        self._config = config
+        self._file = _SharedFile(config.folder, f"responses-{cluster}", _RESPONSES_FILE, _RESPONSES_SCHEMA)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._unswept_bytes = config.max_bytes  # what others have left there
+
+    def keep(self, tenant: str, response: StoredResponse) -> None:
+        """Keep a response. Raises OSError where that cannot be done."""
+        nbytes = len(response.input) + len(response.answer)
+        row = (response.id, tenant, self._clock(), nbytes, response.previous_id, response.input, response.answer)
+        with self._lock:
+            self._file.run("INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", row)
+            self._unswept_bytes += nbytes
+            if self._unswept_bytes * _SWEEPS >= self._config.max_bytes:
+                self._unswept_bytes = 0
+                self._sweep()
+
+    def find(self, tenant: str, id_: str) -> StoredResponse | None:
+        """Return a response, which is as good as new from now on; None when it has ended or never was."""
+        now = self._clock()
+        with self._lock, contextlib.suppress(OSError):
+            rows = self._file.run(_USED, (now, id_, tenant, now - self._config.ttl_s))
+            return StoredResponse(*rows[0]) if rows else None
+        return None
+
+    def forget(self, tenant: str, id_: str) -> bool:
+        """Forget a response, and return whether there was one."""
+        with self._lock, contextlib.suppress(OSError):
+            return bool(self._file.run("DELETE FROM responses WHERE id = ? AND tenant = ? RETURNING id", (id_, tenant)))
+        return False
+
+    def _sweep(self) -> None:
+        """Remove what has ended, and what is too much. HAZARD: other ingress replicas sweep the same file."""
+        self._file.run(_EXPIRED, (self._clock() - self._config.ttl_s,))
+        sizes = self._file.run(_SIZES, ())
+        surplus = sum(nbytes for _, nbytes in sizes) - self._config.max_bytes
+        for tenant, nbytes in sizes:
+            if surplus <= 0:
+                return
+            above = min(surplus, nbytes - self._config.max_bytes // len(sizes))  # of an equal share
+            self._file.run(_OLDEST, (tenant, above))
+            surplus -= above
+
+
 @dataclass(frozen=True, slots=True)
 class KeptVideo:
     """A video. `facts` are what its answer says of it, `error` why it failed, `ended_s` when it came to its end."""
@@ -78,7 +209,7 @@ class KeptVideos:
 
     def __init__(self, config: VideosConfig, cluster: str, clock: Callable[[], float] = time.time) -> None:
         self._config = config
-        self._file = SharedFile(config.folder, f"videos-{cluster}", _FILE, _SCHEMA)
+        self._file = _SharedFile(config.folder, f"videos-{cluster}", _VIDEOS_FILE, _VIDEOS_SCHEMA)
         self._clock = clock
 
     def add(self, tenant: str, facts: Mapping[str, Any], most_unfinished: int) -> KeptVideo:
@@ -102,13 +233,8 @@ class KeptVideos:
     def complete(self, id_: str, file: bytes, suffix: str, facts: Mapping[str, Any]) -> None:
         """Keep the file of a video, if anybody still wants it."""
         path = self._file.folder / f"{id_}.{suffix}"
-        staged = path.with_name(f"{path.name}.part")
-        try:
+        with replaced(path) as staged:
             staged.write_bytes(file)
-            staged.rename(path)
-        except OSError:
-            staged.unlink(missing_ok=True)
-            raise
         if not self._file.run(_COMPLETE, (self._clock(), len(file), json.dumps(facts), id_)):
             path.unlink(missing_ok=True)
         self._sweep()
