@@ -36,7 +36,8 @@ ENVIRONMENT: Final = {
     "PYTHONPATH": str(ROOT),
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",
-    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "100",  # Ray's 30 leave successors 10 s to start: Serve stops replicas 20 s before
+    # Serve stops replicas 20 s before: of Ray's 30, 10 would be left to start others.
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "100",
     "RAY_AUTH_MODE": "disabled",  # or a token of this user's would lock the head, and the others have none
     "COLUMNS": "200",
 }

@@ -25,6 +25,7 @@ from torch import nn
 from deployments.engines.llm.kv_cache import zero_pages
 from deployments.engines.llm.models.step_rows import StepRows, turn_of
 from deployments.engines.llm.scheduler import Chunk
+from deployments.engines.protocol import EngineError
 
 _CACHE_NAMES: Final = ("cache_params", "past_key_values")  # as a mixer may call its cache
 _CHUNK: Final = 64  # tokens that transformers' delta rules compute together
@@ -193,11 +194,15 @@ class StepMixer(nn.Module):
 
 
 def mix_by_steps(module: nn.Module) -> list[Any]:
-    """Let the mixers of a model run in the batches of steps, and return them."""
-    mixers: list[Any] = [part for part in module.modules() if _cache_name(type(part))]
+    """Let the mixers of a model run in the batches of steps, and return them. Raises EngineError where it has none."""
+    parts: list[Any] = list(module.modules())
+    mixers = [part for part in parts if _cache_name(type(part))]
+    if not mixers:  # or they are others than those that are known, and would begin anew with each token
+        raise EngineError(f"a {type(module).__name__} without recurrent layers is not supported")
     for mixer in mixers:
-        mixer.cache_name, mixer.routed_rows = _cache_name(type(mixer)), None
-        mixer.__class__ = _step_class(type(mixer))
+        kind: Any = type(mixer)
+        mixer.cache_name, mixer.routed_rows = _cache_name(kind), None
+        mixer.__class__ = _step_class(kind)
     return mixers
 
 
@@ -207,11 +212,10 @@ def piece_tokens(mixers: Collection[Any]) -> int:
 
 
 @functools.cache
-def _step_class(kind: type[nn.Module]) -> type[nn.Module]:
+def _step_class(kind: type[Any]) -> type[nn.Module]:
     return type(f"Step{kind.__name__}", (StepMixer, kind), {})
 
 
-@functools.cache
 def _cache_name(kind: type[nn.Module]) -> str:
     """Return what a class that asks a cache for a state calls it; empty for any other class."""
     forward = inspect.unwrap(kind.forward)

@@ -258,6 +258,12 @@ def test_prompt_log_probabilities_and_embeddings(hybrid):
     torch.testing.assert_close(torch.from_numpy(delta.embedding), vector, rtol=0, atol=MAX_DIFFERENCE)
 
 
+def test_a_model_without_recurrent_layers_is_not_taken_for_one_with_them(tmp_path):
+    model = tiny_model(HYBRID, layer_types=["full_attention"] * 2)
+    with pytest.raises(EngineError, match="a Qwen3NextForCausalLM without recurrent layers"):
+        LLMEngine(tmp_path, save_tiny(model, tmp_path), LLMEngineConfig())
+
+
 def test_whole_prompts_are_not_cut():
     assert WHOLE_PROMPTS & RECURRENT
     assert math.isfinite(difference("JambaForCausalLM", (150,), 4, **LONG))
