@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from deployments.engines.library_seam import apply_gate
 from deployments.engines.nn.batch_invariant import settled_rows
 from deployments.engines.nn.few_rows import multiply_rows
+from weights.torch_seam import is_fake
 
 TURN: Final = "atelier_turn"
 _PRODUCTS: Final = frozenset(
@@ -120,8 +121,7 @@ def compute_experts(
     """
     out_NC = torch.zeros_like(hidden_NC)
     name = "gate_up_proj" if experts.has_gate else "up_proj"
-    for expert in sorted({one for one in chosen_NU.flatten().tolist() if one < len(experts.down_proj)}):
-        tokens, places = torch.where(chosen_NU == expert)
+    for expert, tokens, places in _chosen_rows(chosen_NU, len(experts.down_proj)):
         padded = F.pad(hidden_NC[tokens], (0, 0, 0, -len(tokens) % settled_rows()))
         inner = _multiply(experts, name, expert, padded)
         inner = apply_gate(experts, inner) if experts.has_gate else experts.act_fn(inner)
@@ -130,6 +130,19 @@ def compute_experts(
             made = experts.post_expert_norm(made)
         out_NC.index_add_(0, tokens, (made[: len(tokens)] * weights_NU[tokens, places, None]).to(out_NC.dtype))
     return out_NC
+
+
+def _chosen_rows(chosen_NU: torch.Tensor, num_experts: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield each chosen expert with the tokens that chose it, and as which of theirs.
+
+    Of a recording, whose tokens choose nothing, all choose one: no other choice takes more memory.
+    """
+    if is_fake(chosen_NU):
+        tokens = torch.arange(len(chosen_NU), device=chosen_NU.device)
+        yield 0, tokens, torch.zeros_like(tokens)
+        return
+    for expert in sorted({one for one in chosen_NU.flatten().tolist() if one < num_experts}):
+        yield expert, *torch.where(chosen_NU == expert)
 
 
 def _multiply(experts: Any, name: str, expert: int, x: torch.Tensor) -> torch.Tensor:

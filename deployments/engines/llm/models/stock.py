@@ -54,7 +54,7 @@ from deployments.engines.llm.models.stock_classes import RECURRENT, SEEING, WHOL
 from deployments.engines.llm.paged_attention import Planner, Scores, StepAttention, Visible
 from deployments.engines.protocol import EngineError
 from weights.memory.devices import computes_on_host
-from weights.torch_seam import is_fake, with_child
+from weights.torch_seam import with_child
 
 OURS: Final = "atelier"  # our functions, where transformers asks for one of several
 # Of what classes pass to their attention beside queries, keys and values, what would change its result unheard.
@@ -294,8 +294,7 @@ def create_stock_model(
     sees = config.architectures[0] in SEEING
     # A tower's tokens are all here, and all see each other.
     module.set_attn_implementation({"text_config": OURS} if sees else OURS)
-    # Recorded, where tokens have no values, are the functions for all experts at once.
-    if computes_on_host(device) and not any(map(is_fake, placed.values())):
+    if computes_on_host(device):  # elsewhere transformers' function for all experts at once is the quicker one
         module.set_experts_implementation(OURS)
     turn = Turn()
     for part in module.modules():
