@@ -36,7 +36,7 @@ from configs.admission import AdmissionConfig
 CALL_S: Final = 5.0
 # So often a placement is renewed, and who listens has shown that it lives: twice before it would count as stale.
 LISTEN_S: Final = STALE_S / 2
-REST_S: Final = 2.0  # between two reports at rest that differ by nothing but what time changes
+REST_S: Final = 5.0  # between two reports at rest that differ by nothing but what time changes
 PAUSE_S: Final = 0.2
 GAP_S: Final = 0.01  # between two reports, whatever happens
 

@@ -15,7 +15,7 @@ from cluster.admission.records import OnDemandSwitch
 
 LOST_S: Final = 5.0  # a worker that said nothing for so long is counted as gone
 MAX_WAIT_TARGETS: Final = 2.0  # of its class, for which a model may be without a start, whatever else waits
-STALE_S: Final = 1.0  # a worker that said nothing for so long gets no orders
+STALE_S: Final = 2.0  # a worker that said nothing for so long gets no orders
 _INF: Final = float("inf")
 
 

@@ -69,12 +69,14 @@ def save_text_model(class_name: str, folder: Path, seed: int, width: int, num_la
     shutil.copytree(_ADDER, folder)  # for its tokenizer
     (folder / "model.safetensors").unlink()
     kind = getattr(transformers, class_name)
+    # The cache of `generate` forgets by a window, also where the class knows of none.
+    window = {"sliding_window": 128} if class_name == "Gemma2ForCausalLM" else {}
     config = kind.config_class(
         vocab_size=32000, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=num_layers,
         num_attention_heads=width // 64, num_key_value_heads=width // 128, head_dim=64, max_position_embeddings=1024,
-        query_pre_attn_scalar=64, sliding_window=128, linear_num_key_heads=width // 128, eos_token_id=None,
+        query_pre_attn_scalar=64, linear_num_key_heads=width // 128, eos_token_id=None,
         linear_num_value_heads=width // 64, linear_key_head_dim=64, linear_value_head_dim=64, tie_word_embeddings=True,
-        architectures=[class_name], dtype="float32",
+        architectures=[class_name], dtype="float32", **window,
     )  # fmt: skip
     model = kind(config).eval()
     model.generation_config.eos_token_id = None

@@ -93,7 +93,8 @@ def user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[User]:
     demo["model_roots"] = [str(folder), str(DEMO_MODELS), "hf://organization/*"]
     stock = {
         "gemma": tiny_gemma(folder / "gemma"),
-        "phi": tiny_phi(folder / "phi"),
+        "phi": tiny_text_model("Phi3ForCausalLM", folder / "phi"),
+        "hybrid": tiny_text_model("Qwen3_5ForCausalLM", folder / "hybrid"),
         "wan": saved(wan, folder / "wan"),
         "qwen": saved(qwen_image, folder / "qwen"),
         "xl": tiny_xl(folder),
@@ -127,8 +128,8 @@ def tiny_gemma(folder: Path) -> Any:
     return model
 
 
-def tiny_phi(folder: Path) -> Any:
-    model = language_models.tiny_model("Phi3ForCausalLM", vocab_size=len(tokenizer()))
+def tiny_text_model(class_name: str, folder: Path) -> Any:
+    model = language_models.tiny_model(class_name, vocab_size=len(tokenizer()))
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT)
@@ -188,12 +189,12 @@ def kohya_style(file: Path) -> Any:
 
 def test_the_command_says_that_each_is_ready(registered: dict[str, str]) -> None:
     kinds = {"gemma": "llm", "phi": "llm", "wan": "diffusion", "qwen": "diffusion", "xl": "diffusion"}
-    kinds |= {"ranker": "reranker", "awq-adder": "llm", "ink": "adapter"}
+    kinds |= {"hybrid": "llm", "ranker": "reranker", "awq-adder": "llm", "ink": "adapter"}
     expected = {name: f"{name} is ready ({kind})" for name, kind in kinds.items()}
     assert registered == expected
 
 
-@pytest.mark.parametrize("name", ["gemma", "phi"])
+@pytest.mark.parametrize("name", ["gemma", "phi", "hybrid"])
 def test_chats_are_those_of_transformers(user: User, registered: Any, name: str) -> None:
     words = " ".join(f"w{number}" for number in seeded_rng().integers(6, vision_models.WORDS, 9))
     if name == "gemma":
