@@ -10,6 +10,7 @@ from typing import Any
 from cluster.placement.state import (
     BATCH,
     INTERACTIVE,
+    STALE_S,
     STANDARD,
     ClusterState,
     Components,
@@ -71,7 +72,7 @@ def random_records(seed: int) -> tuple[list[ModelState], list[WorkerState], dict
                 is_draining=chance.random() < 0.1,
                 is_frozen=chance.random() < 0.1,
                 idle_s=chance.random() * 30,
-                age_s=chance.choice([0.0, 0.2, 2.0]),
+                age_s=chance.choice([0.0, 0.2, 3.0]),
                 attach_bytes_per_s=chance.choice([1e9, 10e9]),
             )
         )
@@ -106,7 +107,7 @@ def mistakes(state: ClusterState, plan: SwitchPlan) -> list[str]:
         if worker is None or model is None or not order.reason:
             found.append(f"{order} names what is not there, or no reason")
             continue
-        if state.is_frozen or worker.is_frozen or worker.is_draining or worker.age_s > 1.0 or worker.switching_to:
+        if state.is_frozen or worker.is_frozen or worker.is_draining or worker.age_s > STALE_S or worker.switching_to:
             found.append(f"{order}: the worker takes no orders")
         if order.action != "prefetch":
             if worker.id in ordered:
