@@ -266,7 +266,7 @@ class AdmissionSnapshot:
 
     @property
     def is_at_rest(self) -> bool:
-        """Whether nothing waits or runs."""
+        """Return whether nothing waits or runs."""
         return not any(load.waiting or load.running for load in self.models)
 
     @property

@@ -9,7 +9,7 @@ is a batch by itself. What once found no memory lowers the cost budget of its gr
 
 How long a batch that could start waits for batch-mates, and how much it takes:
 
-- `prefer_latency`: as long, and as much, as lowers the mean latency by what was learned so far (`BatchingDelay`), and
+- `prefer_latency`: as long, and as much, as lowers the mean latency by what was learned so far (`_BatchingDelay`), and
   never longer than `max_queue_delay_us` since its oldest request came. It starts at once at a preferred size or more,
   when nothing more fits, when others wait that it could be working for, or when another slot stays free. With
   preferred sizes it takes all that fits. A delay of 0: it never waits.
@@ -99,7 +99,7 @@ class BatchPolicy(Generic[RequestT]):
 
     def __init__(self, queue: RequestQueue[RequestT]) -> None:
         self.queue = queue
-        self._delays: Recent[Hashable, BatchingDelay] = Recent(MAX_GROUPS)
+        self._delays: Recent[Hashable, _BatchingDelay] = Recent(MAX_GROUPS)
         self._memory = MemoryLimits()
         self._turns: Recent[Hashable, int] = Recent(MAX_GROUPS)  # the number of the last batch of each group
         self._num_batches = 0
@@ -186,8 +186,8 @@ class BatchPolicy(Generic[RequestT]):
             until_s = min(until_s, _oldest_s(batch) + config.max_queue_delay_us / 1e6)
         return until_s if until_s > now_s else batch
 
-    def _delay(self, group: Hashable) -> BatchingDelay:
-        return self._delays.used(group, BatchingDelay)
+    def _delay(self, group: Hashable) -> _BatchingDelay:
+        return self._delays.used(group, _BatchingDelay)
 
 
 def _by_batch(batch: Batch[RequestT], config: BatchingConfig, now_s: float) -> Batch[RequestT] | float:
@@ -228,7 +228,7 @@ class _ServiceCurve(NamedTuple):
     per_cost_s: float
 
 
-class BatchingDelay:
+class _BatchingDelay:
     """The batching delay and the best batch size of a group, learned from its arrivals and its batches' times.
 
     A batch of n items takes about a + b n seconds; batching saves the a. Two questions follow, both about mean latency:

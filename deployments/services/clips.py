@@ -60,7 +60,7 @@ def frame_rate(request: ClipRequest, source: PipelineSource) -> float:
     return request.fps or next((float(value) for value in named if value > 0), float(source.fps or _USUAL_FPS))
 
 
-def num_frames(request: ClipRequest, source: PipelineSource) -> int | None:
+def _num_frames(request: ClipRequest, source: PipelineSource) -> int | None:
     """Return how many frames a request says, None where it leaves that to the class.
 
     Most classes make one frame more than whole groups of 4 or 8, as their default shows.
@@ -80,7 +80,7 @@ def _timing(request: ClipRequest, class_name: str, source: PipelineSource) -> di
     rate = next((name for name in _RATES if name in source.parameters), None)
     if request.fps is not None and rate is not None:
         found[rate] = int(request.fps) if request.fps.is_integer() else request.fps
-    said = num_frames(request, source) if source.makes == "video" else request.seconds
+    said = _num_frames(request, source) if source.makes == "video" else request.seconds
     if said is not None:
         names = _FRAMES if source.makes == "video" else _SECONDS
         name = next((name for name in names if name in source.parameters), None)

@@ -57,7 +57,7 @@ from weights.torch_dtypes import DTYPE_NAMES
 from weights.torch_seam import with_tensors
 
 
-def read_signature(program: ExportedProgram, mutated: Iterable[str]) -> ProgramSignature:
+def _read_signature(program: ExportedProgram, mutated: Iterable[str]) -> ProgramSignature:
     """Return the signature. `mutated` are the buffers that the program writes.
 
     Raises WeightsError, with what is in the way, for a program that is not to be served.
@@ -397,7 +397,7 @@ def _mutated(program: ExportedProgram) -> list[str]:
 def _signature(program: ExportedProgram, mutated: Collection[str]) -> dict[str, str]:
     """Return the metadata that says what the program takes and gives, or why it cannot be served."""
     try:
-        return {SIGNATURE: read_signature(program, mutated).to_json()}
+        return {SIGNATURE: _read_signature(program, mutated).to_json()}
     except WeightsError as error:
         return {UNSERVABLE: str(error)}
 

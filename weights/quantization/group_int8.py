@@ -40,7 +40,7 @@ _ROUTER: Final = ".gate.weight"
 _Read = Callable[[], bytes | memoryview]
 
 
-def quantize_groups(
+def _quantize_groups(
     name: str, matrix: npt.NDArray[Any], group_size: int
 ) -> tuple[npt.NDArray[np.int8], npt.NDArray[np.float32], QuantizedTensor]:
     """Return int8 values of the matrix's shape, the scales of its flat groups, and what was lost.
@@ -73,12 +73,12 @@ def export_group_int8(
     def values_of(name: str) -> bytes:
         # HAZARD: the scales are a tensor of another type, written long before: the matrix is quantized twice, so that
         # one matrix is in memory at a time.
-        values, _, row = quantize_groups(name, read_array(model.tensors[name]), group_size)
+        values, _, row = _quantize_groups(name, read_array(model.tensors[name]), group_size)
         done.count(model.tensors[name].nbytes - model.tensors[name].nbytes // 2, row)
         return values.tobytes()
 
     def scales_of(name: str) -> bytes:
-        _, scales, _ = quantize_groups(name, read_array(model.tensors[name]), group_size)
+        _, scales, _ = _quantize_groups(name, read_array(model.tensors[name]), group_size)
         done.count(model.tensors[name].nbytes // 2)
         return scales.tobytes()
 
@@ -137,7 +137,7 @@ def export_kuiper(
     def quantized(stem: str) -> bytes:
         # Values and scales are asked for one after the other; one matrix is in memory at a time.
         tensor = originals[f"{stem}.weight"]
-        values, latest["scales"], row = quantize_groups(f"{stem}.weight", read_array(tensor), group_size)
+        values, latest["scales"], row = _quantize_groups(f"{stem}.weight", read_array(tensor), group_size)
         done.count(tensor.nbytes, row)
         return values.tobytes()
 

@@ -119,7 +119,7 @@ class LLMEngine:
         self.grammars = GrammarCompiler(self.tokenizer, self._vocab_size, self._eos_token_ids)
         self._pace = PrefillPace(config.max_decode_delay, config.max_prefill_beside_decode)
         self._blocks = BlockPool(plan.num_blocks)
-        recurrent = recurrent_spec(model)
+        recurrent = _recurrent_spec(model)
         self._scheduler = Scheduler(
             self._blocks,
             max_num_seqs=plan.max_num_seqs,
@@ -406,14 +406,14 @@ def plan_runner(model: AnyModel, config: LLMEngineConfig) -> tuple[CachePlan, Mo
         spec = model.spec
         plan = plan_blocks(spec.block_bytes, spec.max_positions, **limits, fixed_bytes=spec.fixed_bytes)
         return plan, OwnCacheRunner(model)
-    recurrent = recurrent_spec(model)
+    recurrent = _recurrent_spec(model)
     limits["fixed_bytes"] = SLOTS_PER_SEQUENCE * recurrent.slot_bytes if recurrent else 0
     plan = plan_cache(model.spec, model.dtype, **limits, kv_dtype=config.kv_dtype)
     num_states = SLOTS_PER_SEQUENCE * plan.max_num_seqs if recurrent else 0
     return plan, ModelRunner(model, plan.num_blocks, config.kv_dtype, num_states)
 
 
-def recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
+def _recurrent_spec(model: AnyModel) -> RecurrentSpec | None:
     """Return the states of a model that has some in the shared batch."""
     return model.spec.recurrent if isinstance(model, StockModel) else None
 

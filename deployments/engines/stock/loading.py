@@ -66,7 +66,7 @@ class StockModel:
                 raise EngineError(f"scheduler: a {self.cls.__name__} has its own, which a request cannot change")
             solvers = SolverFactory(self._folder, self._index)
             parts["scheduler"] = solvers.configured(scheduler, scheduler_options or {})
-        mend_parts(self.cls.__name__, parts)
+        _mend_parts(self.cls.__name__, parts)
         return self.cls(**parts, **self._options)
 
     def over(self, modules: Mapping[str, nn.Module], blank: Mapping[str, nn.Module]) -> StockModel:
@@ -135,7 +135,7 @@ def _is_scheduler(part: Any) -> bool:
 _OPTIONS: Final = {"ChromaInpaintPipeline": ("transformer", {"guidance_embeds": False})}
 
 
-def mend_parts(class_name: str, parts: dict[str, Any]) -> None:
+def _mend_parts(class_name: str, parts: dict[str, Any]) -> None:
     """Give the modules of a pipeline what its class asks them for. Done twice, it changes nothing."""
     name, options = _OPTIONS.get(class_name, ("", {}))
     if missing := {key: value for key, value in options.items() if key not in parts[name].config}:

@@ -86,7 +86,7 @@ class ReferenceBody(ClientPart):
 
 
 class _ClipBody(ClipOptions, ClientPart):
-    """What videos and audio have in common. In a form, `extra` and `scheduler_options` are JSON."""
+    """The fields that videos and audio have in common. In a form, `extra` and `scheduler_options` are JSON."""
 
     seed: Seed = None
     audio: NamedAudio = Field({}, description=_AUDIO)

@@ -121,7 +121,7 @@ class GgufKeys:
         return EngineError(f"GGUF key {self._prefix}{key} is {shown(value)}, expected {expected}")
 
 
-def rope_settings(keys: GgufKeys, context_length: int) -> tuple[dict[str, Any], float]:
+def _rope_settings(keys: GgufKeys, context_length: int) -> tuple[dict[str, Any], float]:
     """Return RoPE's base and scaling as transformers has them, and what multiplies cosine and sine beside it.
 
     A factor without a type is linear, as llama.cpp takes it. The scaling of Llama 3 comes as a tensor of frequency
@@ -243,7 +243,7 @@ def describe_gguf(headers: Sequence[GgufHeader]) -> GgufDescription:
     model_type, is_interleaved = _FAMILIES[architecture]
     if architecture == "llama":
         model_type = _llama_type(model_type, bool(experts), 0 < window < context_length)
-    rope, magnitude = rope_settings(keys, context_length)
+    rope, magnitude = _rope_settings(keys, context_length)
     fields = dict(
         vocab_size=vocab_size,
         hidden_size=hidden_size,

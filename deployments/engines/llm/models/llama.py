@@ -58,7 +58,7 @@ class Rotary:
         )
 
 
-def rotate(x_THD: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
+def _rotate(x_THD: torch.Tensor, angles: RotaryAngles) -> torch.Tensor:
     """Turn every head of every token by its position's angles."""
     if angles.is_interleaved:
         turned = torch.stack((-x_THD[..., 1::2], x_THD[..., ::2]), dim=-1).flatten(-2)
@@ -84,7 +84,7 @@ class ExpertsSpec:
     normalizes: bool = True
 
 
-class MLP(nn.Module):
+class _MLP(nn.Module):
     """The gated feed-forward: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, bias: bool = False) -> None:
@@ -108,7 +108,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, hidden_size: int, spec: ExpertsSpec) -> None:
         super().__init__()
         self.gate = nn.Linear(hidden_size, spec.num_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(hidden_size, spec.intermediate_size) for _ in range(spec.num_experts))
+        self.experts = nn.ModuleList(_MLP(hidden_size, spec.intermediate_size) for _ in range(spec.num_experts))
         self.num_used = spec.num_used
         self.normalizes = spec.normalizes
         self.row_multiple = 1
@@ -222,7 +222,7 @@ class _Attention(nn.Module):
         q_THD = self.q_norm(self.q_proj(x_TC).unflatten(-1, (-1, self.head_dim)))
         k_TKD = self.k_norm(self.k_proj(x_TC).unflatten(-1, (-1, self.head_dim)))
         v_TKD = self.v_proj(x_TC).unflatten(-1, (-1, self.head_dim))
-        out_THD = attend(self.layer, rotate(q_THD, angles), rotate(k_TKD, angles), v_TKD)
+        out_THD = attend(self.layer, _rotate(q_THD, angles), _rotate(k_TKD, angles), v_TKD)
         return self.o_proj(out_THD.flatten(1))
 
 
@@ -235,7 +235,7 @@ class _DecoderLayer(nn.Module):
         if spec.experts is not None and layer in spec.experts.layers:
             self.mlp: nn.Module = MixtureOfExperts(spec.hidden_size, spec.experts)
         else:
-            self.mlp = MLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
+            self.mlp = _MLP(spec.hidden_size, spec.intermediate_size, bias=spec.mlp_bias)
         self.input_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = _RMSNorm(spec.hidden_size, spec.rms_norm_eps)
 

@@ -75,7 +75,7 @@ class StateStore:
             stored.index_copy_(0, slots, states[name][: len(slots)])
 
 
-class MixerCache:
+class _MixerCache:
     """The cache of one call of a mixer, as transformers' `Cache` is asked by one: a row for each sequence.
 
     Mixers change what they are given in place, or give something new.
@@ -154,7 +154,7 @@ class StepStates:
         before, mixed = turn.rows, None
         try:
             for batch in self.batches:
-                cache = MixerCache({} if batch.reads is None else self.store.read(mixer.number, batch.reads))
+                cache = _MixerCache({} if batch.reads is None else self.store.read(mixer.number, batch.reads))
                 mixer.routed_rows, turn.rows = batch.rows, batch.products
                 part = hidden_1TC[0, batch.rows].view(*batch.products.shape, -1)
                 result: torch.Tensor = forward(part, **{**given, mixer.cache_name: cache, "attention_mask": None})
@@ -175,7 +175,7 @@ class StateProbe:
     mixers: list[dict[StateName, StateForm]] = field(default_factory=list)
 
     def run(self, mixer: StepMixer, forward: Callable[..., Any], hidden_1TC: torch.Tensor, given: Any) -> torch.Tensor:
-        cache = MixerCache({})
+        cache = _MixerCache({})
         result: torch.Tensor = forward(hidden_1TC, **{**given, mixer.cache_name: cache, "attention_mask": None})
         mixer.number = len(self.mixers)
         self.mixers.append({name: StateForm(tuple(one.shape[1:]), one.dtype) for name, one in cache.states.items()})

@@ -1,4 +1,4 @@
-"""What the modules of a stock language model know of the step that they run in; its linear layers and experts."""
+"""The step as the modules of a stock language model see it; its linear layers and experts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VECTORS: Final = 32  # elements: an elementwise function leaves none to other c
 
 @dataclass(slots=True, eq=False)
 class StepRows:
-    """Whose products the kernels compute in a batch (*shape, ...), by row: torch computes the others.
+    """The rows of a batch (*shape, ...) whose products the kernels compute: torch computes the others.
 
     Those are padded to a multiple of `row_multiple`, for which a row's result does not depend on their number.
     """
