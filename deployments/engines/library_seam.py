@@ -107,7 +107,7 @@ SHIMS: Final = (
     Shim(
         "experts of language models",
         "language models with experts that transformers computes are not served",
-        used=("transformers.integrations.moe:_default_apply_gate",),
+        used=("transformers.models.gpt_oss.modeling_gpt_oss:GptOssExperts._apply_gate",),
         is_needed=False,
     ),
     Shim(

@@ -158,7 +158,7 @@ class _Given(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Return what the decoder has of that name (Falcon-H1's factor of the logits)."""
-        return getattr(self._decoders[0], name)
+        return getattr(vars(self)["_decoders"][0], name)
 
     @property
     def decoder(self) -> _Given:
