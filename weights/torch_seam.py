@@ -80,7 +80,7 @@ SHIMS: Final = (
         "no forward is planned: batches keep to the bounds of the config",
         used=(
             *(f"torch._subclasses.fake_tensor:{name}" for name in ("FakeTensorMode", "in_kernel_invocation_manager")),
-            "torch.utils._python_dispatch:TorchDispatchMode",
+            *(f"torch.utils._python_dispatch:{name}" for name in ("TorchDispatchMode", "_disable_current_modes")),
             "torch.ops:aten._unsafe_view",
         ),
         is_needed=False,
@@ -200,6 +200,11 @@ def fake_blank(like: Any, size: Sequence[int]) -> torch.Tensor:
     with _sizes_alone(like.fake_mode):
         made = torch.empty(size, dtype=like.dtype, device="meta")
     return cast("torch.Tensor", type(like)(like.fake_mode, made, like.fake_device))
+
+
+def without_modes() -> Any:
+    """Return a context within which no dispatch mode of this thread sees what runs."""
+    return _python_dispatch._disable_current_modes()
 
 
 def _sizes_alone(mode: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -18,16 +17,12 @@ import transformers
 
 pytest.importorskip("diffusers")
 
+from kit.device_memory import peak_of
 from unit.deployments.engines.diffusion import conftest as tiny
 from unit.deployments.engines.diffusion import test_prompt_readers as readers
 from unit.deployments.engines.diffusion.ip_adapter_files import Kind, write_ip_adapter
 from unit.deployments.engines.diffusion.test_controlnets import make_net
 from unit.deployments.engines.diffusion.test_image_prompts import opened
-from unit.deployments.engines.stock.test_stock_pipelines import NEED_IMAGES, PROMPT, load, split
-from unit.deployments.engines.stock.test_stock_pipelines import run as run_stock
-from unit.deployments.engines.stock.tiny_classes import CASES, assembled
-from unit.deployments.engines.stock.tiny_clips import AUDIOS, VIDEOS
-from unit.deployments.engines.stock.tiny_pipelines import PIPELINES, saved
 from unit.deployments.engines.upscaler_files import compact, rrdb
 
 from deployments.engines.build import build_skeleton
@@ -46,10 +41,7 @@ from deployments.engines.llm.models.registry import create_any_model, load_confi
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.scheduler import Sequence as TokenSequence
 from deployments.engines.nn.lora import fit_pairs
-from deployments.engines.protocol import ControlUse, DiffusionRequest, ImagePromptUse, StockRequest
-from deployments.engines.stock.engine import StockEngine
-from deployments.engines.stock.footprints import METHODS, CallTwin
-from deployments.engines.stock.loading import pipeline_class
+from deployments.engines.protocol import ControlUse, DiffusionRequest, ImagePromptUse
 from deployments.engines.text.encoder import TextEncoder
 from deployments.engines.text.footprints import EncoderTwin, TextFootprints
 from deployments.engines.text.forward_plan import EncodeCounter, ForwardLimits
@@ -58,9 +50,7 @@ from deployments.engines.text.tokens import TokenizedText
 from deployments.engines.upscaling import build_upscaler, pixel_bytes
 from infra.supported.language_models import save_tiny, tiny_model
 from weights.adapters import LoraPair
-from weights.externalize import externalize
 from weights.memory.device_arena import DeviceArena
-from weights.store import WeightStore
 from weights.torch_seam import fake_mode
 
 MOST_ROWS = 24
@@ -101,15 +91,6 @@ def conditioning(pipeline: DenoisePipeline, length: int) -> dict[str, torch.Tens
     width, pooled = pipeline.family.text_widths(pipeline.denoiser)
     tensors = {"prompt_embeds": torch.randn(1, length, width)}
     return tensors | ({} if pooled is None else {"pooled_prompt_embeds": torch.randn(1, pooled)})
-
-
-def peak_of(device: torch.device, run: Callable[[], Any]) -> int:
-    module = torch.get_device_module(device)
-    module.reset_peak_memory_stats(device)
-    before = module.memory_allocated(device)
-    with torch.no_grad():
-        run()
-    return int(module.max_memory_allocated(device) - before)
 
 
 def begin(pipeline: DenoisePipeline, height: int, width: int, length: int, count: int) -> list[DenoiseState]:
@@ -295,90 +276,6 @@ def test_a_device_without_its_index_is_the_current_one(device: torch.device) -> 
         for named in (device, torch.device(device.type))
     ]
     assert found == [64 * 8 * 4] * 2
-
-
-# pipelines that diffusers' own code runs, every call of a module
-
-
-def of_case(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
-    return lambda: assembled(name, **CASES[name].parts()), dict(CASES[name].options)
-
-
-DIFFERENTIATED = "StableDiffusionAttendAndExcitePipeline"
-MOVES = "LuminaPipeline"  # a tensor of the host, within a forward
-STOCK: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    **PIPELINES,
-    **VIDEOS,
-    **AUDIOS,
-    **{name: of_case(name) for name in (DIFFERENTIATED, MOVES)},
-}
-UNPLANNED = {"Lumina2Pipeline": {"transformer.forward"}, DIFFERENTIATED: {"__call__"}}  # they ask for values
-UNREACHED = {DIFFERENTIATED: {"vae.decode"}}  # where the rehearsal ends before it
-SEVERAL = ("AuraFlowPipeline", "CogView3PlusPipeline", "DDPMPipeline", "DanceDiffusionPipeline", "HunyuanDiTPipeline")
-SECOND: dict[str, dict[str, Any]] = {  # of those that take no other size
-    **{name: {} for name in (*SEVERAL, *NEED_IMAGES)},
-    "DiTPipeline": {"class_labels": [7, 3]},
-    "StableAudioPipeline": {"audio_end_in_s": 0.7},
-    DIFFERENTIATED: {"height": 64, "width": 64, "attn_res": [16, 16]},
-}
-QUICK_STOCK = (
-    *("PixArtSigmaPipeline", "StableDiffusionPAGPipeline", "Lumina2Pipeline", "WanPipeline"),
-    *(DIFFERENTIATED, MOVES),
-)
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=() if one in QUICK_STOCK else pytest.mark.long) for one in STOCK]
-)
-def test_calls_of_stock_pipelines(
-    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """The rehearsal tells what each method takes at most: denoisers, VAEs, and encoders that run beside them."""
-    build, first = STOCK[name]
-    saved(build, tmp_path / name)
-    store = WeightStore(tmp_path / "store")
-    manifest = externalize(store, name, tmp_path / name, dtype="float32")
-    twin = CallTwin(name, manifest.components, store.models / manifest.skeleton, device)
-    # Its forwards are differentiated or not as ever, and simulated devices have no derivative of a convolution.
-    if name == DIFFERENTIATED:
-        monkeypatch.setattr(pipeline_class(name), "_update_latent", lambda self, latents, **_: latents)
-    for number, options in enumerate((first, first | SECOND.get(name, {"height": 64, "width": 64}))):
-        model, peaks = load(tmp_path / name), dict[str, int]()  # one keeps constants of its first call
-        for part, module in model.modules.items():
-            torch.nn.Module.to(module, device)
-            for method in METHODS:
-                if hasattr(module, method):
-                    vars(module)[method] = measured_call(device, getattr(module, method), peaks, f"{part}.{method}")
-        images = {"image": np.zeros((16 + 16 * number, 16, 3), np.uint8)} if name in NEED_IMAGES else {}
-        num_images = 2 if number and name in SEVERAL else 1
-        request = StockRequest("r", 1, PROMPT, images=images, num_images=num_images, **split(name, options))
-        state = torch.get_rng_state()
-        planned = twin.plan_call(request)
-        assert torch.equal(torch.get_rng_state(), state)  # which is that of all calls
-        run_stock(StockEngine(model), request)
-        assert twin.unplanned.keys() == UNPLANNED.get(name, set())
-        assert planned.keys() == peaks.keys() - UNPLANNED.get(name, set()) - UNREACHED.get(name, set())
-        for method, nbytes in planned.items():
-            assert 1.0 <= nbytes / peaks[method] <= 1.01, (method, options, nbytes, peaks[method])
-
-
-def measured_call(
-    device: torch.device, method: Callable[..., Any], peaks: dict[str, int], name: str
-) -> Callable[..., Any]:
-    """Return the method, whose peak is noted."""
-
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        found, is_differentiated = list[Any](), torch.is_grad_enabled()
-
-        def run() -> None:
-            with torch.set_grad_enabled(is_differentiated):
-                found.append(method(*args, **kwargs))
-
-        peaks[name] = max(peaks.get(name, 0), peak_of(device, run))
-        return found[0]
-
-    return call
 
 
 # text encoders, as `encode_each` runs them

@@ -1,16 +1,20 @@
 """The memory that calls of a stock pipeline's modules take: its `__call__` is rehearsed over modules without weights.
 
 The code between modules runs as it is, on the host and over zeros, so that every module is called with the shapes that
-it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros.
+it will have. A call of a module is recorded on fake tensors, once for its shapes, and answers with zeros. One that asks
+for values (the length of a text, by its mask) gets those that do not come from such zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import hashlib
 import math
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FunctionType
@@ -28,7 +32,7 @@ from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import audio_channels, sample_rate
 from deployments.engines.stock.texts import weightless, with_own
 from weights.manifest import Component
-from weights.torch_seam import DispatchMode, fake_mode
+from weights.torch_seam import DispatchMode, fake_mode, is_fake, is_written_to, without_modes
 
 METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines call
 _HOST: Final = torch.device("cpu")  # where rehearsals run
@@ -38,6 +42,11 @@ _READ: Final = 1024  # numbers of a tensor that pipelines may read themselves: t
 _DEPTH: Final = 4  # of objects in results
 _MOST_LAYERS: Final = 128  # of a language model
 _MAX_RECORDED: Final = 256  # calls of a structure
+_MOST_VALUES: Final = 2**20  # of a tensor, that a forward may ask for
+# Attributes of tensors: of the rehearsal's, whose values nobody knows, and of fake ones, whose values somebody does.
+_MADE_UP: Final = "atelier_made_up"
+_VALUES: Final = "atelier_values"
+_BY_VALUES: Final = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,7 @@ class CallTwin:
         self._device = device
         self._lock = threading.Lock()
         self._recorded: dict[str, _Recorded] = {}
+        self._asking: set[str] = set()  # methods whose recordings need values
         self._bytes: dict[str, int] = {}  # of the rehearsal that runs
         self.unplanned: dict[str, str] = {}  # why, by module and method; of `__call__` itself, by its name
 
@@ -95,7 +105,7 @@ class CallTwin:
         borrowed = BorrowedModules(list(self._model.modules.values()))
         borrowed.take()
         try:
-            with torch.no_grad(), _OwnStream():
+            with torch.no_grad(), _HostCode():
                 pipeline(**arguments)
         finally:
             borrowed.end()
@@ -113,6 +123,8 @@ class CallTwin:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             dtype = next((one.dtype for one in module.parameters()), None)  # a VAE may be made float32
             key = f"{entry} {dtype} {torch.is_grad_enabled()} {_form((args, kwargs))}"
+            if entry in self._asking:
+                key += _values_form((args, kwargs))
             if key not in self._recorded:
                 self._recorded[key] = self._record(entry, method, module, args, kwargs)
                 while len(self._recorded) > _MAX_RECORDED:
@@ -120,32 +132,43 @@ class CallTwin:
             found = self._recorded[key]
             if found.nbytes:
                 self._bytes[entry] = max(found.nbytes, self._bytes.get(entry, 0))
-            return _mapped(found.result, _zeros)
+            return _mapped(found.result, _made_up)
 
         return call
 
     def _record(self, entry: str, method: str, module: nn.Module, args: Any, kwargs: Any) -> _Recorded:
-        mode, results, is_differentiated = fake_mode(), list[Any](), torch.is_grad_enabled()
         try:
-            twin = fake_copy(module, mode, self._device)
-            twin.__class__ = type(module).__mro__[1]
-            with mode:
-                args, kwargs = _mapped((args, kwargs), self._fake)
-            run = getattr(twin, method) if method != "forward" else twin
-
-            def call() -> Any:
-                with _Arrivals((args, kwargs)), torch.set_grad_enabled(is_differentiated):
-                    results.append(run(*args, **kwargs))  # with what is kept for its derivative
-                return results
-
-            found = record(call, Recorder(self._device, is_fake=True), {}, mode)
+            if entry not in self._asking:  # modules count more memory for what they cannot ask
+                with contextlib.suppress(Exception):
+                    return self._record_call(method, module, args, kwargs, knows_values=False)
+            found = self._record_call(method, module, args, kwargs, knows_values=True)
         except Exception as error:  # of any operation of a module that fake tensors have no rule for
             self.unplanned.setdefault(entry, str(error).strip().partition("\n")[0])
             return _Recorded(0, _guessed(module, (args, kwargs)))
+        self._asking.add(entry)
+        return found
+
+    def _record_call(self, method: str, module: nn.Module, args: Any, kwargs: Any, *, knows_values: bool) -> _Recorded:
+        mode, results, is_differentiated = fake_mode(), list[Any](), torch.is_grad_enabled()
+        twin = fake_copy(module, mode, self._device)
+        twin.__class__ = type(module).__mro__[1]
+        args, kwargs = _mapped((args, kwargs), lambda one: self._fake(one, mode, knows_values))
+        run = getattr(twin, method) if method != "forward" else twin
+        values = _KnownValues() if knows_values else contextlib.nullcontext()
+
+        def call() -> Any:
+            with _Arrivals((args, kwargs)), torch.set_grad_enabled(is_differentiated), values:
+                results.append(run(*args, **kwargs))  # with what is kept for its derivative
+            return results
+
+        found = record(call, Recorder(self._device, is_fake=True), {}, mode)
         return _Recorded(found.eager_peak(), results[0])
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+    def _fake(self, tensor: torch.Tensor, mode: AbstractContextManager[Any], knows_values: bool) -> torch.Tensor:
+        with mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self._device)
+        if knows_values and _is_known(tensor):
+            setattr(fake, _VALUES, tensor.detach().clone())
         return fake.requires_grad_(tensor.requires_grad)
 
 
@@ -174,10 +197,11 @@ def shape_of(request: StockRequest) -> str:
     )
 
 
-class _OwnStream(DispatchMode):
-    """Lets a thread draw from a stream of its own in the place of the default one, which is that of all threads.
+class _HostCode(DispatchMode):
+    """Runs what a rehearsal computes on the host: marks what comes of made-up zeros, and has a stream of its own.
 
-    Pipelines that forget their generator draw from it, and a rehearsal must not change what they make.
+    Pipelines that forget their generator draw from the default stream, which is that of all threads: a rehearsal must
+    not change what they make.
     """
 
     def __init__(self) -> None:
@@ -188,12 +212,89 @@ class _OwnStream(DispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        made = self._run(func, args, kwargs)
+        if any(hasattr(one, _MADE_UP) for one in tensors_in((args, kwargs))):
+            for one in tensors_in(made):
+                setattr(one, _MADE_UP, True)
+        return made
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:  # a weight that the pipeline reads
+            return _made_up(args[0].to(kwargs.get("dtype")))
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)
         try:
             return func.overloadpacket(*args, **{**kwargs, "generator": self._generator})
         except (TypeError, RuntimeError):  # one that takes none
             return torch.zeros_like(next(tensors_in(args)))
+
+
+class _KnownValues(DispatchMode):
+    """Gives a recording the values that are known: of `_VALUES`, of constants, and of what is computed of these alone.
+
+    An operation that gives a number, or as much as its values say, takes them; without them it fails as ever.
+    HAZARD: what writes unknown values through a view leaves those of the tensor itself as they were.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.index.Tensor:
+            args = args[0], [place for one in args[1] for place in self._places(one)]
+        given = list(tensors_in((args, kwargs)))
+        is_known = torch.Tag.nondeterministic_seeded not in func.tags and all(map(_is_known, given))
+        if func.namespace == "prim" or not is_known:
+            if given and is_written_to(func) and hasattr(given[0], _VALUES):
+                delattr(given[0], _VALUES)
+            return func(*args, **kwargs)
+        if not _BY_VALUES.isdisjoint(func.tags):
+            return _known(_computed(func, args, kwargs), given[0].device)
+        made = func(*args, **kwargs)
+        if all(one.numel() <= _MOST_VALUES for one in tensors_in(made)):
+            for one, values in zip(tensors_in(made), tensors_in(_computed(func, args, kwargs)), strict=True):
+                setattr(one, _VALUES, values)
+        return made
+
+    def _places(self, index: Any) -> tuple[Any, ...]:
+        """Return an index of places for each side of a mask, as the operation itself does; what is none stays."""
+        if index is None or index.dtype != torch.bool or not _is_known(index):
+            return (index,)
+        with without_modes():
+            places = _values_of(index).nonzero().unbind(1)
+        return tuple(_known(places, index.device))
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    is_unknown = hasattr(tensor, _MADE_UP) or is_fake(tensor) or tensor.is_meta or tensor.numel() > _MOST_VALUES
+    return hasattr(tensor, _VALUES) or not is_unknown
+
+
+def _values_of(tensor: torch.Tensor) -> torch.Tensor:
+    return getattr(tensor, _VALUES, tensor).cpu()  # a constant may be on the device
+
+
+def _number_of(tensor: torch.Tensor) -> Any:
+    with without_modes():
+        return _values_of(tensor).tolist() if hasattr(tensor, _VALUES) else tensor
+
+
+def _known(values: Any, device: torch.device) -> Any:
+    """Return fake tensors on a device in the place of tensors, whose values they have."""
+
+    def fake(one: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(one, device=device)
+        setattr(made, _VALUES, one)
+        return made
+
+    return _mapped(values, fake)
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what an operation gives of its arguments' values, on the host."""
+    with without_modes():
+        args, kwargs = _mapped((args, kwargs), _values_of)
+        return func(*args, **{**kwargs, **({"device": _HOST} if kwargs.get("device") is not None else {})})
 
 
 class _Arrivals(TorchFunctionMode):
@@ -210,6 +311,8 @@ class _Arrivals(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.tensor:  # which reads numbers of tensors in lists where no mode sees it
+            args = _mapped(args, _number_of)
         made = func(*args, **kwargs)
         if func is not torch.Tensor.to or id(made) not in self._arguments:
             return made
@@ -230,8 +333,20 @@ def _form(value: Any) -> str:
     return f"{type(value).__name__}{getattr(value, 'shape', '')}"
 
 
-def _zeros(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(tensor.shape, dtype=tensor.dtype)
+def _values_form(value: Any) -> str:
+    """Return what tells the values of masks, ids and grids, which have two sides; latents, and times, have others."""
+    digest = hashlib.sha256()
+    for one in tensors_in(value):
+        if one.ndim == 2 and _is_known(one):
+            digest.update(one.detach().to(torch.float64).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _made_up(tensor: torch.Tensor) -> torch.Tensor:
+    """Return zeros like what a call of a module would have made."""
+    made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+    setattr(made, _MADE_UP, True)
+    return made
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor], depth: int = 0) -> Any:

@@ -122,6 +122,10 @@ class SimulatedModule(ModuleType):
 
     manual_seed = manual_seed_all
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the types that `torch.autocast` may be asked for."""
+        return [torch.float16, torch.bfloat16]
+
     # memory
 
     def memory_of(self, device: DeviceLike = None) -> DeviceMemory:
