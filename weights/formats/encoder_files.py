@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Final, NamedTuple
 
 from weights.errors import FormatError
-from weights.formats.folder import is_plain_name
-from weights.formats.untrusted import load_json, shown
+from weights.formats.folder import is_plain_name, read_any_json
+from weights.formats.untrusted import shown
 from weights.manifest import ModelKind
 
 LIBRARY: Final = "transformers"
@@ -85,10 +85,7 @@ def read_stages(folder: Path) -> tuple[SentenceStage, ...] | None:
     path = folder / STAGES_FILE
     if not path.is_file():
         return None
-    try:
-        found = load_json(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path}: cannot be read as JSON: {error}") from None
+    found = read_any_json(path)
     if not isinstance(found, list) or len(found) > _MAX_STAGES or not all(map(_is_stage, found)):
         raise FormatError(f"{path}: expected a list of at most {_MAX_STAGES} objects with 'type' and 'path'")
     stages = tuple(SentenceStage(_name(stage["type"]), stage["path"].rstrip("/")) for stage in found)

@@ -141,18 +141,23 @@ def _files(folder: Path, found: Path | None) -> list[Path]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises FormatError naming the file."""
+    value = read_any_json(path)
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_any_json(path: Path) -> Any:
+    """Read JSON of at most `MAX_JSON_BYTES`. Raises FormatError naming the file."""
     try:
         with path.open("rb") as file:
             # Python allocates what is asked for, whatever the file has.
             raw = file.read(min(os.fstat(file.fileno()).st_size, MAX_JSON_BYTES) + 1)
         if len(raw) > MAX_JSON_BYTES:
             raise FormatError(f"{path}: more than {MAX_JSON_BYTES} bytes")
-        value = load_json(raw.decode("utf-8"))
+        return load_json(raw.decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise FormatError(f"{path}: {error}") from None
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
+        raise FormatError(f"{path}: cannot be read as JSON: {error}") from None
 
 
 def is_plain_name(name: str) -> bool:

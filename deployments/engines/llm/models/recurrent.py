@@ -41,10 +41,7 @@ class StateForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: there is one, all of it.
-
-    Such mixers multiply beside their linear layers: what is not padded for these is for them.
-    """
+    """The states of all mixers. Pieces of a prompt end at multiples of `piece_tokens`; 0: there is one, all of it."""
 
     mixers: tuple[Mapping[StateName, StateForm], ...]
     piece_tokens: int

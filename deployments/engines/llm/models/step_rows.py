@@ -96,9 +96,10 @@ class OtherProducts(TorchFunctionMode):
     ) -> Any:
         if getattr(func, "__name__", "") in _PRODUCTS:
             first, second, *_ = (*args, *(kwargs or {}).values())
-            is_of_a_layer = id(second) in self._weights and StepRows((1, 1), None).are_those_of(first)
-            is_exact = isinstance(first, torch.Tensor) and first.shape[-1] == 1
-            self.found |= not (is_of_a_layer or is_exact)
+            if not isinstance(first, torch.Tensor):  # of einsum, a text
+                self.found = True
+            elif first.shape[-1] != 1:
+                self.found |= id(second) not in self._weights or not StepRows((1, 1), None).are_those_of(first)
         return func(*args, **(kwargs or {}))
 
 

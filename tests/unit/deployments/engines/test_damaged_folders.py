@@ -146,7 +146,7 @@ DAMAGES = {
     "llm: of nothing": Damage("llm", written("tokenizer.json", "{}"), "tokenizer.json: is no tokenizer"),
     "llm: of no known kind": Damage("llm", changed("tokenizer.json", model={"type": "Own"}), "is no tokenizer"),
     "llm: settings cut off": Damage("llm", written(TOKENS, "{"), f"{TOKENS}: cannot be read as JSON"),
-    "llm: settings in a list": Damage("llm", written(TOKENS, "[]"), "expected an object"),
+    "llm: settings in a list": Damage("llm", written(TOKENS, "[]"), "expected a JSON object"),
     "llm: a length in words": Damage("llm", changed(TOKENS, model_max_length="long"), "model_max_length is 'long'"),
     "llm: a class by number": Damage("llm", changed(TOKENS, tokenizer_class=5), "tokenizer_class is 5"),
     "llm: a template by number": Damage(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deployments.engines.config_files import read_config
+from deployments.engines.protocol import EngineError
 from weights.errors import FormatError, SourceRefused
 from weights.formats import folder as folders
-from weights.formats.folder import MAX_DEPTH, check_inside, files_below
+from weights.formats.encoder_files import read_stages
+from weights.formats.folder import MAX_DEPTH, MAX_JSON_BYTES, check_inside, files_below, read_json
 from weights.intake import import_model
 from weights.store import WeightStore
 
@@ -167,3 +171,17 @@ def test_a_single_file_behind_a_symlink_is_confined_as_well(root: Path, store: W
         (root / name).symlink_to(tmp_path / "secret.safetensors")
         with pytest.raises(SourceRefused):
             import_model(store, "m", root / name, roots=[root])
+
+
+@pytest.mark.parametrize(
+    ("read", "error"),
+    [(read_json, FormatError), (read_config, EngineError), (lambda path: read_stages(path.parent), FormatError)],
+)
+def test_a_json_file_without_end_is_refused_before_it_fills_memory(
+    tmp_path: Path, read: Callable[[Path], object], error: type[Exception]
+) -> None:
+    path = tmp_path / "modules.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # holes, which take no room
+    with pytest.raises(error, match=rf"modules\.json: more than {MAX_JSON_BYTES} bytes"):
+        read(path)

@@ -111,7 +111,7 @@ def test_unknown_classes_and_configs(clip, tmp_path):
     with pytest.raises(EngineError, match=r"config.json: cannot be read as JSON"):
         build_module("transformers", None, tmp_path, {})
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(EngineError, match="holds a JSON list, expected an object"):
+    with pytest.raises(EngineError, match="expected a JSON object, got list"):
         build_module("transformers", None, tmp_path, {})
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(EngineError, match=r"config\.json names no class"):

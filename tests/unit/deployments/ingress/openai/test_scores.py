@@ -60,6 +60,12 @@ async def test_a_body_as_jinas_clients_write_it(http: httpx.AsyncClient) -> None
     assert [set(found) for found in brief["results"]] == [{"index", "relevance_score"}] * 4
 
 
+async def test_ranks_before_their_activation(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    for use_activation in (False, True):
+        await http.post("/v2/rerank", json=RANK | {"use_activation": use_activation})
+        assert replicas.requests[-1].raw is not use_activation
+
+
 async def test_equal_scores_keep_their_order(http: httpx.AsyncClient) -> None:
     answer = await http.post("/v2/rerank", json=RANK | {"documents": ["beta", "x", "beta", "x"]})
     assert [found["index"] for found in answer.json()["results"]] == [0, 2, 1, 3]
