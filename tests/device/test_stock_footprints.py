@@ -102,7 +102,7 @@ ENDS: dict[str, str] = {
     "StableDiffusionAttendAndExcitePipeline": "it reads the attention that its denoiser had",
     "StableDiffusionSAGPipeline": "it reads the attention that its denoiser had",
 }
-QUICK_CLASSES = ("AceStepPipeline", "HunyuanImagePipeline", "QwenImageEditInpaintPipeline")  # they ask for values
+QUICK_CLASSES = ("AceStepPipeline", "HunyuanImagePipeline", EXPERTS)  # they ask for values
 OWN_GENERATOR = "LTXI2VLongMultiPromptPipeline"  # of the device: none of a simulated one
 # A mask is counted that stock leaves out for texts without padding, and what is in circles until Python finds them.
 MOST = {
