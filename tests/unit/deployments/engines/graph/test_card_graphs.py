@@ -53,7 +53,7 @@ class Model:
     @property
     def pool_bytes(self) -> int:
         live = {graph.pool for graph in self.card.graphs()}
-        return sum(one["total_size"] for pool in live for one in self.card.memory_snapshot(pool, False))
+        return sum(one["total_size"] for pool in live for one in self.card.memory_snapshot(pool, include_traces=False))
 
 
 def test_smaller_graphs_take_the_memory_of_the_largest_whatever_came_first() -> None:
@@ -174,6 +174,23 @@ def test_a_pool_counts_in_the_books_of_the_device(room: str, caplog: pytest.LogC
     else:
         assert f"and {2 * needed.pool_bytes} are the most" in caplog.text
     assert arena.beside_bytes == 2 * needed.pool_bytes
+
+
+def test_what_a_pool_grows_by_is_counted_beside_what_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card's pool has gaps, which here are 100 bytes for each graph."""
+    arena = DeviceArena("cpu-private", 1000)
+    arena._beside_bytes = 100_000.0
+    model = Model(workspace=Workspace(arena, {}))
+    plain = model.card.memory_snapshot
+
+    def with_gaps(pool: Any, include_traces: bool) -> list[dict[str, int]]:
+        return [*plain(pool, include_traces), {"total_size": 100 * len(model.card.graphs())}]
+
+    monkeypatch.setattr(model.card, "memory_snapshot", with_gaps)
+    for number, rows in enumerate((16, 4, 2), 1):
+        assert model.run(rows, times=4) == 0
+        assert len(model.card.graphs()) == number
+        assert arena.beside_bytes == 100_000 - model.pool_bytes
 
 
 def test_a_device_has_the_replays_that_fit_it() -> None:
