@@ -53,11 +53,13 @@ async def test_a_replicas_server_repeats_no_id_that_is_none(monkeypatch: pytest.
     from ray.serve.config import HTTPOptions
 
     monkeypatch.setattr(replica, "start_asgi_http_server", replica.start_asgi_http_server)
-    put_before_serve(lambda app: app, lambda server: None)
+    prepared: list[uvicorn.Server] = []
+    put_before_serve(lambda app: app, prepared.append)
     options, loop = HTTPOptions(host="127.0.0.1", port=free_port()), asyncio.get_running_loop()
     running, server = await replica.start_asgi_http_server(
         Starlette(routes=[Route("/", shows)]), options, event_loop=loop
     )
+    assert prepared == [server]
     await until(lambda: server.started or running.done())
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{options.port}") as http:
         for asked in ("a-1", "a b", "x" * 129):
