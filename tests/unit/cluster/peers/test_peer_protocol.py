@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,23 @@ def test_bytes_after_the_id_are_refused() -> None:
     frame = protocol.encode_request(Request("ab", 0, 1, 7))
     with pytest.raises(ValueError, match="is no extent id"):
         protocol.decode_request(frame[:-1] + b"x")
+
+
+@pytest.mark.parametrize(
+    ("frame", "decode"),
+    [
+        (protocol.encode_greeting(Status.OK, bytes(32)), protocol.decode_greeting),
+        (protocol.encode_hello(bytes(32), bytes(32)), protocol.decode_hello),
+        (protocol.encode_request(Request("ab", 1, 2, 3)), protocol.decode_request),
+        (protocol.encode_reply(Status.OK, 3, 5), protocol.decode_reply),
+    ],
+)
+def test_frames_of_others_are_refused(frame: bytes, decode: Callable[[bytes], object]) -> None:
+    assert decode(frame)
+    with pytest.raises(ValueError, match=r"b'HTTP' is not the beginning of a frame \(b'ATPX'\)"):
+        decode(b"HTTP" + frame[4:])
+    with pytest.raises(ValueError, match="protocol version 3, this node speaks version 2"):
+        decode(frame[:4] + b"\0\3" + frame[6:])
 
 
 def test_the_layout_is_the_one_that_other_nodes_read() -> None:

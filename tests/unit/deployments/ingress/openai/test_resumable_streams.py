@@ -233,6 +233,16 @@ async def test_kept_events_are_bounded() -> None:
     await begin(streams, Image())
 
 
+async def test_one_that_has_ended_goes_before_those_that_have_not() -> None:
+    streams, images = streams_of(max_streams=2), [Image() for _ in range(2)]
+    running, ended = [await begin(streams, image) for image in images]
+    images[1].go_on(STEPS)
+    await until(lambda: images[1].is_closed)
+    await begin(streams, Image())
+    assert streams.resume(f"{name_of(ended)}.1").status_code == 404
+    assert streams.resume(f"{name_of(running)}.1").status_code == 200
+
+
 async def test_events_go_that_all_readers_have_when_nothing_else_can() -> None:
     streams, image = streams_of(max_bytes=300), Image()
     response = await begin(streams, image)
