@@ -81,13 +81,14 @@ SHIMS: Final = (
         used=(
             *(f"torch._subclasses.fake_tensor:{name}" for name in ("FakeTensorMode", "in_kernel_invocation_manager")),
             *(f"torch.utils._python_dispatch:{name}" for name in ("TorchDispatchMode", "_disable_current_modes")),
-            "torch.ops:aten._unsafe_view",
+            *(f"torch.ops:aten.{name}" for name in ("_unsafe_view", "_to_copy")),
         ),
         is_needed=False,
     ),
 )
 
 UNSAFE_VIEW: Final[Any] = torch.ops.aten._unsafe_view.default  # a view that autograd takes for a copy
+TO_COPY: Final[Any] = torch.ops.aten._to_copy.default  # what moves a tensor, or gives it another type
 DispatchMode: Final[Any] = _python_dispatch.TorchDispatchMode
 # Of simulated devices, which call it for every op. None where this torch has none: whoever asks is told so by SHIMS.
 below_autograd: Final[Any] = getattr(torch._C, "_AutoDispatchBelowAutograd", None)  # a context manager

@@ -32,7 +32,7 @@ from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.outputs import audio_channels, sample_rate
 from deployments.engines.stock.texts import weightless, with_own
 from weights.manifest import Component
-from weights.torch_seam import DispatchMode, fake_mode, is_fake, is_written_to, without_modes
+from weights.torch_seam import TO_COPY, DispatchMode, fake_mode, is_fake, is_written_to, without_modes
 
 METHODS: Final = ("forward", "encode", "decode")  # of a module, that pipelines call
 _HOST: Final = torch.device("cpu")  # where rehearsals run
@@ -219,7 +219,7 @@ class _HostCode(DispatchMode):
         return made
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten._to_copy.default and args[0].is_meta:  # a weight that the pipeline reads
+        if func is TO_COPY and args[0].is_meta:  # a weight that the pipeline reads
             return _made_up(args[0].to(kwargs.get("dtype")))
         if torch.Tag.nondeterministic_seeded not in func.tags or kwargs.get("generator") is not None:
             return func(*args, **kwargs)

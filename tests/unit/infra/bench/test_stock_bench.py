@@ -29,7 +29,7 @@ def test_all_parts_have_figures(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.long
 def test_texts_are_those_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
-    effort = TextEffort(prompt=9, tokens=6, texts=3, rounds=2, width=128, layers=2)
+    effort = TextEffort(prompt=9, tokens=6, texts=3, rounds=2, width=128, layers=4)
     rows = measure_texts(effort, seed=0)
     assert [row["class"] for row in rows] == list(TEXT_CLASSES)
     assert all(row["equal"] == row["equal_several"] == 1 for row in rows)
