@@ -53,6 +53,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture
+def no_garbage() -> None:
+    """What other tests left in circles is gone: it would be given back while a peak is taken."""
+    gc.collect()
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:
         output["met"] = dict(_met)

@@ -53,6 +53,8 @@ from weights.adapters import LoraPair
 from weights.memory.device_arena import DeviceArena
 from weights.torch_seam import fake_mode
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 MOST_ROWS = 24
 SHAPES = ((64, 96, 32), (32, 32, 64), (96, 64, 96))  # height, width, tokens
 MAKERS: dict[str, Callable[[Path], Any]] = {

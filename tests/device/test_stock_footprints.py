@@ -28,6 +28,8 @@ from infra.supported.pipelines import COMPARED
 from weights.externalize import externalize
 from weights.store import WeightStore
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 
 def of_case(name: str) -> tuple[Callable[[], Any], dict[str, Any]]:
     return lambda: assembled(name, **CASES[name].parts()), dict(CASES[name].options)
