@@ -349,7 +349,8 @@ class DenoisePipeline:
         inputs = rows.tensors()
         shapes = tuple((one.shape, one.dtype) for one in inputs)
         optional = rows.pooled is None, rows.mask is None
-        key = shapes, optional, height, width, rows.sizes, torch.get_num_threads()
+        lengths = rows.lengths if self.family.counts_tokens else ()
+        key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
         return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:
