@@ -197,6 +197,7 @@ class Family(ABC):
     takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
     counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
     max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype

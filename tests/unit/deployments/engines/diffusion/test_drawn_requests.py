@@ -1,15 +1,18 @@
-"""Drawn requests of every family give the same bits however their forwards run: replayed, say."""
+"""Drawn requests of every family: the same bits replayed or in halves, and with a LoRA those of changed weights."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from kit.seeding import seeded_random, seeded_rng
+from torch import nn
 from unit.deployments.engines.diffusion.reader_pairs import create_ours
 from unit.deployments.engines.stock.tiny_classes import assembled
 from unit.deployments.engines.stock.tiny_pipelines import make, saved
@@ -18,9 +21,12 @@ from unit.deployments.engines.stock.tiny_seeing import edit_small_areas, qwen_ed
 from deployments.engines.diffusion.families import FAMILIES
 from deployments.engines.diffusion.pipeline import DenoisePipeline, create_pipeline
 from deployments.engines.graph.replay import Replays
-from deployments.engines.protocol import DiffusionRequest
+from deployments.engines.memory_limits import MemoryLimits
+from deployments.engines.protocol import AdapterUse, DiffusionRequest
+from weights.adapters import LoraAdapter, LoraPair
 
-CLASSES = sorted({family.class_name for family in FAMILIES.values()})
+NEWER_EDIT = "QwenImageEditPlusPipeline of 2511"  # it reads its images as if their time were over
+MODELS = [*sorted({family.class_name for family in FAMILIES.values()}), NEWER_EDIT]
 OF_FIXTURES = {  # of conftest.py, for tests of their own, too
     "FluxPipeline": "flux",
     "StableDiffusionXLPipeline": "sdxl",
@@ -41,15 +47,22 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def make_ours(class_name: str, folder: Path) -> DenoisePipeline:
+def make_ours(name: str, folder: Path) -> DenoisePipeline:
+    def build_edit() -> Any:
+        parts = qwen_edit()
+        net = parts["transformer"]
+        net = type(net).from_config(net.config, zero_cond_t=name == NEWER_EDIT)
+        return assembled(class_name, **parts | {"transformer": net})
+
+    class_name = name.split()[0]
     if class_name.startswith("QwenImageEdit"):
-        saved(lambda: assembled(class_name, **qwen_edit()), folder)
+        saved(build_edit, folder)
     else:
         make(class_name, folder)
     return create_ours(class_name, folder)
 
 
-@pytest.fixture(scope="module", params=CLASSES)
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[DenoisePipeline, Path]:
     """A pipeline and its folder."""
     if request.param in OF_FIXTURES:
@@ -121,3 +134,68 @@ def test_replayed_forwards_are_the_modules_own(
     known = list(replays._known.values())
     assert any(one.is_tried for one in known)
     assert not any(one.is_refused for one in known)
+
+
+STRENGTH = 0.7
+
+
+def adapter_of(ours: DenoisePipeline) -> LoraAdapter:
+    """Return a LoRA of all layers that can have one, but for embeddings: with one of those nothing is known ahead."""
+
+    def pair(layer: Any) -> LoraPair:
+        down, up = (2, *layer.weight.shape[1:]), (len(layer.weight), 2, *[1] * (layer.weight.ndim - 2))
+        return LoraPair(0.2 * torch.randn(down), 0.2 * torch.randn(up), 0.5)
+
+    family = ours.family
+    layers = {
+        name: part
+        for name, part in ours.denoiser.named_modules()
+        if isinstance(part, nn.Linear | nn.Conv2d) and not name.startswith((*family.embedding_parts, "."))
+    }
+    return LoraAdapter(Path("drawn"), {family.denoiser_name: {name: pair(part) for name, part in layers.items()}})
+
+
+def with_changed_weights(ours: DenoisePipeline, folder: Path, adapter: LoraAdapter) -> DenoisePipeline:
+    denoiser = copy.deepcopy(ours.denoiser).requires_grad_(False)
+    for name, pair in adapter.components[ours.family.denoiser_name].items():
+        weight = denoiser.get_submodule(name).weight
+        weight += (STRENGTH * pair.scale * pair.up.flatten(1) @ pair.down.flatten(1)).view(weight.shape)
+    modules = {ours.family.denoiser_name: denoiser, "vae": ours._codec.vae}
+    return create_pipeline(ours.family.class_name, folder, modules)
+
+
+@pytest.mark.parametrize("num_turns", [2, pytest.param(50, marks=pytest.mark.long)])
+def test_a_lora_of_all_layers_does_what_changed_weights_do_for_its_request_alone(
+    model: tuple[DenoisePipeline, Path], draw: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """Also in company, in halves, and where nothing is known ahead: then bit for bit."""
+    ours, folder = model
+    forward, adapters, sizes = ours._forward, {"drawn": adapter_of(ours)}, list[int]()
+    changed = with_changed_weights(ours, folder, adapters["drawn"])
+
+    def small_forward(rows: Any, height: int, width: int) -> torch.Tensor:
+        found = forward(rows, height, width)
+        sizes.append(len(rows))
+        if len(rows) > 1:
+            raise MemoryError("for so many rows")
+        return found
+
+    for turn in range(num_turns):
+        plain = draw(num_images=2, **({} if turn else {"guidance_scale": 1.0, "true_cfg_scale": 1.0}))
+        mate = replace(plain[0], request_id="mate", seed=1), plain[1]
+        job = replace(plain[0], adapters=(AdapterUse("drawn", STRENGTH),)), plain[1]
+        (alone,), (expected,), (unchanged,) = run(ours, [job], adapters), run(changed, [plain]), run(ours, [mate])
+        error, effect = ((alone - one).abs().max() for one in (expected, run(ours, [plain])[0]))
+        assert error <= 1e-3 * effect, job[0]
+        for company in ([mate, job], [job, mate]):
+            assert all(
+                map(torch.equal, run(ours, company, adapters), [alone if one is job else unchanged for one in company])
+            )
+        with monkeypatch.context() as patch:
+            patch.setattr(ours._modulation, "rows_of", lambda group: ())
+            assert torch.equal(run(ours, [job], adapters)[0], alone), job[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(ours, "_memory", MemoryLimits())
+            patch.setattr(ours, "_forward", small_forward)
+            assert torch.equal(run(ours, [job], adapters)[0], alone), job[0]
+    assert max(sizes) > 1
