@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,7 +40,7 @@ class _Latents:
         return self.parameters
 
 
-Posterior = DiagonalGaussianDistribution | _Latents
+Posterior: TypeAlias = DiagonalGaussianDistribution | _Latents
 
 
 class ImageCodec:
