@@ -15,6 +15,7 @@ from deployments.engines.llm.state_slots import StateSlots
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
     from deployments.engines.llm.models.own_cache import SequenceState
+    from deployments.engines.llm.paged_attention import SlotTable
     from deployments.engines.llm.pooling import PooledStates
     from deployments.engines.llm.prompt_logprobs import PromptLogprobs
     from deployments.engines.prompt_images import PromptImages
@@ -61,6 +62,7 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
     known_keys: list[bytes] = field(default_factory=list)  # of all blocks that were asked for: tokens stay as they are
     state: SequenceState | None = None
+    slots: SlotTable | None = None  # what attention knows of its blocks
     state_slot: int | None = None
     state_cut: int = 0
     next_states: tuple[tuple[int, int], ...] = ()
