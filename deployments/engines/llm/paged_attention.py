@@ -13,7 +13,7 @@ K key/value heads, R query heads per key/value head, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -192,12 +192,8 @@ def plan_attention(
                 one = _Decoding(row, slots.part(unseen, length), mask)
                 decoding.setdefault(_padded_length(num_seen), []).append(one)
         first += chunk.num_tokens
-    groups = []
-    for length, members in decoding.items():
-        size = max(1, MAX_GATHER_TOKENS // length)
-        for i in range(0, len(members), size):
-            groups.append(_decode_group(members[i : i + size], length, cache.null_slot, device))
-    return StepAttention(cache, torch.cat(written).to(device), tuple(parts), tuple(groups), tuple(long))
+    groups = tuple(_decode_groups(decoding, cache.null_slot, device))
+    return StepAttention(cache, torch.cat(written).to(device), tuple(parts), groups, tuple(long))
 
 
 class _Decoding(NamedTuple):
@@ -309,6 +305,16 @@ def _prompt_part(
         mask = seen.mask(begin, num_rows, unseen, num_keys, device)
         tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, unseen, num_keys, mask))
     return _PromptPart(first, first + end - start, slots.to(device), run, tuple(tiles), tile, start)
+
+
+def _decode_groups(
+    decoding: Mapping[int, list[_Decoding]], null_slot: int, device: torch.device
+) -> Iterator[_DecodeGroup]:
+    """Yield the groups of tokens by their padded lengths."""
+    for length, members in decoding.items():
+        size = max(1, MAX_GATHER_TOKENS // length)
+        for first in range(0, len(members), size):
+            yield _decode_group(members[first : first + size], length, null_slot, device)
 
 
 def _decode_group(members: list[_Decoding], length: int, null_slot: int, device: torch.device) -> _DecodeGroup:
