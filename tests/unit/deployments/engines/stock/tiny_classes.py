@@ -98,7 +98,7 @@ def umt5() -> Any:
 def changed(parts: Mapping[str, Any], **config: Any) -> dict[str, Any]:
     """The same parts around a denoiser of another config."""
     name = "transformer" if "transformer" in parts else "unet"
-    return {**parts, name: stirred(type(parts[name]).from_config({**parts[name].config, **config}))}
+    return {**parts, name: stirred(type(parts[name]).from_config(parts[name].config, **config))}
 
 
 # Parts by the name of their type: the first of a union that is here.
