@@ -18,11 +18,18 @@ from typing import Any, Final
 
 from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
 from cluster.load_failures import LoadFailures, named_error
-from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry
+from cluster.registry.directory import (
+    Directory,
+    DirectoryChange,
+    Entry,
+    ModelRecord,
+    check_entry,
+    circle_of,
+    rests_on,
+)
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
-from configs.model import ModelConfig
 from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
@@ -303,14 +310,18 @@ class ServedModels:
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
         """Import the entry and serve it, after earlier work on its id, and the models that it is like or an adapter of.
 
-        Only the last entry of an id counts.
+        Only the last entry of an id counts. One that rests on itself, as registrations and a config together can make
+        it, waits for none of them and fails.
         """
-        others = (str(entry.like),) if isinstance(entry, ModelConfig) else entry.base
+        circle = circle_of(entry, self._wanted)
+        others = () if circle else rests_on(entry)
         if earlier := [task for task in (previous, *map(self._tasks.get, others)) if task]:
             await asyncio.wait(earlier)
         if self._wanted.get(entry.id) is not entry:
             return
         try:
+            if circle:
+                raise ModelUnservable(f"it rests on itself ({' on '.join(circle)}), so that nothing can come first")
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
                 await self._keep_served_version(entry.id)
                 summary = await asyncio.to_thread(self._import_model, entry)
