@@ -258,7 +258,7 @@ class NodeKeeper:
         )
         self.memory.start(populate=settings.populate)
         if self.peering:
-            self.peering.start(self._shown, self._held.ids)
+            self.peering.start(self._shown, self._held.ids, self.memory.audit.look_soon)
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.

@@ -288,7 +288,7 @@ class ExtentLoader:
                 with reading:
                     return client.fetch_extent(plan.addresses, extent, place, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
-            if error.fetched.failed:
+            if error.fetched.failed or error.fetched.corrupt:
                 logger.warning("peers do not give it: %s", error)
             return error.fetched, False
         except Exception as error:

@@ -25,6 +25,7 @@ from cluster.peers.fetch_queue import (
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import (
     AVOID_S,
+    DAMAGED_S,
     MAX_OFFERS,
     PATIENCE_S,
     BandwidthEstimate,
@@ -197,6 +198,25 @@ def test_storage_is_asked_for_when_all_holders_failed_and_not_when_there_are_mor
     # And a failure is forgotten.
     ask(found, Located(offers={"a": offers("x")}), AVOID_S + 1)
     assert isinstance(found.next_step(AVOID_S + 1), Fetch)
+
+
+def test_a_peer_with_a_damaged_copy_is_asked_for_its_other_extents_and_after_a_moment_for_a_fresh_copy() -> None:
+    found = queue("a", "b")
+    ask(found, Located(offers={"a": offers("x"), "b": offers("xy")}))
+    assert step_id(found.next_step(0.0)) == "a"
+    found.end_refused_fetch("a", FetchOutcome(corrupt=[at("x")]), 0.0)
+    step = found.next_step(0.0)
+    assert isinstance(step, Fetch)
+    assert (step.id, step.plan.addresses) == ("b", (at("x"), at("y")))
+    ask(found, Located(offers={"a": offers("xz")}))
+    step = found.next_step(0.0)
+    assert isinstance(step, Fetch)
+    assert (step.id, step.plan.addresses) == ("a", (at("z"),))
+    found.end_refused_fetch("a", FetchOutcome(failed=[at("z")]), 0.0)
+    ask(found, Located(offers={"a": offers("x")}), 1.0)
+    assert ask(found, Located(reading={"a": "x"}), 1.0).insist == "a"
+    ask(found, Located(offers={"a": offers("x")}), DAMAGED_S)
+    assert step_id(found.next_step(DAMAGED_S)) == "a"
 
 
 def test_of_many_holders_others_are_asked_after_the_first_failed_but_not_for_ever() -> None:
