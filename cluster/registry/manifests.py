@@ -21,6 +21,7 @@ from weights.feature_sizes import FeatureSizes, feature_sizes
 from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
+from weights.panics import panics_as_errors
 from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.residency.recent import Recent
@@ -203,8 +204,9 @@ class ManifestCache:
 
     async def _read(self, model: str, fingerprint: str, before: _Reading | None) -> Manifest:
         if before is None:
-            return await asyncio.to_thread(self._store.manifest, model)
-        with contextlib.suppress(Exception):  # gone or damaged: what was read before is still the version's
+            with panics_as_errors():
+                return await asyncio.to_thread(self._store.manifest, model)
+        with contextlib.suppress(Exception), panics_as_errors():  # what was read before is still the version's
             manifest = await asyncio.to_thread(self._store.manifest, model)
             if manifest.fingerprint == fingerprint:
                 return manifest

@@ -33,6 +33,7 @@ from cluster.registry.registrations import Registration, Registrations
 from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
+from weights.panics import panics_as_errors
 from weights.store import WeightStore
 
 ImportModel = Callable[[Entry], ModelSummary]
@@ -323,8 +324,9 @@ class ServedModels:
             if circle:
                 raise ModelUnservable(f"it rests on itself ({' on '.join(circle)}), so that nothing can come first")
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
-                await self._keep_served_version(entry.id)
-                summary = await asyncio.to_thread(self._import_model, entry)
+                with panics_as_errors():
+                    await self._keep_served_version(entry.id)
+                    summary = await asyncio.to_thread(self._import_model, entry)
         except Exception as error:  # whatever it is, it fails this model alone, and those who wait for it are answered
             summary, problem = None, error
         if self._wanted.get(entry.id) is not entry:

@@ -20,6 +20,7 @@ from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
 from deployments.tasks import shared_task
 from weights.manifest import Manifest
+from weights.panics import panics_as_errors
 
 __all__ = ["OrderedModels"]
 
@@ -133,17 +134,13 @@ class OrderedModels:
     async def _carry_out(self, order: Order) -> None:
         began_s, version, problem = self._clock(), "", ""
         try:
-            if order.action == "evict":
-                self._cache.evict(order.model)
-            else:
-                manifest = await self._cache.manifests.newest(order.model)
-                version = manifest.fingerprint
-                if order.action == "prefetch":
-                    self._cache.fetch_ahead(
-                        RequestParts(manifest.model, self._cache.planner.plan(manifest, self._wants))
-                    )
+            with panics_as_errors():
+                if order.action == "evict":
+                    self._cache.evict(order.model)
                 else:
-                    await self._switch(manifest, order.evict)
+                    manifest = await self._cache.manifests.newest(order.model)
+                    version = manifest.fingerprint
+                    await self._bring(manifest, order)
         except Exception as error:  # whatever it is, it is this model's: the others go on
             problem = str(error).partition("\n")[0] or type(error).__name__
             logger.warning("%s of %r failed: %s", order.action, order.model, problem)
@@ -155,6 +152,13 @@ class OrderedModels:
             self._switches.pop(order.id, None)
         self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
         self.changed.set()
+
+    async def _bring(self, manifest: Manifest, order: Order) -> None:
+        """Bring the model of an order into the node's memory, or onto the device."""
+        if order.action == "prefetch":
+            self._cache.fetch_ahead(RequestParts(manifest.model, self._cache.planner.plan(manifest, self._wants)))
+        else:
+            await self._switch(manifest, order.evict)
 
     async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
         """Let models go, but for what the next one shares with them, and get that one ready."""
@@ -169,7 +173,8 @@ class OrderedModels:
         needs = {}
         for model, version in asked:
             try:
-                manifest = await self._cache.manifests.find_version(model, version)
+                with panics_as_errors():
+                    manifest = await self._cache.manifests.find_version(model, version)
             except Exception as error:
                 self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
                 continue

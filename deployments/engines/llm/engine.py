@@ -60,6 +60,7 @@ from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
+from weights.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -303,12 +304,8 @@ class LLMEngine:
         if not chunks:
             return {}
         try:
-            logits = self._logits(chunks)
-            groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
-            completions = [completion for group in groups for completion in group]
-            if len(completions) > len(groups):  # a prompt's row is the first of all its completions
-                logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
-            outcomes = sample(logits, [completion.picker for completion in completions])
+            with panics_as_errors():
+                completions, outcomes = self._sampled(chunks)
         except StepAborted:
             raise
         except Exception as error:
@@ -362,6 +359,15 @@ class LLMEngine:
             self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
+    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Sequence[SampledToken | Exception]]:
+        """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
+        logits = self._logits(chunks)
+        groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
+        completions = [completion for group in groups for completion in group]
+        if len(completions) > len(groups):  # a prompt's row is the first of all its completions
+            logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
+        return completions, sample(logits, [completion.picker for completion in completions])
+
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
         """Return what the token adds to the completion, without one its prompt's embedding.
 
@@ -370,7 +376,8 @@ class LLMEngine:
         sequence = completion.sequence
         completions = self._requests[sequence.request_id]
         try:
-            delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
+            with panics_as_errors():
+                delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("request %r ends: its text failed", sequence.request_id)

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
 from deployments.engines.protocol import ComputationFailed, EngineError
+from weights.panics import panics_as_errors
 
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
@@ -73,7 +74,8 @@ class GrammarCompiler:
         if self._tokens is None:
             size = max(self._vocab_size, len(self._tokenizer))
             try:
-                self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
+                with panics_as_errors():
+                    self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
             except Exception as error:  # of several kinds; all mean that these tokens are not understood
                 raise EngineError(f"no grammar works with this model's tokenizer: {error}") from error
         return self._tokens

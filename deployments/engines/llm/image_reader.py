@@ -20,6 +20,7 @@ from deployments.engines.llm.tokenizer import checked_characters, render_chat
 from deployments.engines.processors import load_image_processor
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
+from weights.panics import panics_as_errors
 
 # Its own processor wants a package that spells numbers, for videos alone. Images are told in the same words.
 _STAND_INS: Final = {"SmolVLMProcessor": "Idefics3Processor"}
@@ -50,7 +51,8 @@ class ImageReader:
         try:
             found = PROCESSOR_MAPPING[type(config)]
             class_ = getattr(transformers, _STAND_INS.get(found.__name__, found.__name__))
-            processor = load_image_processor(class_, folder, tokenizer)
+            with panics_as_errors():
+                processor = load_image_processor(class_, folder, tokenizer)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a processor
             raise EngineError(f"no image processor could be read from {folder}: {error}") from error
         if processor.chat_template:
@@ -68,7 +70,8 @@ class ImageReader:
         if (known := self._known.get(key)) is not None:
             return known
         try:
-            inputs, text = process_image(self._processor, Image.fromarray(pixels), self._options)
+            with panics_as_errors():
+                inputs, text = process_image(self._processor, Image.fromarray(pixels), self._options)
         except Exception as error:  # of sizes that it does not take, say
             height, width = pixels.shape[:2]
             raise EngineError(f"the model takes no image of {width}x{height} pixels: {error}") from error

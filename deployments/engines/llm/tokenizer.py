@@ -17,6 +17,7 @@ from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
 from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+from weights.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     else:
         check_tokenizer_files(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
             check_tokenizer(folder)
             raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error

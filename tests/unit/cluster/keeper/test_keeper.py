@@ -940,3 +940,15 @@ def test_a_damaged_copy_is_a_detour_to_the_next_peer_and_its_node_reads_it_again
         assert sound.stats().num_corrupt == 0
     finally:
         third.close()
+
+
+def test_a_mistake_in_a_loading_thread_is_told_to_who_waits_and_the_next_load_goes_on(
+    keeper: Make, extents: dict[str, ExtentRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = keeper()
+    with monkeypatch.context() as broken:
+        broken.setattr(node.reading.loader._queue, "next_step", lambda now_s: {}["ghost"])
+        with pytest.raises(KeyError, match="ghost"):
+            node.acquire([extents["a"]], "w")
+    assert "an extent could not be loaded" in caplog.text
+    assert xxhash.xxh3_128_hexdigest(node.acquire([extents["a"]], "w").refs["a"].array) == extents["a"].checksum
