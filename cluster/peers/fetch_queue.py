@@ -147,10 +147,11 @@ class FetchQueue:
             return step
         return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
 
-    def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> None:
-        """Take in the answer to a question.
+    def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> list[str]:
+        """Take in the answer to a question. Return the claims in it that this node has no use for any more.
 
-        None: the registry cannot be asked, so the extents are read from storage.
+        None: the registry cannot be asked, so the extents are read from storage. An answer may come late: what was
+        given up or withdrawn meanwhile stays so.
         """
         self._is_asking = False
         self._num_in_vain = 0 if self._has_gained else self._num_in_vain + 1
@@ -161,13 +162,16 @@ class FetchQueue:
         ]
         if answer is None:
             self._move(asked, self._mine if self.can_read else self._waiting)
-            return
+            return []
         if not self.can_read:
             self._move(asked, self._waiting)  # those that nobody has are asked for again after a pause
         self._move([id_ for id_ in asked if id_ in answer.claimed], self._mine)
-        for id_, offers in answer.offers.items():
-            self._move([id_], self._offered, offers)
-        self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
+        for id_ in asked:
+            if id_ in answer.offers:
+                self._move([id_], self._offered, answer.offers[id_])
+        read_elsewhere = [id_ for id_ in asked if id_ in answer.reading]
+        self._move(read_elsewhere, self._mine if self._is_storage_best(now_s) else self._waiting)
+        return [id_ for id_ in answer.claimed if id_ not in self._mine]
 
     def end_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
         """End a fetch that brought the extent."""
