@@ -1,7 +1,8 @@
 """Errors of other libraries that are no `Exception`, as those that somebody waits for and can be told.
 
 HAZARD: a panic of Rust (of tokenizers or safetensors, by pyo3) is raised as a PanicException, which is a BaseException:
-`except Exception` lets it pass, and whoever waits for the outcome of that work waits for ever.
+`except Exception` lets it pass, and whoever waits for the outcome of that work waits for ever. So does a StopIteration
+that leaves its function, by a `next` too many: no future of asyncio takes one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,11 @@ from typing import Final
 _ENDINGS: Final = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
 
 
-class Panicked(RuntimeError):
-    """Another library gave up what it did, in its own language."""
+class Panicked(Exception):
+    """Another library gave up what it did.
+
+    HAZARD: no RuntimeError, which contextlib takes for what a generator makes of a StopIteration, and raises that.
+    """
 
 
 @contextlib.contextmanager
@@ -24,10 +28,12 @@ def panics_as_errors() -> Iterator[None]:
     """Raise Panicked for what the block raises that is neither an `Exception` nor the end of its thread or task."""
     try:
         yield
-    except (Exception, *_ENDINGS):
+    except _ENDINGS:
         raise
     except BaseException as error:
-        raise as_error(error) from error
+        if (told := as_error(error)) is error:
+            raise
+        raise told from error
 
 
 @contextlib.contextmanager
@@ -43,7 +49,7 @@ def telling(tell: Callable[[Exception], object]) -> Iterator[None]:
 
 def as_error(error: BaseException) -> Exception:
     """Return the error itself where it is an `Exception`, otherwise Panicked with its class and its first line."""
-    if isinstance(error, Exception):
+    if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     text = str(error).partition("\n")[0]
     return Panicked(f"{type(error).__name__}: {text}" if text else type(error).__name__)
