@@ -183,12 +183,13 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
 _SidePath = tuple[int, int, LoraPair, float]  # rows from, to, and what is added to them, times so much
 
 
-def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
+    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        result = _writable(layer, output)
         for start, stop, pair, factor in paths:
-            x, own = args[0], output
+            x, own = args[0], result
             if start or stop < len(x):
-                x, own = x[start:stop], output[start:stop]
+                x, own = x[start:stop], result[start:stop]
             if pair.magnitude is None:
                 own += _delta(layer, x, pair, factor)
                 continue
@@ -198,8 +199,18 @@ def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tenso
                 own += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
             else:
                 _add_dora(layer, own, _delta(layer, x, pair, factor), scales)
+        return result
 
     return add
+
+
+def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Return what a layer gave, in memory that nobody else reads.
+
+    What its own forward makes is nobody else's. HAZARD: what stands in the place of that may give the same memory again
+    in the next forward, or one row's memory for many rows.
+    """
+    return output.clone() if "forward" in vars(layer) else output
 
 
 def _delta(layer: nn.Module, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
@@ -224,6 +235,7 @@ def _rows_side_path(
 ) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
     def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         routed = None if router is None else router.routed_rows
+        output = _writable(target, output)
         own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
         for use in uses:
             rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
