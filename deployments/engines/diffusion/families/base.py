@@ -346,6 +346,10 @@ class Family(ABC):
         """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
         return 0
 
+    def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
+        return {}
+
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         """Return the arguments of the solver's `set_timesteps`."""
         if request.sigmas is not None:

@@ -24,7 +24,7 @@ from deployments.engines.diffusion.families.base import (
     sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.protocol import LAST
+from deployments.engines.protocol import LAST, DiffusionRequest
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +138,14 @@ class StableDiffusion(UNetFamily):
 
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}
+
+    def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was wrong in configs of 2022. Stock's pipeline for inpainting leaves in what others change, and
+        those with a ControlNet change nothing.
+        """
+        clips = {"skip_prk_steps": True} if request.mask_image is not None else {"clip_sample": False}
+        wanted = {} if request.control else {"steps_offset": 1, **clips}
+        return {key: value for key, value in wanted.items() if key in solver_config}
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.cross_attention_dim, None
