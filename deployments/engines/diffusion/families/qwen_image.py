@@ -60,9 +60,7 @@ class QwenImage(PromptReader, PackedFlow):
     class_name: ClassVar[str] = "QwenImagePipeline"
     denoiser_name: ClassVar[str] = "transformer"
     other_class_names: ClassVar[Sequence[str]] = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(
-        num_inference_steps=50, guidance_scale=1.0, side=1024, true_cfg_scale=4.0
-    )
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=1.0, true_cfg_scale=4.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
