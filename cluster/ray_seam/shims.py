@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster.errors import RayIncompatible
+from configs.distribution import DISTRIBUTION
 from weights.private_names import Shim, problems
 
 __all__ = ["ALL", "Shim", "problems", "require", "unknown_variables", "why_untried"]
@@ -179,7 +180,7 @@ def why_untried() -> str:
     from packaging.requirements import Requirement  # every process imports this file, and few ask
 
     try:
-        wanted = [Requirement(line) for line in metadata.requires("atelier") or ()]
+        wanted = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
         number = metadata.version("ray")
     except metadata.PackageNotFoundError:
         return ""
