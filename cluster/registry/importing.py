@@ -183,7 +183,7 @@ def owned_program(store: WeightStore | None, entry: Entry, path: Path) -> ModelS
         raise ModelUnservable(f"{path}: a program, no adapter: neither a LoRA nor a ControlNet")
     is_onnx = path.suffix == ".onnx"
     if is_onnx and importlib.util.find_spec("onnxruntime") is None:
-        raise ModelUnservable(f"{path}: an ONNX model needs onnxruntime to be served: pip install 'atelier[onnx]'")
+        raise ModelUnservable(f"{path}: an ONNX model needs onnxruntime: pip install 'atelier-serve[onnx]'")
     manifest = store.find_manifest(entry.id) if store else None
     if not store or not manifest or manifest.kind != "program" or Path(manifest.source) not in (path, path.resolve()):
         options = ("" if is_onnx else " --allow-torch") + (f" --store {store.path}" if store else "")

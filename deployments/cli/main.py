@@ -7,13 +7,13 @@ that the others answer at once.
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from configs.distribution import installed_version
 from configs.errors import ConfigError
 from deployments.cli import (
     apply,
@@ -42,7 +42,7 @@ _app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"atelier {metadata.version('atelier')}")
+        typer.echo(f"atelier {installed_version() or 'from a checkout that is not installed'}")
         raise typer.Exit
 
 
