@@ -1,7 +1,8 @@
 """Cases that are drawn: `make test` runs a few cases of a long table, `make test-long` those that were not drawn.
 
-A pytest plugin. `@pytest.mark.drawn` on a parametrized test draws one of its cases, `drawn(3)` three, and
-`drawn(by="kind")` one for each value of the parameter `kind`. The others get the marker `long`. The seed of the tests
+A pytest plugin. `@pytest.mark.drawn` on a parametrized test draws one of its cases, `drawn(3)` three,
+`drawn(by="kind")` one for each value of the parameter `kind`, and `drawn(over="size")` one size for each value of all
+other parameters. The others get the marker `long`. The seed of the tests
 draws, so that a run can be repeated and each change of a Python file draws anew; the case's id says which it was.
 Whoever names a test to pytest and does not exclude `long` runs all cases.
 """
@@ -21,14 +22,14 @@ def seeds(count: int) -> Callable[[Any], Any]:
     """Give a property test the parameter `seed`, one of `count` in `make test`."""
 
     def mark(function: Any) -> Any:
-        return pytest.mark.drawn(pytest.mark.parametrize("seed", range(count))(function))
+        return pytest.mark.drawn(over="seed")(pytest.mark.parametrize("seed", range(count))(function))
 
     return mark
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "drawn(count=1, by=None): `make test` draws so many cases, for each value of the parameter `by`"
+        "markers", "drawn(count=1, by=None, over=None): `make test` draws so many cases (kit/drawing.py)"
     )
 
 
@@ -56,11 +57,12 @@ def _not_drawn(items: list[pytest.Item]) -> list[pytest.Item]:
     return left
 
 
-def _value(item: pytest.Item, count: int = 1, by: str | None = None) -> str:
-    """Return the case's value of the parameter `by`."""
-    if by is None:
+def _value(item: pytest.Item, count: int = 1, by: str | None = None, over: str | None = None) -> str:
+    """Return the case's values of the parameters for whose every value cases are drawn."""
+    if by is None and over is None:
         return ""
     assert isinstance(item, pytest.Function)
-    if by not in item.callspec.params:
-        raise pytest.UsageError(f"{item.nodeid}: drawn(by={by!r}) names none of {sorted(item.callspec.params)}")
-    return repr(item.callspec.params[by])
+    params = item.callspec.params
+    if (name := by or over) not in params:
+        raise pytest.UsageError(f"{item.nodeid}: drawn() names {name!r}, which is none of {sorted(params)}")
+    return repr(params[by] if by else [value for key, value in params.items() if key != over])

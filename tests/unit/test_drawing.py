@@ -25,8 +25,9 @@ def test_three(number): pass
 @pytest.mark.parametrize("kind", ["a", "b"])
 def test_one_of_a_kind(kind, number): pass
 
+@pytest.mark.parametrize("rule", [object(), object()], ids="xy")
 @seeds(50)
-def test_property(seed): pass
+def test_property(seed, rule): pass
 
 def test_plain(): time.sleep(0.3)
 
@@ -35,7 +36,7 @@ def test_busy():
 
 BEGUN = time.process_time()
 """
-TABLES = {"test_three": 20, "test_one_of_a_kind": 6, "test_property": 50, "test_plain": 1, "test_busy": 1}
+TABLES = {"test_three": 20, "test_one_of_a_kind": 6, "test_property": 100, "test_plain": 1, "test_busy": 1}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +69,9 @@ def run(folder: Path, seed: int, *options: str) -> list[str]:
 def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> None:
     quick = run(folder, 7, "-m", "not long", "--times", "times.tsv")
     counts = {name: sum(test.partition("[")[0] == name for test in quick) for name in TABLES}
-    assert counts == {"test_three": 3, "test_one_of_a_kind": 2, "test_property": 1, "test_plain": 1, "test_busy": 1}
+    assert counts == {"test_three": 3, "test_one_of_a_kind": 2, "test_property": 2, "test_plain": 1, "test_busy": 1}
     assert {test[-4] for test in quick if "kind" in test} == {"a", "b"}
+    assert {test[-2] for test in quick if "property" in test} == {"x", "y"}
     long = run(folder, 7, "-m", "long")
     assert not {*quick} & {*long}
     assert len(quick) + len(long) == sum(TABLES.values())
