@@ -9,7 +9,11 @@ import pytest
 
 from infra import times_report
 
-LINES = [(0.5, 2.0, "a/test_x.py::test_one[b[c]-1]"), (0.25, 0.25, "a/test_x.py::test_one[2]"), (0.5, 1, "a.py::test_y")]
+LINES = [
+    (0.5, 2.0, "a/test_x.py::test_one[b[c]-1]"),
+    (0.25, 0.25, "a/test_x.py::test_one[2]"),
+    (0.5, 1, "a.py::test_y"),
+]
 
 
 @pytest.fixture
