@@ -139,20 +139,31 @@ class ServedModels:
         """Serve the entries of another config in the place of the one before; return the ids that are gone.
 
         Does not wait for imports. What was registered beside the config stays, unless the config has changed its mind
-        about that id. Requests that run with a model that goes finish.
+        about that id. Requests that run with a model that goes finish. Where this fails midway, `configured` says what
+        was done, and the next call begins there.
         """
+        left: list[Entry | None] = []
         async with self._writing:
-            before, self._configured = self._configured, configured
-            gone = [id_ for id_ in before if id_ not in configured]
-            left = [await self._take_out(id_) for id_ in gone if id_ in self.directory]
+            self._configured = holds = dict(self._configured)
+            gone = [id_ for id_ in holds if id_ not in configured]
+            for id_ in gone:
+                if id_ in self.directory:
+                    left.append(await self._take_out(id_))
+                del holds[id_]
             for id_, entry in configured.items():
-                if entry != before.get(id_):
+                if entry != holds.get(id_):
                     await asyncio.to_thread(self._registrations.remove, id_)
                     self._begin(entry)
+                    holds[id_] = entry
         for was in left:
             if was:
                 await self._leave_source(was)
         return gone
+
+    @property
+    def configured(self) -> Mapping[str, Entry]:
+        """The entries of the config that are served, or on their way."""
+        return self._configured
 
     async def _take_out(self, id_: str) -> Entry | None:
         """Remove a model from the directory, and its registration. Return what was wanted of it."""

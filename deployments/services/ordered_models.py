@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ray.exceptions import RayError, RayTaskError
+
 from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
 from deployments.modules.cache import ModuleCache
@@ -144,7 +146,8 @@ class OrderedModels:
         except Exception as error:  # whatever it is, it is this model's: the others go on
             problem = str(error).partition("\n")[0] or type(error).__name__
             logger.warning("%s of %r failed: %s", order.action, order.model, problem)
-            self._note_failure(order.model, version, problem)
+            if version or _is_of_model(error):
+                self._note_failure(order.model, version, problem)
         else:
             if order.action == "switch":
                 self._failed.pop(order.model, None)
@@ -176,7 +179,8 @@ class OrderedModels:
                 with panics_as_errors():
                     manifest = await self._cache.manifests.find_version(model, version)
             except Exception as error:
-                self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
+                if _is_of_model(error):
+                    self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
                 continue
             parts = self._cache.planner.plan(manifest, self._wants).values()
             needs[model] = ModelNeed(
@@ -198,3 +202,8 @@ class OrderedModels:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))
         task.add_done_callback(self._tasks.discard)
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Return whether a model's manifest is not to be had because of the model, and not for want of the registry."""
+    return isinstance(error, RayTaskError) or not isinstance(error, RayError)

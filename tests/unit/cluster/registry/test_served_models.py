@@ -352,6 +352,34 @@ async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tm
     assert (await (await life.begin(configured)).find_model("m")).entry == configured
 
 
+@pytest.mark.parametrize("goes_back", [False, True])
+async def test_a_config_that_was_taken_in_by_half_is_taken_in_wholly_by_the_next_call(
+    life: Life, tmp_path: Path, goes_back: bool
+) -> None:
+    paths = [checkpoint(tmp_path / str(seed), seed) for seed in range(5)]
+    a, b, c, d, other = (model(path, id_) for path, id_ in zip(paths, "abcda", strict=True))
+    models = await life.begin(a, b)
+    await models.register(other)  # overrules the config's entry: there is a file to remove
+    sound, refused = models._registrations.remove, {"b", "c"}
+
+    def remove(id_: str) -> None:
+        if id_ in refused:
+            refused.discard(id_)
+            raise OSError(116, "Stale file handle")
+        sound(id_)
+
+    models._registrations.remove = remove  # type: ignore[method-assign]
+    new = {one.id: one for one in (c, d)}
+    for done in ({"b"}, set[str]()):
+        with pytest.raises(OSError, match="Stale"):
+            await models.configure(new)
+        assert set(models.configured) == done
+    wanted = {"a": a, "b": b} if goes_back else new
+    await models.configure(wanted)
+    found = {id_: (await models.find_model(id_)).entry for id_ in wanted}
+    assert (found, {one.id for one in models.directory}) == (wanted, set(wanted))
+
+
 async def test_another_config_takes_the_place_of_the_one_before_and_leaves_what_it_does_not_name(
     life: Life, tmp_path: Path
 ) -> None:
