@@ -78,7 +78,7 @@ class Modulation:
 
     def _is_adapted(self, state: DenoiseState) -> bool:
         """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
-        return any(layer in self._embedded for pairs, _ in state.adapters for layer, _ in pairs)
+        return any(layer in pairs for pairs, _ in state.adapters for layer in self._embedded)
 
     def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Let the modules give these `rows_of`, if any, within the block. HAZARD: one thread at a time may run them."""
