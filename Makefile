@@ -92,8 +92,8 @@ times: setup     ## Store what the last `make test` took, where the next reader 
 	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long
-	$(PYTEST) tests/device -m long
+	$(PYTEST) tests/unit -m long -n 2 --dist worksteal
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 

@@ -357,6 +357,7 @@ def test_a_class_with_a_scheduler_of_its_own_lets_no_request_choose(tmp_path: Pa
             run(StockEngine(model), StockRequest("r", 1, PROMPT, **chosen))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("skip", [{}, {"clip_skip": 2}, {"clip_skip": None}])
 def test_layers_of_a_clip_are_skipped_though_it_lacks_what_diffusers_asks_it_for(skip: Any, tmp_path: Path) -> None:
     """The text that diffusers is given instead is that of the layer before the last, or two before, behind the norm."""
