@@ -259,6 +259,17 @@ class GenerationDefaults(StrictModel):
     logit_bias: dict[_TokenId, _Bias] | None = Field(None, max_length=1024)
     stop: tuple[_Stop, ...] | None = Field(None, max_length=64)
     stop_token_ids: tuple[_TokenId, ...] | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="variables of the model's chat template, such as {enable_thinking: false}"
+    )
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tool_form: str | None = Field(
+        None, max_length=64, description="how the model writes tool calls, where its chat template does not say"
+    )
+    reasoning_form: str | None = Field(
+        None, max_length=64, description="how the model marks its reasoning, where its chat template does not say"
+    )
 
     @model_validator(mode="after")
     def _one_schedule(self) -> GenerationDefaults:

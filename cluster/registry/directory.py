@@ -19,6 +19,7 @@ from weights.formats.checkpoint import Checkpoint
 from weights.formats.learned_words import WORDS_CLASS
 from weights.formats.lora import PEFT_CLASS
 from weights.manifest import ModelKind
+from weights.memory.needs import Needs
 from weights.programs.signature import ProgramSignature
 
 MAX_REMEMBERED_REMOVALS: Final = 10_000
@@ -89,7 +90,8 @@ class ModelRecord:
 
     id: str
     # "unloaded": in the store and nowhere else, because an operator evicted it; the next request brings it back.
-    state: Literal["registering", "updating", "ready", "unloaded", "unavailable"]
+    # "does_not_fit": in the store, and larger than the budgets of this cluster; `error` has the numbers.
+    state: Literal["registering", "updating", "ready", "unloaded", "unavailable", "does_not_fit"]
     kind: ModelKind | None = None
     nbytes: int = 0
     fingerprint: str = ""
@@ -101,6 +103,7 @@ class ModelRecord:
     revision: int = 0
     widened: tuple[str, ...] = ()  # as in its summary
     signature: ProgramSignature | None = None  # of a program
+    needs: Needs = field(default_factory=Needs)
 
     @property
     def base(self) -> tuple[str, ...]:

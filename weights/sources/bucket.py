@@ -126,7 +126,7 @@ def _open(bucket: str, options: Mapping[str, str]) -> tuple[Any, Any]:
         import obstore.exceptions
         from obstore.store import S3Store
     except ImportError:
-        raise WeightsError("s3:// needs the obstore package: pip install 'atelier[s3]'") from None
+        raise WeightsError("s3:// needs the obstore package: pip install 'atelier-serve[s3]'") from None
     config = {name: options[name] for name in ("endpoint", "region") if name in options}
     if not re.fullmatch("[A-Za-z0-9-]+", config.get("region", "default")):
         raise StoreError("the object storage region is not a plain name")

@@ -21,6 +21,7 @@ import torch
 from deployments.engines.build import converted_bytes
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, encode_rendered, render_chat
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
@@ -49,7 +50,6 @@ from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
-    encode_chat,
     encode_text,
     load_eos_token_ids,
     load_generation_defaults,
@@ -159,11 +159,9 @@ class LLMEngine:
         if self._stream is not None:
             self._stream.close()
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
-    ) -> tuple[int, ...]:
+    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        return self.read_chat(messages, (), tools, begun)[0]
+        return self.read_chat(messages, (), options)[0]
 
     def read_images(self, pixels: Iterable[npt.NDArray[np.uint8]]) -> list[PromptImage]:
         """Return images, uint8 (height, width, 3), as the model takes them. Takes a while; uses no tokenizer.
@@ -176,23 +174,30 @@ class LLMEngine:
             return []
         return [self._images.read(one) for one in pixels]
 
-    def read_chat(
-        self,
-        messages: list[dict[str, Any]],
-        images: Items[PromptImage],
-        tools: list[dict[str, Any]] | None = None,
-        begun: str = "",
-    ) -> tuple[tuple[int, ...], PromptImages | None]:
-        """Return the token ids of a chat with the images of its image parts, in their order.
+    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
+        """Return the text of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
+        if self._images is None:
+            return render_chat(self.tokenizer, messages, options)
+        return self._images.render(messages, options)
 
-        Raises EngineError as `encode_chat` does, and where there are not as many parts as images.
+    def encode_rendered(
+        self, text: str, images: Items[PromptImage] = ()
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return the token ids of a rendered chat with the images of its image parts, in their order.
+
+        Raises EngineError where there are not as many parts as images.
         """
         if self._images is None or self._eyes is None:
-            return encode_chat(self.tokenizer, messages, tools or [], begun), None
-        text = self._images.expand(self._images.render(messages, tools or []) + begun, images)
-        token_ids = self._images.encode(text)
+            return encode_rendered(self.tokenizer, text), None
+        token_ids = self._images.encode(self._images.expand(text, images))
         rows = self._images.place(token_ids, images)
         return token_ids, self._eyes.placed(token_ids, images, rows) if images else None
+
+    def read_chat(
+        self, messages: list[dict[str, Any]], images: Items[PromptImage], options: ChatOptions = NO_OPTIONS
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return the token ids of a chat with its images. Raises EngineError as the two parts of it do."""
+        return self.encode_rendered(self.render_chat(messages, options), images)
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a plain prompt."""

@@ -16,7 +16,8 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from deployments.engines.library_seam import process_image
-from deployments.engines.llm.tokenizer import checked_characters, render_chat
+from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, render_chat
+from deployments.engines.llm.tokenizer import checked_characters
 from deployments.engines.processors import load_image_processor
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
@@ -80,14 +81,14 @@ class ImageReader:
         self._known[key] = image
         return image
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         """Return a chat as text, as `render_chat` does. Raises EngineError as it does.
 
         Some templates of these models take nothing but contents in parts.
         """
         if not self._shows_texts:
             messages = [message | {"content": _in_parts(message["content"])} for message in messages]
-        return render_chat(self._processor.tokenizer, messages, tools)
+        return render_chat(self._processor.tokenizer, messages, options)
 
     def expand(self, text: str, images: Sequence[PromptImage]) -> str:
         """Return a chat with what stands for each image in the place of its one placeholder.
