@@ -82,8 +82,8 @@ def gc(
         manifests = _read_all(store)
         known, forgotten = store.read_index(lambda index: _look_up(index, manifests)) or (set(), 0)
         moment = now()
-        known, mark = _as_if_never_set(known, moment)
-        clocks = _aged(dict(_unneeded(store, manifests)), known, moment.unix_s)
+        before, mark = _as_if_never_set(known, moment)
+        clocks = _aged(dict(_unneeded(store, manifests)), before, moment.unix_s)
         whole, partly = _ripe(clocks, moment.unix_s - grace_s)
         staged = [path for path in sorted(store.path.glob(STAGED)) if is_dead(path)]
         staged_bytes = sum(map(allocated_bytes, staged))

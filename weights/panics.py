@@ -36,15 +36,20 @@ def panics_as_errors() -> Iterator[None]:
         raise told from error
 
 
-@contextlib.contextmanager
-def telling(tell: Callable[[Exception], object]) -> Iterator[None]:
+def telling(tell: Callable[[Exception], object]) -> contextlib.AbstractContextManager[None, bool]:
     """Tell whoever waits for the block what it raises, whatever that is. The end of a thread or task goes on then."""
-    try:
-        yield
-    except BaseException as error:
-        tell(as_error(error))
-        if isinstance(error, _ENDINGS):
-            raise
+    return _Telling(tell)
+
+
+class _Telling(contextlib.AbstractContextManager[None, bool]):
+    def __init__(self, tell: Callable[[Exception], object]) -> None:
+        self._tell = tell
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: object) -> bool:
+        if error is None:
+            return False
+        self._tell(as_error(error))
+        return not isinstance(error, _ENDINGS)
 
 
 def as_error(error: BaseException) -> Exception:
