@@ -32,6 +32,7 @@ from cluster.errors import ModelUnknown
 from deployments.engines.memory_limits import is_out_of_memory
 from deployments.engines.protocol import ComputationFailed, EngineError
 from weights.errors import AdapterError, BudgetExceeded, WeightsError
+from weights.panics import Panicked, panics_as_errors
 
 _PREFIX = "stages."
 
@@ -133,10 +134,11 @@ class GenerationFailed(ServiceError):
 def as_service_errors() -> Iterator[None]:
     """Raise what the lower floors raise as ServiceErrors: around the methods of a replica."""
     try:
-        yield
+        with panics_as_errors():
+            yield
     except EngineError as error:
         raise InvalidRequest(str(error)) from error
-    except ComputationFailed as error:
+    except (ComputationFailed, Panicked) as error:
         raise GenerationFailed(str(error)) from error
     except ModelUnknown as error:
         raise UnknownModel(str(error), "model") from error
