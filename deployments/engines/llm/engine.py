@@ -364,7 +364,7 @@ class LLMEngine:
             self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
-    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Sequence[SampledToken | Exception]]:
+    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Items[SampledToken | Exception]]:
         """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
         logits = self._logits(chunks)
         groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
