@@ -249,7 +249,9 @@ def _padded(branch: Branch, padded_length: Callable[[int], int]) -> Branch:
     if length == num_tokens:
         return branch
     mask = (torch.arange(length, device=branch.prompt.device) < num_tokens)[None]
-    return Branch(torch.nn.functional.pad(branch.prompt, (0, 0, 0, length - num_tokens)), branch.pooled, mask)
+    return Branch(
+        torch.nn.functional.pad(branch.prompt, (0, 0, 0, length - num_tokens)), branch.pooled, mask, num_tokens
+    )
 
 
 def _conditioning(conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]) -> torch.Tensor:

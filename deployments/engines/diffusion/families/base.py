@@ -69,12 +69,13 @@ class ImageSize(NamedTuple):
 class Branch:
     """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype.
 
-    `mask` (1, L) is False where the prompt is padding, and None where nothing is.
+    `mask` (1, L) is False where the prompt is padding, behind its `num_tokens`; both are None where nothing is.
     """
 
     prompt: torch.Tensor
     pooled: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class Rows:
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
     False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
     are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has each row's,
-    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any.
+    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any. `lengths` are the tokens of
+    each row's prompt that are no padding.
     """
 
     latents: torch.Tensor
@@ -122,6 +124,7 @@ class Rows:
     modulation: tuple[torch.Tensor, ...] = ()
     sizes: tuple[ImageSize, ...] = ()
     image_prompts: tuple[PromptedSpan, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -146,6 +149,7 @@ class Rows:
             tuple(output[here] for output in self.modulation),
             self.sizes[here],
             prompted,
+            self.lengths[here],
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -194,7 +198,8 @@ class Family(ABC):
     text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
     takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
-    counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
     max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype

@@ -132,6 +132,7 @@ class QwenImageEdit(QwenImage):
     other_class_names: ClassVar[Sequence[str]] = ()
     edits: ClassVar[Mapping[Task, EditDefaults]] = {}
     max_references: ClassVar[int] = 1
+    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
     default_tokens: ClassVar[int] = 1024
     reading: ClassVar[PromptForm] = PromptForm(layers=(-1,), template=_EDIT_TEMPLATE, num_dropped=64, image=_IMAGE)
 

@@ -62,11 +62,10 @@ class ZImage(PromptReader, ShiftedFlow):
         import torch
 
         latents = rows.latents.to(denoiser.dtype)
-        lengths = [rows.prompts.shape[1]] * len(rows) if rows.mask is None else rows.mask.sum(dim=1).tolist()
         (images,) = denoiser(
             list(latents.unsqueeze(2).unbind()),
             (1000 - rows.timesteps) / 1000,
-            [prompt[:length] for prompt, length in zip(rows.prompts, lengths, strict=True)],
+            [prompt[:length] for prompt, length in zip(rows.prompts, rows.lengths, strict=True)],
             return_dict=False,
         )
         return -torch.stack([image.squeeze(1).float() for image in images])

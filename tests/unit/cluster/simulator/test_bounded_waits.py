@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import ClusterState, Components
@@ -43,7 +44,7 @@ def overloaded(seed: int) -> tuple[Scenario, list[str], float, float]:
 
 
 @pytest.mark.parametrize("policy", [LATENCY_FIRST, THROUGHPUT_FIRST], ids=lambda policy: policy.mode)
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 def test_who_waits_beside_an_endless_queue_waits_no_longer_than_the_rules_say(
     seed: int, policy: SwitchingPolicy
 ) -> None:

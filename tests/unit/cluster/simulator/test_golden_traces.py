@@ -111,6 +111,7 @@ def test_a_steady_state_that_fits_has_no_switch_but_the_first() -> None:
         assert figures.served == len(requests)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("switch_s", [0.01, 0.05, 0.15])
 def test_where_switches_are_cheap_it_is_no_slower_than_no_controller_and_switches_less(switch_s: float) -> None:
     """Two workers with room for one of four models, as in the demo: a controller once cost a third more there."""
