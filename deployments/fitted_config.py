@@ -12,7 +12,9 @@ _SPARE_BYTES: Final = 2**28  # of the object store: extents on their way, answer
 _LEAST_STORE_BYTES: Final = 2**29
 _LEAST_PRIVATE_BYTES: Final = 2**29
 _CARD_SHARE: Final = 0.85  # the rest is for activations that no budget counts, and for the card's libraries
-_HUBS: Final = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>[^/?#]+/[^/?#]+)(?P<rest>/[^?#]*)?(?:[?#].*)?")
+_HUBS: Final = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<name>[^/?#]+/[^/?#]+)(?P<rest>/[^?#]*)?(?:[?#].*)?"
+)
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SUFFIXES: Final = (".safetensors", ".gguf", ".onnx", ".pt2")
 
