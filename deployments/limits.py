@@ -131,6 +131,8 @@ def check_scoring(request: ScoringRequest, limits: LimitsConfig) -> None:
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
     """Check a chat or completion request. Raises InvalidRequest naming the field."""
     _check_loras(request.lora, limits)
+    if any(use.text_scale is not None for use in request.lora):
+        raise InvalidRequest("lora: text_scale is for image models, whose text encoders a LoRA may change", "lora")
     num_prompts = 1
     if isinstance(request, CompletionRequest):
         num_prompts = len(request.prompts)
