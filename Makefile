@@ -12,11 +12,13 @@ SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
 TIMES ?= 10
+MINUTES ?= 60
+SEED ?=
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-ray test-unit test-device times test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-ray test-unit test-device times test-gpu test-long abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -109,6 +111,9 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 
 nodes: setup     ## Three nodes in namespaces of this machine (as root): nodes, links and actors fail, come and go under load
 	$(PYTEST) tests/nodes -s --durations=0
+
+soak: setup      ## MINUTES (60) of requests, kills, switches, registrations, a full disk and a clock that steps, drawn by SEED: nothing lost, nothing grows
+	PYTHONPATH=.:tests $(BIN)/python tests/soak/run_soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup $(JUDGES)/atheris/.installed  ## Fuzz every reader of model files, SECONDS (600) for headers and for whole models
 	mkdir -p $(FUZZ)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -563,6 +563,12 @@ class ClusterConfig(StrictModel):
         """Models, then adapters, by id."""
         models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
         return models | {adapter.id: adapter for adapter in self.adapters}
+
+    def with_entries(self, entries: Mapping[str, ModelConfig | AdapterConfig]) -> ClusterConfig:
+        """Return this config with other models and adapters, which are not checked to go together."""
+        models = tuple(entry for entry in entries.values() if isinstance(entry, ModelConfig))
+        adapters = tuple(entry for entry in entries.values() if isinstance(entry, AdapterConfig))
+        return self.model_copy(update={"models": models, "adapters": adapters})
 
     @property
     def has_controller(self) -> bool:

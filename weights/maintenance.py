@@ -32,7 +32,8 @@ _Range = tuple[int, int]
 class GcReport:
     """A list of what was removed, or would be: paths relative to the store, and bytes on disk.
 
-    `unfreed_bytes` lie between tensors that are alive, on a file system that cannot make holes in files.
+    `unfreed_bytes` lie between tensors that are alive, in files in which no holes can be made: the file system makes
+    none, or the file has another hard link, as in a backup by `cp -al`.
     """
 
     removed: tuple[PurePosixPath, ...]
@@ -154,7 +155,7 @@ def _free(
 ) -> tuple[list[Path], int, int]:
     """Remove whole paths and make holes in packs; return what went, the bytes freed, and those that could not be."""
     paths = [store.path / path for path in whole]
-    freed_by = {path: allocated_bytes(path) for path in paths}
+    freed_by = {path: allocated_bytes(path, own=True) for path in paths}
     removed, freed, unfreed = [], 0, 0
     for path in paths:
         if not dry_run:
@@ -214,12 +215,12 @@ def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict
 
 
 def _punch(pack: Path, ranges: Sequence[_Range], *, dry_run: bool) -> tuple[int, int]:
-    """Punch holes; returns the bytes that were freed, or would be, and those that the file system cannot free."""
+    """Punch holes; returns the bytes that were freed, or would be, and those that cannot be."""
     nbytes = sum(end - begin for begin, end in ranges)
     before = allocated_bytes(pack)
-    if dry_run:  # some of them may be holes already
+    if dry_run and pack.stat().st_nlink == 1:  # some of them may be holes already
         return min(nbytes, max(0, before + nbytes - pack.stat().st_size)), 0
-    if punch(pack, ranges):
+    if not dry_run and punch(pack, ranges):
         return before - allocated_bytes(pack), 0
     return 0, nbytes
 

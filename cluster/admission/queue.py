@@ -307,8 +307,9 @@ class AdmissionQueue:
         for (pool_name, model), replicas in placement.replicas.items():
             for replica in replicas:
                 self._allowed.setdefault((pool_name, replica), []).append(model)
-        for pool in self._pools.values():
+        for name, pool in self._pools.items():
             pool.slots.set_resident(placement.ready)
+            pool.lanes.set_stalled(placement.unplaced(name))
             pool.look_at_all()
 
     def is_unplaced(self, demand: Demand, now_s: float) -> bool:
@@ -335,6 +336,7 @@ class AdmissionQueue:
         if self._holds and now_s >= self._placement.until_s:
             self._holds = False
             for pool in self._pools.values():
+                pool.lanes.set_stalled(())
                 pool.look_at_all()
         for name, pool in self._pools.items():
             happened += self._start_all(name, pool, now_s)
@@ -524,4 +526,5 @@ class AdmissionQueue:
     def _pool(self, name: str) -> Pool:
         if name not in self._pools:
             self._pools[name] = Pool(self._config, is_shared=self._is_shared)
+            self._pools[name].lanes.set_stalled(self._placement.unplaced(name) if self._holds else ())
         return self._pools[name]

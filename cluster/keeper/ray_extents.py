@@ -357,10 +357,10 @@ def _follow_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> 
         extents = found()
         if extents is None or not ray.is_initialized():
             return
-        asked = extents.wait_for_recall(answer)
-        del extents
-        answer = None
         try:
+            asked = extents.wait_for_recall(answer)
+            del extents
+            answer = None
             answer = _answer(found, get(asked))
         except ray.exceptions.RayActorError:  # it is being restarted; the next heartbeat finds the one after it
             closed.wait(RETRY_PAUSE_S)

@@ -70,7 +70,7 @@ def up(
     ] = None,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
-    (_start_detached if detach else _start_attached)(config, port, insecure, timeout_s)
+    (_start_detached if detach else start_attached)(config, port, insecure, timeout_s)
 
 
 @app.command()
@@ -229,8 +229,17 @@ def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfi
     return config
 
 
-def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
-    """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
+def start_attached(
+    path: Path,
+    port: int | None,
+    insecure: bool,
+    timeout_s: float | None,
+    show_page: Callable[[str], object] | None = None,
+) -> None:
+    """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`.
+
+    `show_page` is given its URL once it answers.
+    """
     config = load_for_start(path, port, insecure)
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
@@ -245,6 +254,8 @@ def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: flo
             pages = f"create: {url}/   cluster: {url}/cluster   " if config.http.web else ""
             _out.print(f"{pages}docs: {url}/docs   stop: Ctrl-C or `atelier down`", soft_wrap=True)
             tell_systemd("READY=1")
+            if show_page is not None and config.http.web:
+                show_page(f"{url}/")
             stop.wait()
             tell_systemd("STOPPING=1")
             _out.print(f"stopping cluster {config.name!r}")

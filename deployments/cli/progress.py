@@ -38,7 +38,12 @@ _COLUMNS: Final[dict[Unit, Callable[[], tuple[ProgressColumn, ...]]]] = {
     "share": lambda: (TextColumn("{task.percentage:.0f} %"),),
 }
 
-_STATES: Final = {"registering": "entering the store", "updating": "entering the store", "ready": "in the store"}
+_STATES: Final = {
+    "registering": "entering the store",
+    "updating": "entering the store",
+    "ready": "in the store",
+    "does_not_fit": "does not fit",
+}
 _BAR: Final = 20
 MAX_MODELS: Final = 8  # that are named on a terminal at once
 

@@ -259,7 +259,7 @@ def _imports(config: ClusterConfig) -> dict[str, tuple[int, int]]:
 def _health(url: str) -> str:
     """Return the status that /healthz says, "" without an answer."""
     with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
-        return str(httpx.get(f"{url}/healthz", timeout=_HEALTH_TIMEOUT_S).json().get("status", ""))
+        return str(httpx.get(f"{url}/healthz", timeout=_HEALTH_TIMEOUT_S, trust_env=False).json().get("status", ""))
     return ""
 
 

@@ -394,6 +394,7 @@ class TextRequest:
     Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`. `scores_prompt`
     asks for the log probabilities of the prompt's own tokens, with as many of the best ones as those of the completion.
     With `pooling`, the prompt's embedding is asked for instead of a completion. Some of its tokens stand for `images`.
+    Special tokens give no text, or only those of `hidden_token_ids` give none.
     """
 
     request_id: str
@@ -405,6 +406,7 @@ class TextRequest:
     scores_prompt: bool = False
     pooling: Pooling | None = None
     images: PromptImages | None = None
+    hidden_token_ids: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

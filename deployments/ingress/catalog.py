@@ -143,11 +143,13 @@ class Catalog:
     async def find_usable(self, id_: str, *kinds: str) -> ModelRecord:
         """Return a model of one of the kinds that can be asked; the first one says what it is asked for.
 
-        Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else.
+        Raises UnknownModel, ModelUnavailable, or InvalidRequest for a model that makes something else or has no room.
         """
         record = await self.find_record(id_)
         if not record.serves:
             raise ModelUnavailable(f"model {id_!r} is unavailable: {record.error}", "model")
+        if record.state == "does_not_fit":
+            raise InvalidRequest(f"model {id_!r} does not fit this cluster: {record.error}", "model")
         if record.kind not in kinds:
             fitting = listed(other.id for other in await self.all_records() if other.kind in kinds)
             raise InvalidRequest(

@@ -36,6 +36,7 @@ from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
 from weights.formats.learned_words import words_in
 from weights.manifest import Component
+from weights.panics import panics_as_errors
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
@@ -320,7 +321,8 @@ def encode_batch(jobs: Sequence[TextJob], counter: EncodeCounter | None = None) 
 
 def _encoded_alone(job: StockTextJob) -> Encoding | Exception:
     try:
-        return job.encode()
+        with panics_as_errors():
+            return job.encode()
     except Exception as error:
         return error
 

@@ -111,7 +111,7 @@ class Completion:
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
             ),
-            decoder=IncrementalDecoder(tokenizer, prompt),
+            decoder=IncrementalDecoder(tokenizer, prompt, request.hidden_token_ids),
             matcher=StopMatcher(sampling.stop),
             max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
             end_token_ids=eos | frozenset(sampling.stop_token_ids),

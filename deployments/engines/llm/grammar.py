@@ -14,8 +14,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from deployments.engines.llm.answer_grammars import LarkGrammar
 from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
+from deployments.engines.llm.tokenizer import special_tokens
 from deployments.engines.protocol import ComputationFailed, EngineError
+from weights.panics import panics_as_errors
 
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
@@ -32,7 +35,7 @@ class GrammarCompiler:
     """Compiles schemas for the tokens of one model. One thread at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.special_tokens = tokenizer, special_tokens(tokenizer)
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._tokens: LLTokenizer | None = None  # made when it is first asked for: most models never are
@@ -52,6 +55,10 @@ class GrammarCompiler:
         except ValueError as error:
             raise EngineError(f"the schema cannot be compiled: {_reason(str(error))}") from None
         return self._compile(grammar)
+
+    def lark(self) -> LarkGrammar:
+        """Return the beginning of a grammar that knows this model's special tokens, for `compile_lark`."""
+        return LarkGrammar(self.special_tokens)
 
     def compile_lark(self, grammar: str) -> Grammar:
         """Return a grammar in llguidance's dialect of Lark. Raises EngineError as `compile_schema` does."""
@@ -73,7 +80,8 @@ class GrammarCompiler:
         if self._tokens is None:
             size = max(self._vocab_size, len(self._tokenizer))
             try:
-                self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
+                with panics_as_errors():
+                    self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
             except Exception as error:  # of several kinds; all mean that these tokens are not understood
                 raise EngineError(f"no grammar works with this model's tokenizer: {error}") from error
         return self._tokens

@@ -11,12 +11,13 @@ from typing import Any, Final
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engines.chat_rendering import prepare_chat_template, render_chat_template
+from deployments.engines.chat_rendering import prepare_chat_template
 from deployments.engines.config_files import read_config
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
 from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+from weights.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     else:
         check_tokenizer_files(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
             check_tokenizer(folder)
             raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error
@@ -70,39 +72,6 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...
     return tuple(tokenizer(checked_characters(text))["input_ids"])
 
 
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] = (),
-    begun: str = "",
-) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
-
-    Raises EngineError as `render_chat` does, or where the text is no Unicode.
-    """
-    text = render_chat(tokenizer, messages, tools)
-    # The template has written the special tokens already.
-    return tuple(tokenizer(checked_characters(text + begun), add_special_tokens=False)["input_ids"])
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-) -> str:
-    """Return the text of a chat, up to where the assistant begins to speak.
-
-    Raises:
-        EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
-        knows no tool messages.
-    """
-    template = chat_template(tokenizer, has_tools=bool(tools))
-    uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if uses_tools and not re.search(r"\btool", template):
-        raise EngineError("the model's chat template does not know tools")
-    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    name = next((found for found, source in named.items() if source == template), "default")
-    return render_chat_template(template, name, messages, tools, tokenizer.special_tokens_map)
-
-
 def checked_characters(text: str) -> str:
     """Return the text. Raises EngineError for half of a surrogate pair, which JSON can say and no tokenizer knows."""
     if not text.isascii():
@@ -122,6 +91,11 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str
         return str(tokenizer.get_chat_template(tools=[{}] if has_tools else None))
     except ValueError as error:  # several, and none of them is the default
         raise EngineError(f"the model's tokenizer has no chat template for this: {error}") from error
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokens that texts of answers are without, by what they are called."""
+    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
 
 
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:
@@ -179,8 +153,15 @@ class IncrementalDecoder:
     give no text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int],
+        hidden: frozenset[int] | None = None,
+    ) -> None:
+        """`hidden` are the tokens without a text, where these are not all special ones."""
         self._tokenizer = tokenizer
+        self._hidden = hidden
         # The tokens that still matter; the first `_num_shown` of them have been given out as `_shown`.
         self._token_ids = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._token_ids)
@@ -204,8 +185,13 @@ class IncrementalDecoder:
         return self._decode()[len(self._shown) :]
 
     def _decode(self) -> str:
+        token_ids = self._token_ids
+        if self._hidden is not None:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         return str(
-            self._tokenizer.decode(self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            self._tokenizer.decode(
+                token_ids, skip_special_tokens=self._hidden is None, clean_up_tokenization_spaces=False
+            )
         )
 
 

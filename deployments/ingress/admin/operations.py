@@ -11,7 +11,14 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ray.exceptions import RayActorError
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.errors import (
+    ClusterError,
+    ModelTooLarge,
+    ModelUnknown,
+    RegistrationConflict,
+    RegistrationRefused,
+    WeightsUnavailable,
+)
 from cluster.placement.link import QueuesAway
 from cluster.ray_seam.process_starts import template_stats
 from cluster.registry.actor import Method, WeightRegistry
@@ -305,6 +312,8 @@ class Operations:
             raise Conflict(str(error)) from None
         except RegistrationRefused as error:
             raise InvalidRequest(str(error), error.field) from None
+        except ModelTooLarge as error:
+            raise InvalidRequest(str(error), "model") from None
         except (WeightsUnavailable, WeightsError) as error:
             raise ModelUnavailable(str(error), "model") from None
         except RayActorError as error:

@@ -1,7 +1,8 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the chats of the service.
 
-Source: Anthropic's API reference, "Messages". Thinking, citations and cached prompts are not here: what a body says of
-them is ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself.
+Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: what a body says of them is
+ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself. Thoughts have no
+signature: nobody asks for one back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, FunctionName
+from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
 from deployments.errors import InvalidRequest
 from deployments.ingress.bodies import JsonRoute, LenientBody, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
@@ -94,6 +95,17 @@ class ToolUseAnswer(Answer):
     input: dict[str, Any]
 
 
+class ThinkingAnswer(Answer):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+AnswerBlock = ThinkingAnswer | TextBlockAnswer | ToolUseAnswer
+
+
 class MessageUsage(Answer):
     """The token counts. `input_tokens` are those that the KV cache had not."""
 
@@ -120,7 +132,7 @@ class MessageAnswer(Answer):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlockAnswer | ToolUseAnswer]
+    content: list[AnswerBlock]
     stop_reason: StopReason | None
     stop_sequence: None
     usage: MessageUsage
@@ -134,8 +146,10 @@ class TokenCount(Answer):
 
 def _whole_message(result: TextResult) -> MessageAnswer:
     """Return the whole answer."""
-    content: list[TextBlockAnswer | ToolUseAnswer] = []
-    if result.text.strip() or not result.tool_calls:
+    content: list[AnswerBlock] = []
+    if result.reasoning:
+        content.append(ThinkingAnswer(type="thinking", thinking=result.reasoning, signature=""))
+    if result.text.strip() or not (content or result.tool_calls):
         content.append(TextBlockAnswer(type="text", text=result.text))
     for call in result.tool_calls:
         content.append(ToolUseAnswer(type="tool_use", id=call.id, name=call.name, input=_arguments(call)))
@@ -144,7 +158,7 @@ def _whole_message(result: TextResult) -> MessageAnswer:
 
 def _message(
     model: str,
-    content: list[TextBlockAnswer | ToolUseAnswer],
+    content: list[AnswerBlock],
     stop_reason: StopReason | None,
     counts: TextResult | TextChunk,
 ) -> MessageAnswer:
@@ -170,7 +184,7 @@ def _arguments(call: CalledTool) -> dict[str, Any]:
 
 
 class _MessageEvents:
-    """The events of one stream: blocks of text and of tool calls, one after the other."""
+    """The events of one stream: blocks of thoughts, of text and of tool calls, one after the other."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -186,10 +200,14 @@ class _MessageEvents:
             message = _message(self._model, [], None, chunk).model_dump()
             message["usage"]["output_tokens"] = 0
             yield _event("message_start", message=message)
-        if chunk.text and (chunk.text.strip() or self._open == "text" or not chunk.tool_calls):
-            yield from self._add_text(chunk.text)
+        if chunk.reasoning:
+            yield from self._add("thinking", chunk.reasoning, signature="")
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
+            yield from self._add("text", chunk.text)
         yield from self._add_calls(chunk.tool_calls)
         if chunk.finish_reason is not None:
+            if not self._num_blocks:
+                yield from self._begin({"type": "text", "text": ""})
             yield from self._close()
             delta = {"stop_reason": _STOP_REASONS.get(chunk.finish_reason, "end_turn"), "stop_sequence": None}
             yield _event("message_delta", delta=delta, usage=MessageUsage.of(chunk).model_dump())
@@ -199,10 +217,10 @@ class _MessageEvents:
         """Return the event of an error on the way."""
         return _event("error", error=_error_body(failure_of(error)).model_dump())
 
-    def _add_text(self, text: str) -> Iterator[str]:
-        if self._open != "text":
-            yield from self._begin({"type": "text", "text": ""})
-        yield self._delta({"type": "text_delta", "text": text})
+    def _add(self, type_: str, text: str, **more: str) -> Iterator[str]:
+        if self._open != type_:
+            yield from self._begin({"type": type_, type_: "", **more})
+        yield self._delta({"type": f"{type_}_delta", type_: text})
 
     def _add_calls(self, calls: Sequence[CalledTool]) -> Iterator[str]:
         for call in calls:
@@ -220,6 +238,8 @@ class _MessageEvents:
 
     def _close(self) -> Iterator[str]:
         if self._open:
+            if self._open == "thinking":  # clients wait for it
+                yield self._delta({"type": "signature_delta", "signature": ""})
             self._open = ""
             yield _event("content_block_stop", index=self._num_blocks - 1)
 
@@ -269,9 +289,10 @@ class DocumentBlock(_MessagePart):
 
 
 class ThinkingBlock(_MessagePart):
-    """A thought of an earlier answer, which is left out."""
+    """A thought of an earlier answer; one that is redacted is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUseBlock(_MessagePart):
@@ -316,6 +337,14 @@ class MessageToolChoice(_MessagePart):
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(_MessagePart):
+    """Whether the model thinks before it answers; `budget_tokens` has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
 
 
 class PromptBody(LenientBody):
@@ -326,6 +355,7 @@ class PromptBody(LenientBody):
     system: str | list[TextBlock] | None = None
     tools: list[MessageTool] | None = Field(None, max_length=128)
     tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
@@ -349,6 +379,9 @@ class PromptBody(LenientBody):
             named = {"type": "function", "function": {"name": choice.name}}
             choices: dict[str, Any] = {"any": "required", "tool": named}
             given["tool_choice"] = choices.get(choice.type, choice.type)
+            given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            given["enable_thinking"] = self.thinking.type != "disabled"
         return given
 
 
@@ -360,9 +393,10 @@ class OutputFormat(_MessagePart):
 
 
 class OutputConfig(_MessagePart):
-    """The form of the answer. `effort` has no effect."""
+    """The form of the answer, and how much is thought for it."""
 
     format: OutputFormat | None = None
+    effort: ReasoningEffort | None = None
 
 
 class CountBody(PromptBody):
@@ -388,6 +422,8 @@ class MessagesBody(PromptBody):
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.output_config is not None and (form := self.output_config.format) is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        if self.output_config is not None:
+            given["reasoning_effort"] = self.output_config.effort
         return super().to_fields() | given | {"stop": self.stop_sequences or (), "lora": self.lora or ()}
 
 
@@ -402,10 +438,11 @@ def _messages_of(turn: MessageTurn, where: str) -> list[dict[str, Any]]:
             parts = _shown(block.content or "", f"{place}.content")
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
             continue
-        if isinstance(block, ThinkingBlock):
-            continue
         if not messages or messages[-1]["role"] != turn.role:
             messages.append({"role": turn.role, "content": []})
+        if isinstance(block, ThinkingBlock):
+            messages[-1]["reasoning"] = messages[-1].get("reasoning", "") + block.thinking
+            continue
         if isinstance(block, ToolUseBlock):
             call = {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
             messages[-1].setdefault("tool_calls", []).append(call)

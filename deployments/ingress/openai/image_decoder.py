@@ -212,7 +212,7 @@ def _decode_video(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
     try:
         import av as av  # an extra
     except ImportError:
-        return DecodeReply("a video, which needs the package av on the server (pip install 'atelier[video]')"), b""
+        return DecodeReply("a video, which needs av on the server (pip install 'atelier-serve[video]')"), b""
     _bound_memory(job, _VIDEO_BYTES + 3 * 3 * job.max_video_pixels)  # what grows is copied, and sent as one piece
     bounds = job.max_frames, job.max_result_pixels, job.max_video_pixels
     frames, height, width, pixels = _decode_frames(data, *bounds, lambda num_pixels: _bound_time(job, num_pixels))

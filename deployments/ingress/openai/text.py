@@ -15,6 +15,7 @@ from deployments.engines.llm.chat import (
     Function,
     FunctionCall,
     FunctionChoice,
+    ReasoningEffort,
     ResponseFormat,
     Tool,
     ToolCall,
@@ -100,6 +101,8 @@ class ChatMessage(ClientPart):
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def to_message(self, number: int) -> dict[str, Any]:
         """Return turn `number` as a mapping of the record's fields, with its parts joined unless some are images."""
@@ -107,6 +110,8 @@ class ChatMessage(ClientPart):
             "role": self.role,
             "tool_calls": self.tool_calls or (),
             "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning": self.reasoning_content or self.reasoning,
         }
         if self.role == "function":
             message |= {"role": "tool", "tool_call_id": _id_of_function(self.name or "")}
@@ -175,6 +180,15 @@ class TextBody(ClientPart):
         return value
 
 
+_ABOUT_PROMPT: Final = (
+    "reasoning_effort",
+    "enable_thinking",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
 class ChatBody(TextBody):
     """OpenAI's chat request."""
 
@@ -187,6 +201,15 @@ class ChatBody(TextBody):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="how much is thought, where the model knows that"
+    )
+    enable_thinking: bool | None = Field(None, description="false: the model answers without reasoning, if it can")
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
+    chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=64)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    echo: bool | None = Field(None, description="the answer begins with the last message, which it goes on with")
     functions: list[Function] | None = Field(None, max_length=128, description="what came before `tools`")
     function_call: Literal["none", "auto"] | FunctionChoice | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
@@ -198,6 +221,12 @@ class ChatBody(TextBody):
         if self.has_functions:
             return "function_call"
         return "one" if self.parallel_tool_calls is False else "any"
+
+    @property
+    def echoed(self) -> str:
+        """Return the text of the last message, where the answer begins with it."""
+        content = self.messages[-1].content if self.echo and self.continue_final_message else ""
+        return content if isinstance(content, str) else ""
 
     @property
     def has_functions(self) -> bool:
@@ -217,6 +246,8 @@ class ChatBody(TextBody):
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
+        options |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        options["parallel_tool_calls"] = self.calls == "any"
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
         if self.has_functions:
@@ -260,7 +291,8 @@ def create_text_router(service: Service, images: ChatImages) -> APIRouter:
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
-        return await _respond(service, body, record, ChatForm(body.model, body.calls))
+        form = ChatForm(body.model, body.calls, shows_reasoning=body.include_reasoning is not False, echo=body.echoed)
+        return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
     async def complete(body: CompletionBody) -> Response:

@@ -7,6 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from deployments.engines.llm.chat import CalledTool
@@ -139,16 +140,20 @@ class MessageBody(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[CalledToolBody] | None = None
     function_call: CalledFunction | None = None
 
     @classmethod
-    def of(cls, choice: TextChoice, form: Calls) -> MessageBody:
+    def of(cls, choice: TextChoice, form: Calls, reasoning: str = "") -> MessageBody:
         """Return one of the texts of an answer."""
+        given: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if reasoning:
+            given["reasoning_content"] = reasoning
         if not choice.tool_calls:
-            return cls(role="assistant", content=choice.text, refusal=None)
+            return cls(**given)
         calls = [CalledToolBody.of(call) for call in choice.tool_calls]
-        given: dict[str, Any] = {"role": "assistant", "content": choice.text.strip() or None, "refusal": None}
+        given["content"] = choice.text.strip() or None
         if form == "function_call":
             return cls(**given, function_call=calls[0].function)
         return cls(**given, tool_calls=calls if form == "any" else calls[:1])
@@ -196,6 +201,7 @@ class MessageDelta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[CalledToolDelta] | None = None
     function_call: CalledFunction | None = None
 
@@ -281,9 +287,11 @@ class ChatForm(TextForm):
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, model: str, calls: Calls = "any") -> None:
+    def __init__(self, model: str, calls: Calls = "any", *, shows_reasoning: bool = True, echo: str = "") -> None:
+        """Texts begin with `echo`."""
         super().__init__(model)
         self._calls = calls
+        self._shows_reasoning, self._echo = shows_reasoning, echo
         self._begun_calls: set[tuple[int, int]] = set()  # of each choice
 
     def whole(self, result: TextResult) -> ChatAnswer:
@@ -292,21 +300,28 @@ class ChatForm(TextForm):
                 index=index,
                 finish_reason=self._reason(choice.finish_reason),
                 logprobs=ChatLogprobs.of(choice.logprobs),
-                message=MessageBody.of(choice, self._calls),
+                message=MessageBody.of(
+                    replace(choice, text=self._echo + choice.text),
+                    self._calls,
+                    choice.reasoning if self._shows_reasoning else "",
+                ),
             )
             for index, choice in enumerate(result.choices)
         ]
         return ChatAnswer(object="chat.completion", choices=choices, **self._whole_fields(result))
 
     def opening(self, num_choices: int) -> list[Answer]:
-        delta = MessageDelta(role="assistant", content="")
+        delta = MessageDelta(role="assistant", content=self._echo)
         choices = [
             ChatChunkChoice(index=index, finish_reason=None, logprobs=None, delta=delta) for index in range(num_choices)
         ]
         return [ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head) for choice in choices]
 
     def piece(self, chunk: TextChunk) -> ChatChunk:
-        given: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
+        has_called = any(choice == chunk.index for choice, _ in self._begun_calls)
+        given: dict[str, Any] = {"content": chunk.text} if chunk.text.strip() or (chunk.text and not has_called) else {}
+        if chunk.reasoning and self._shows_reasoning:
+            given["reasoning_content"] = chunk.reasoning
         calls = [call for call in chunk.tool_calls if self._calls == "any" or call.index == 0]
         if calls and self._calls == "function_call":
             pieces = [self._call_delta(chunk.index, call).function for call in calls]

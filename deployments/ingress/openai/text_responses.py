@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES, LimitsConfig
-from deployments.engines.llm.chat import FunctionName
+from deployments.engines.llm.chat import FunctionName, ReasoningEffort
 from deployments.errors import InvalidRequest, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
 from deployments.ingress.bodies import ClientPart, JsonRoute, warning_header
@@ -80,6 +80,20 @@ class InputCallOutput(ClientPart, extra="ignore"):
     output: str | list[InputText]
 
 
+class ReasoningPart(ClientPart, extra="ignore"):
+    """A piece of a thought."""
+
+    type: str = "reasoning_text"
+    text: str = ""
+
+
+class InputReasoning(ClientPart, extra="ignore"):
+    """What the model thought before an earlier answer. What only its server can read is left out."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+
+
 class ItemReference(ClientPart, extra="ignore"):
     """A message or tool call of a response that is kept, by its id."""
 
@@ -87,8 +101,8 @@ class ItemReference(ClientPart, extra="ignore"):
     id: Name
 
 
-Item = InputMessage | InputCall | InputCallOutput
-InputItem = Item | ItemReference
+Item = InputMessage | InputCall | InputCallOutput | InputReasoning
+InputItem = InputMessage | InputCall | InputCallOutput | ItemReference | InputReasoning
 InputItems = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
 _ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
 
@@ -172,10 +186,17 @@ def _as_stored(answer: ResponseAnswer, items: Sequence[Item]) -> StoredResponse:
 def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat that items are, as `ChatImages` takes them: calls of one answer are one message."""
     open_: dict[str, Any] | None = None  # the assistant's, which may have calls
+    thought = ""  # of the next message of the assistant
     for number, item in enumerate(items):
+        if isinstance(item, InputReasoning):
+            if open_ is not None:
+                yield open_
+                open_ = None
+            thought += "".join(part.text for part in item.content or ())
+            continue
         if isinstance(item, InputCall):
             if open_ is None:
-                open_ = {"role": "assistant"}
+                open_, thought = {"role": "assistant", "reasoning": thought}, ""
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             open_.setdefault("tool_calls", []).append(call)
             continue
@@ -185,7 +206,8 @@ def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         if isinstance(item, InputCallOutput):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output, number)}
         elif item.role == "assistant":
-            open_ = {"role": item.role, "content": _joined(item.content, number)}
+            open_ = {"role": item.role, "content": _joined(item.content, number), "reasoning": thought}
+            thought = ""
         else:
             yield {"role": item.role, "content": _joined(item.content, number)}
     if open_ is not None:
@@ -250,6 +272,13 @@ class TextSettings(ClientPart):
     format: TextFormat | None = None
 
 
+class ReasoningSettings(ClientPart, extra="ignore"):
+    """How much is thought. There are no summaries."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(ClientPart):
     """OpenAI's request for a response."""
 
@@ -260,6 +289,7 @@ class ResponsesBody(ClientPart):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
@@ -291,6 +321,8 @@ class ResponsesBody(ClientPart):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
         }
         if self.text is not None and (form := self.text.format) is not None:
             schema = None

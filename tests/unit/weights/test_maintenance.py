@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,31 @@ def test_where_holes_are_refused_the_bytes_are_reported(
     size = (store.packs / "a_weight_combined").stat().st_size
     assert gc(store).freed_bytes == 36_864
     assert (store.packs / "a_weight_combined").stat().st_size == size
+    assert verify(store, deep=True).damages == ()
+
+
+def test_a_hard_linked_copy_of_the_store_keeps_every_byte_that_its_manifests_name(
+    store: WeightStore, write_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = torch.rand(5000)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 40_000)
+    externalize(store, "a", write_model("a", {"a": torch.rand(9000), "z": shared}))
+    externalize(store, "b", write_model("b", {"z": shared}))
+    externalize(store, "c", write_model("c", {"c": torch.rand(9000)}))
+    shutil.copytree(store.path, tmp_path / "backup", copy_function=os.link)  # as `cp -al` and `rsync --link-dest`
+    backup = WeightStore(tmp_path / "backup")
+    for model in ("a", "c"):
+        remove_model(store, model)
+    planned = gc(store, dry_run=True)
+    report = gc(store)
+    assert report == planned
+    assert (report.freed_bytes < 36_864, report.unfreed_bytes) == (True, 36_864)
+    assert not (store.packs / "c_weight_combined").exists()
+    for one in (store, backup):
+        assert verify(one, deep=True).damages == ()
+    assert backup.model_names() == ["a", "b", "c"]
+    shutil.rmtree(backup.path)
+    assert gc(store).freed_bytes >= 36_864
     assert verify(store, deep=True).damages == ()
 
 

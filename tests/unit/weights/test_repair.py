@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -149,6 +150,31 @@ def test_what_cannot_be_repaired_is_said_and_left(store: WeightStore, write_mode
     shutil.rmtree(source)
     assert str(source) in repair(store, ["lost"]).damages[0].problem
     assert [damage.model for damage in verify(store, deep=True).damages] == ["lost"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_takes_no_meta_at_the_end_loses_no_report(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(500)}))
+    gc(store)  # makes meta.json
+    pack = next(store.packs.iterdir())
+    pack.write_bytes(bytes(pack.stat().st_size))
+    sound = WeightStore._publish_file
+
+    def publish(self: WeightStore, target: Path, content: bytes) -> None:
+        if target == self.meta_file:
+            raise OSError(code, os.strerror(code))
+        sound(self, target, content)
+
+    with monkeypatch.context() as full:
+        full.setattr(WeightStore, "_publish_file", publish)
+        report = repair(store)
+    assert (report.rewritten, report.damages) == (("m",), ())
+    assert not store.meta_file.exists()
+    gc(store)
+    assert store.meta_file.exists()
+    assert verify(store, deep=True).damages == ()
 
 
 def test_a_cast_model_is_cast_again(store: WeightStore, write_model) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the ingress has no torch
 
 MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
 # FLUX.1-schnell, by its model card: distilled to few steps, without guidance, its schedule not shifted by the size.
-SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, side=1024, max_sequence_length=256)
+SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256)
 
 
 class Flux(PackedFlow):
@@ -40,7 +40,7 @@ class Flux(PackedFlow):
 
     class_name: ClassVar[str] = "FluxPipeline"
     denoiser_name: ClassVar[str] = "transformer"
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5)
     other_class_names: ClassVar[Sequence[str]] = ("FluxImg2ImgPipeline", "FluxInpaintPipeline")
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),

@@ -40,7 +40,7 @@ class StableDiffusionXL(UNetFamily):
         "StableDiffusionXLImg2ImgPipeline",
         "StableDiffusionXLInpaintPipeline",
     )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),

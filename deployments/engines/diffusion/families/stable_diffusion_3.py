@@ -39,11 +39,12 @@ class StableDiffusion3(FlowMatching):
 
     class_name: ClassVar[str] = "StableDiffusion3Pipeline"
     denoiser_name: ClassVar[str] = "transformer"
+    reads_sample_size: ClassVar[bool] = True
     other_class_names: ClassVar[Sequence[str]] = (
         "StableDiffusion3Img2ImgPipeline",
         "StableDiffusion3InpaintPipeline",
     )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),

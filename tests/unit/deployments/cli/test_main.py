@@ -8,9 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -360,7 +360,8 @@ def test_without_a_cluster_generate_takes_the_first_pipeline_of_the_config(tmp_p
 
 def test_the_version_and_completion_are_there(run: Run) -> None:
     code, out, _ = run("--version")
-    assert (code, out) == (0, f"atelier {metadata.version('atelier')}\n")
+    number = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert (code, out) in ((0, f"atelier {number}\n"), (0, "atelier from a checkout that is not installed\n"))
     assert "--install-completion" in run("--help")[1]
 
 

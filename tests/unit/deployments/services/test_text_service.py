@@ -280,7 +280,6 @@ async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service:
         (HERMES, {"tools": (), "tool_choice": "required"}, "no tools to choose"),
         (HERMES, {"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tools: add, other"),
         (HERMES, {"tools": (ADD, ADD)}, "same name"),
-        (HERMES, {"response_format": {"type": "json_object"}}, "tool_choice 'none'"),
     ]
     stock = engine.tokenizer.chat_template
     for template, fields, message in cases:
@@ -288,6 +287,21 @@ async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service:
         with pytest.raises(InvalidRequest, match=message):
             await chunks_of(service, with_tools(**fields))
     assert not engine.has_work
+
+
+async def test_an_answer_with_tools_and_a_schema_is_either(engine: LLMEngine, service: TextService) -> None:
+    engine.tokenizer.chat_template = HERMES
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}
+    asked = {"type": "json_schema", "json_schema": {"name": "sums", "schema": schema}}
+    for seed in range(4):
+        request = with_tools(tools=(ADD,), response_format=asked, temperature=2.0, seed=seed, max_tokens=300)
+        answer = whole_text("m", await chunks_of(service, request))
+        assert answer.finish_reason in ("stop", "tool_calls")
+        if answer.tool_calls:
+            assert answer.text == ""
+            assert set(json.loads(answer.tool_calls[0].arguments)) == {"a", "how"}
+        else:
+            assert len(json.loads(answer.text)) <= 2
 
 
 async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: TextService) -> None:

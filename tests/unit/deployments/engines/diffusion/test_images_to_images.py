@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -56,8 +57,10 @@ def stock_outputs(pair, pipeline: Any, request: Any, conditioning: Any) -> tuple
         latents.append(tensors["latents"])
         return {}
 
+    schedules = {"sigmas": request.sigmas, "timesteps": request.timesteps}
     is_flux = pair.ours.family.class_name == "FluxPipeline"
     options = {"true_cfg_scale": request.true_cfg_scale} if is_flux else {}
+    options |= {name: list(values) for name, values in schedules.items() if values is not None}
     if request.mask_image is not None:
         options["mask_image"] = Image.fromarray(request.mask_image)
     if request.mask_image is not None or pair.denoiser_name == "transformer":
@@ -140,6 +143,45 @@ def test_solvers(make_stable_diffusion_pair, make_request, solver, has_mask):
     )
     conditioning = pair.conditioning(negative=True)
     assert_equals_stock(pair, pair.ours, stock_pipeline(pair, has_mask), request, conditioning)
+
+
+OF_NOISE, OF_FLOW = {"sigmas": (10.0, 4.0, 1.5, 0.6, 0.2)}, {"sigmas": (1.0, 0.8, 0.45, 0.2, 0.1)}
+OF_TIMES = {"timesteps": (900, 700, 520, 320, 40)}
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "schedule"),
+    [
+        ("stable_diffusion", "EulerDiscreteScheduler", OF_NOISE),  # a step less than there are sigmas
+        ("sdxl", "EulerDiscreteScheduler", OF_NOISE),
+        ("sdxl", "EulerDiscreteScheduler", OF_TIMES),
+        ("sdxl", "HeunDiscreteScheduler", OF_TIMES),  # two steps for most, of which stock counts each
+        ("stable_diffusion", "DPMSolverMultistepScheduler", OF_TIMES),
+        ("flux", None, OF_FLOW),
+        ("stable_diffusion_3", None, OF_FLOW),
+    ],
+)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_schedule_by_request_begins_where_stock_does(
+    request, make_request, name, solver, schedule, strength, has_mask
+):
+    pair = request.getfixturevalue(name)
+    saved = {"pretrained_model_name_or_path": pair.folder, "subfolder": "scheduler"}
+    solvers = {"scheduler": getattr(diffusers, solver).from_pretrained(**saved)} if solver else {}
+    is_heun = solver == "HeunDiscreteScheduler"
+    job = make_request(
+        init_image=random_image(32, 32),
+        mask_image=random_mask(32, 32) if has_mask else None,
+        strength=max(strength, 0.7) if is_heun else strength,
+        num_inference_steps=5,
+        scheduler=solver,
+        **schedule,
+    )
+    assert_equals_stock(pair, pair.ours, stock_pipeline(pair, has_mask, **solvers), job, pair.conditioning())
+    if is_heun:
+        with pytest.raises(EngineError, match="strength 0.4 of 9 steps leaves no step to take"):
+            pair.ours.start_request(replace(job, strength=0.4), pair.conditioning())
 
 
 @pytest.mark.parametrize("strength", [0.5, 1.0])

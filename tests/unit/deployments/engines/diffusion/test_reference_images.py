@@ -45,7 +45,7 @@ def make_pair(class_name: str, folder: Path, **transformer: Any) -> ReaderPair:
     def build() -> Any:
         parts = qwen_edit()
         net = parts["transformer"]
-        return assembled(class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})})
+        return assembled(class_name, **parts | {"transformer": type(net).from_config(net.config, **transformer)})
 
     return ReaderPair(saved(build, folder), folder)
 
