@@ -26,7 +26,9 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_STOPS = 64  # OpenAI has 4, other servers no limit
-TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+# Strict: digits are a text, and no token.
+_PromptToken = Annotated[int, Field(strict=True, ge=0, le=MAX_INT32)]
+TokenIds = Annotated[tuple[_PromptToken, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
 

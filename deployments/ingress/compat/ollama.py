@@ -259,11 +259,14 @@ class OllamaEmbedBody(_ModelBody):
 
     input: str | list[str] = Field(min_length=1)
     dimensions: Count | None = None
+    truncate: bool | None = Field(None, description="false: a text that is too long is refused")
 
     def to_record(self) -> EmbeddingRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
         texts = [self.input] if isinstance(self.input, str) else self.input
-        return as_record(EmbeddingRequest, {"model": self.model_id, "input": texts, "dimensions": self.dimensions})
+        long_text = {None: None, True: "truncate", False: "error"}[self.truncate]
+        fields = {"model": self.model_id, "input": texts, "dimensions": self.dimensions, "long_text": long_text}
+        return as_record(EmbeddingRequest, fields)
 
 
 class OllamaEmbeddingsBody(_ModelBody):
