@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainVa
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class NullIsDefault(BaseModel):
