@@ -163,7 +163,11 @@ class LimitsConfig(StrictModel):
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True, description="maximum size of a body")
     max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="maximum size of a body with images")
-    max_prompt_chars: int = Field(32_768, ge=1, description="maximum characters of a prompt")
+    max_prompt_chars: int | None = Field(
+        None,
+        ge=1,
+        description="maximum characters of a prompt; null: 32768 of an image's, and what its model reads of a text's",
+    )
     max_images: int = Field(10, ge=1, description="maximum images of one request")
     max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
     max_upload_pixels: int = Field(
