@@ -133,17 +133,18 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
     except EngineError as error:
         raise InvalidRequest(str(error), "prompt_name") from None
     pooling = request.pooling or rules.pooling
-    most = engine.max_model_len - 1
+    most = engine.max_model_len
     requests, warnings = [], []
     inputs: Sequence[str | tuple[int, ...]] = request.input
     for number, text in enumerate(inputs):
         tokens = engine.encode_text(before + text) if isinstance(text, str) else text
         if len(tokens) > most:
             what = f"input {number} has {len(tokens)} tokens, and the model takes {most}"
-            if request.long_text != "truncate":
+            if request.long_text not in ("truncate", None):
                 raise InvalidRequest(f"input: {what}", "input")
             warnings.append(f"{what}: it was cut")
-        requests.append(TextRequest(part_id(), tokens[:most], pooling=pooling))
+            tokens = engine.encode_text(before + text, most) if isinstance(text, str) else text[:most]
+        requests.append(TextRequest(part_id(), tokens, pooling=pooling))
     return requests, tuple(warnings)
 
 

@@ -24,7 +24,7 @@ from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.prompt_weights import from_compel, has_weights, without_weights
+from deployments.engines.text.prompt_weights import from_compel, plain_texts, weights_lost
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
 from deployments.modules.cache import Lease, ModuleCache
@@ -285,17 +285,14 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
     """
     if request.prompt_syntax == "plain":
         return request, False, ()
+    if "chunk" in family.refused_text_rules:
+        (prompt, negative), is_lost = plain_texts(request.prompt_syntax, request.prompt, request.negative_prompt)
+        plain = replace(request, prompt=prompt or "", negative_prompt=negative)
+        return plain, False, (weights_lost(family.class_name),) if is_lost else ()
     if request.prompt_syntax == "compel":
         negative = None if request.negative_prompt is None else from_compel(request.negative_prompt)
         request = replace(request, prompt=from_compel(request.prompt), negative_prompt=negative)
-    if "chunk" not in family.refused_text_rules:
-        return replace(request, long_text="chunk"), True, ()
-    texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
-    is_lost = any(has_weights(text) for text in texts)
-    negative = None if request.negative_prompt is None else without_weights(request.negative_prompt)
-    plain = replace(request, prompt=without_weights(request.prompt), negative_prompt=negative)
-    why = f"weights in the prompt had no effect: {family.class_name} reads it with encoders that take none"
-    return plain, False, (why,) if is_lost else ()
+    return replace(request, long_text="chunk"), True, ()
 
 
 def _stand_ins(

@@ -42,6 +42,7 @@ from weights.formats.lora import (
     check_peft_base,
     is_lora,
     is_peft,
+    peft_config_of,
     peft_targets,
     read_lora_configs,
     read_peft_config,
@@ -484,7 +485,7 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             header = read_header(path)
             if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them, and no image_encoder beside them
                 read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
-            if is_lora(header.tensors) and not is_peft(list(header.tensors)):
+            if is_lora(header.tensors) and not (is_peft(list(header.tensors)) and peft_config_of(path).is_file()):
                 return _adapter(path)
             if is_words_file(path, header.tensors):
                 return _words(path)

@@ -136,7 +136,7 @@ def _sample_sides(skeleton: Path) -> dict[str, int]:
                 size = _LEAST_SAMPLE_SIZE  # as stock's constructors correct it
             sides = size if isinstance(size, list) else [size, size]
             if len(sides) == 2 and all(map(_is_side, sides)):
-                return {"sample_height": sides[0], "sample_width": sides[1]}
+                return dict(zip(("sample_height", "sample_width"), map(int, sides), strict=True))
     return {}
 
 

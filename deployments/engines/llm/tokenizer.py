@@ -64,12 +64,13 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
     return frozenset(eos if isinstance(eos, list) else [eos])
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
     """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself.
 
-    Raises EngineError for a text that is no Unicode.
+    One of more than `max_tokens` is cut; these tokens stay. Raises EngineError for a text that is no Unicode.
     """
-    return tuple(tokenizer(checked_characters(text))["input_ids"])
+    cut = {"truncation": True, "max_length": max_tokens} if max_tokens is not None else {}
+    return tuple(tokenizer(checked_characters(text), **cut)["input_ids"])
 
 
 def checked_characters(text: str) -> str:
@@ -127,12 +128,17 @@ def _numbers(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, fl
     }
 
 
+_SPACE: Final = "\u2581"  # of sentencepiece's tokens
+
+
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, bytes]:
     """Return a token alone, special ones too: as text, and as the bytes that it adds, maybe a part of a character."""
     text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    if UNFINISHED not in text:
-        return text, text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if UNFINISHED not in text:
+        if piece.startswith(_SPACE) and not text.startswith(" "):  # decoders drop the space of a first word
+            text = f" {text}"
+        return text, text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback of sentencepiece
         return text, bytes([int(piece[3:5], 16)])
     table = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE

@@ -198,6 +198,11 @@ class OllamaEmbeddings(Answer):
     load_duration: int
     prompt_eval_count: int
 
+    @classmethod
+    def empty(cls, model: str) -> OllamaEmbeddings:
+        """Return the answer to a request for no vectors, with which clients load a model."""
+        return cls(model=model, embeddings=[], total_duration=0, load_duration=0, prompt_eval_count=0)
+
 
 class OllamaEmbedding(Answer):
     """The vector of a text, in the older form."""

@@ -186,8 +186,8 @@ class Family(ABC):
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
-    lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that renames its LoRAs of other layouts
-    lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
+    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
     keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's

@@ -48,8 +48,10 @@ class Flux(PackedFlow):
     }
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
-    lora_loader: ClassVar[str | None] = "FluxLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te1", "clip_l"),
+        "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer
+    }
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (

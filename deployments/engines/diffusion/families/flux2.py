@@ -53,7 +53,6 @@ class Flux2(PromptReader, ShiftedFlow):
         removed="[IMG]",
     )
     attends_to_image: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "Flux2LoraLoaderMixin"
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         **PromptReader.refused_text_rules,
         "trimmed": "text_padding 'trimmed': FLUX.2 was trained on padded texts; use stock",

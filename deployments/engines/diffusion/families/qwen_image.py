@@ -71,7 +71,6 @@ class QwenImage(PromptReader, PackedFlow):
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
     embedding_parts: ClassVar[Sequence[str]] = ()
     masks_text: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "QwenImageLoraLoaderMixin"
 
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "unguided"

@@ -47,8 +47,10 @@ class StableDiffusionXL(UNetFamily):
     }
     upcasts_vae: ClassVar[bool] = True
     takes_clip_skip: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "StableDiffusionXLLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te", "te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+    }
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
         "padding; use stock"

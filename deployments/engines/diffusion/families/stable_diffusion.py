@@ -125,8 +125,7 @@ class StableDiffusion(UNetFamily):
     }
     sample_size: ClassVar[int] = 64
     takes_clip_skip: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "StableDiffusionLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {"text_encoder": ("te", "te1", "clip_l", "clip_h")}
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",

@@ -49,7 +49,11 @@ class StableDiffusion3(FlowMatching):
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
     }
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+        "text_encoder_3": ("te3", "t5xxl"),
+    }
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for pipelines that read a T5 alone: StableDiffusion3Pipeline was trained "

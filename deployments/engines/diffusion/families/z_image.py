@@ -41,7 +41,6 @@ class ZImage(PromptReader, ShiftedFlow):
     masks_text: ClassVar[bool] = True
     counts_tokens: ClassVar[bool] = True
     float32_latents: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "ZImageLoraLoaderMixin"
 
     def default_sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
         return SIDE, SIDE

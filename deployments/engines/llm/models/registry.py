@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.config_files import read_config
+from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
@@ -276,7 +277,7 @@ def _base_spec(config: PretrainedConfig, **differences: Any) -> DecoderSpec:
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         rms_norm_eps=config.rms_norm_eps,
-        max_positions=config.max_position_embeddings,
+        max_positions=max_positions(config),
         tied_embeddings=config.tie_word_embeddings,
         windows=_windows(config),
         **differences,

@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import MAX_WAIT_TARGETS, Components, SloClass
@@ -75,7 +76,7 @@ def test_of_three_equal_models_on_two_workers_none_starves_under_overload(policy
 
 
 @POLICIES
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, pytest.param(6, marks=pytest.mark.long)])
+@seeds(50)
 def test_no_model_is_without_a_start_for_longer_than_the_rules_say(seed: int, policy: SwitchingPolicy) -> None:
     chance = random.Random(seed)
     num_workers = chance.randrange(1, 6)

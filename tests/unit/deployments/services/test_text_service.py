@@ -328,7 +328,7 @@ async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: Te
 async def test_a_text_over_the_context_is_cut_with_a_warning_or_refused(
     engine: LLMEngine, service: TextService
 ) -> None:
-    most = engine.max_model_len - 1
+    most = engine.max_model_len
     tokens = tuple(engine.encode_text("1 + 2 = " * most))
     assert len(tokens) > most
     cut = await service.embed(EmbeddingRequest(model="m", input=((5,), tokens)))

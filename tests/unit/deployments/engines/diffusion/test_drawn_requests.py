@@ -91,7 +91,7 @@ def drawn_job(ours: DenoisePipeline, chance: random.Random, **options: Any) -> J
         options |= {"init_image": image, "strength": 0.9}
         if not family.attends_to_image and chance.random() < 0.5:
             options["mask_image"] = image[..., 0]
-    settings = {
+    settings: dict[str, Any] = {
         "request_id": str(chance.random()),
         "seed": chance.randrange(2**32),
         "num_images": chance.choice([1, 1, 2]),

@@ -171,7 +171,6 @@ async def test_the_models_that_can_be_asked(client: ollama.AsyncClient) -> None:
         ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ("chat", {"messages": ASKED, "options": {"temperature": 9}}, "temperature"),
         ("chat", {"messages": ASKED, "options": {"num_predict": "many"}}, "options.num_predict"),
-        ("embed", {"input": []}, "input"),
     ],
 )
 async def test_refusals_name_the_field(http: httpx.AsyncClient, path: str, fields: dict[str, Any], text: str) -> None:
