@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -149,6 +150,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, 
 
 NUM_CONTEXT_TOKENS = 8  # of the prompt: enough for the decoder to know that the completion is not a beginning
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
+_MAX_HELD = 16  # tokens that may become a character together: no character has more bytes
+_LAST = 8  # of more than those, which tell whether all of them end in the middle of a character
 
 
 class IncrementalDecoder:
@@ -156,7 +159,7 @@ class IncrementalDecoder:
 
     A token is decoded together with its predecessors, because decoders drop the space before a first word,
     and spread characters over tokens. Text that ends in an unfinished character is held back. Special tokens
-    give no text.
+    give no text. What a token takes does not grow with those before it that gave none.
     """
 
     def __init__(
@@ -176,8 +179,12 @@ class IncrementalDecoder:
     def feed(self, token_id: int) -> str:
         """Return the text that has become certain with this token."""
         self._token_ids.append(token_id)
+        if len(self._token_ids) - self._num_shown > _MAX_HELD and self._decode(_LAST).endswith(UNFINISHED):
+            return ""
         text = self._decode()
         if text.endswith(UNFINISHED) or len(text) <= len(self._shown):
+            if token_id in self._skipped_ids:
+                self._token_ids.pop()
             return ""
         piece = text[len(self._shown) :]
         # The tokens of this piece are the context of the next one. They start and end with whole characters.
@@ -190,15 +197,22 @@ class IncrementalDecoder:
         """Return what was held back, as it is. Call it once, at the end."""
         return self._decode()[len(self._shown) :]
 
-    def _decode(self) -> str:
-        token_ids = self._token_ids
+    def _decode(self, count: int = 0) -> str:
+        """Return the text of the last `count` tokens, 0: of all."""
+        ids = self._token_ids[-count:]
         if self._hidden is not None:
-            token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
-        return str(
-            self._tokenizer.decode(
-                token_ids, skip_special_tokens=self._hidden is None, clean_up_tokenization_spaces=False
-            )
-        )
+            ids = [token_id for token_id in ids if token_id not in self._hidden]
+        skips = self._hidden is None
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
+
+    @functools.cached_property
+    def _skipped_ids(self) -> frozenset[int]:
+        """The tokens that are left out before a text is looked at."""
+        if self._hidden is not None:
+            return self._hidden
+        if not self._tokenizer.is_fast:
+            return frozenset(self._tokenizer.all_special_ids)
+        return frozenset(one for one, added in self._tokenizer.added_tokens_decoder.items() if added.special)
 
 
 class StopMatcher:
