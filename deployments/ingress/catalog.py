@@ -186,8 +186,9 @@ class Catalog:
     async def learned_words(self, text: str, model: str) -> list[str]:
         """Return the textual inversions of a model that are named in a text; those that cannot be used are words."""
         await self._snapshot.ready()
-        found = (self._snapshot.find_model(name) for name in candidates_in(text))
-        fitting = [one for one in found if one is not None and one.class_name == WORDS_CLASS and model in one.base]
+        words = [one for one in self._snapshot if one.class_name == WORDS_CLASS and model in one.base]
+        named = candidates_in(text) if words else set()
+        fitting = [one for one in words if one.id.lower() in named]
         return sorted(words_in(text, [one.id for one in fitting if one.serves]))
 
 

@@ -34,7 +34,6 @@ from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
-from weights.formats.learned_words import words_in
 from weights.manifest import Component
 from weights.panics import panics_as_errors
 
@@ -397,7 +396,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
         elif item.long_text == "chunk":
             rules: dict[str, Any] = {"layer": item.layer, "has_weights": item.has_weights, "words": item.words}
             found[number] = tuple(encoder.tokenize_chunks(str(item.text), item.max_length, **rules))
-        elif item.words and words_in(str(item.text), item.words.ids):
+        elif item.words and item.words.pattern.search(str(item.text)):
             text = encoder.tokenize_words(str(item.text), item.max_length, item.words, layer=item.layer)
             _check_whole(item, text)
             found[number] = (text,)

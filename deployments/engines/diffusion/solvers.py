@@ -43,6 +43,9 @@ _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]]
     "solver_type": frozenset({"midpoint", "heun", "logrho", "bh1", "bh2"}),
     "solver_order": (1, 3),
     "original_inference_steps": (1, 1000),
+    "prediction_type": frozenset({"epsilon", "v_prediction", "sample", "flow_prediction"}),
+    "use_flow_sigmas": bool,
+    "flow_shift": (0.01, 100.0),
     "shift": (0.01, 100.0),
 }
 

@@ -219,7 +219,8 @@ class TextEncoder:
                     "another model"
                 )
             ids[word] = range(begin, begin := begin + len(rows))
-        return LearnedWords(ids, torch.cat([rows.float() for rows in vectors.values()]), identity)
+        table = torch.cat([rows.float() for rows in vectors.values()])
+        return LearnedWords(ids, table, identity, ignores_case=self._tokenizer.ignores_case)
 
     def tokenize_words(
         self, text: str, max_length: int | None, words: LearnedWords, *, layer: ClipLayer = PENULTIMATE
