@@ -78,6 +78,7 @@ def main() -> int:
         return soak(Path(options.folder), options.minutes, options.seed, is_judging_times=not options.untimed)
     if reason := missing():
         sys.exit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by which the namespaces end, and the folder goes
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"soak of {options.minutes:g} minutes: SEED={seed} draws it again", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
