@@ -10,7 +10,7 @@ from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import MAX_WAIT_TARGETS, Components, SloClass
-from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, SwitchingPolicy
+from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, TURN_SWITCHES, SwitchingPolicy
 from cluster.simulator.controlled import TICK_S, Controlled
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, poisson
 from cluster.simulator.world import WorkerInWorld, World
@@ -63,8 +63,11 @@ def equal_models(
 
 
 def longest_allowed_s(num_models: int, num_workers: int, batch_s: float, switch_s: float, target_s: float) -> float:
-    """Return the bound: the ceiling, and a turn of each other model before: what runs ends, a switch, two looks."""
-    return MAX_WAIT_TARGETS * target_s + num_models * (batch_s + switch_s + 2 * TICK_S)
+    """Return the bound: the ceiling or a round, and a turn of each other model before: what runs ends, a switch, two
+    looks.
+    """
+    round_s = num_models * (1 + TURN_SWITCHES) * switch_s / num_workers
+    return max(MAX_WAIT_TARGETS * target_s, round_s) + num_models * (batch_s + switch_s + 2 * TICK_S)
 
 
 @POLICIES
