@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,6 +32,17 @@ _GGUF_SAMPLING: Final = {
     "general.sampling.top_k": "top_k",
     "general.sampling.min_p": "min_p",
     "general.sampling.penalty_repeat": "repetition_penalty",
+}
+
+
+_LEAST_TOP_P: Final = 1e-9
+_RANGES: Final[Mapping[str, Callable[[float], bool]]] = {
+    "temperature": lambda value: 0 <= value < math.inf,
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "typical_p": lambda value: 0 < value <= 1,
+    "repetition_penalty": lambda value: 0 < value < math.inf,
+    "max_tokens": lambda value: value >= 1 and value == int(value),
 }
 
 
@@ -118,6 +130,10 @@ def load_generation_defaults(folder: Path) -> dict[str, float | int]:
         found["temperature"] = 0.0
     if found.get("top_k", 0) < 0:  # as others write "off"
         found["top_k"] = 0
+    if found.get("top_p") == 0:  # the likeliest token alone
+        found["top_p"] = _LEAST_TOP_P
+    for name in [name for name, fits in _RANGES.items() if name in found and not fits(found[name])]:
+        logger.warning("%s: %s %s is out of its range, and left out", folder, name, found.pop(name))
     return found
 
 
