@@ -4,6 +4,7 @@ ClusterError
 ├── ModelUnknown                 no model of that name is registered
 ├── WeightsUnavailable           the model is registered, but its weights cannot be used; names file and tensor
 ├── ModelUnservable              a checkpoint that no engine could run; names what it is and what there are engines for
+├── ModelTooLarge                the model needs more memory than the config's budgets have; names both
 ├── ImportFailed                 the import process of a checkpoint crashed, or passed a limit
 ├── RegistrationRefused          the model cannot be registered or removed as asked; nothing has changed
 │   └── RegistrationConflict     it conflicts with what is registered already
@@ -34,6 +35,10 @@ class WeightsUnavailable(ClusterError):
 
 class ModelUnservable(ClusterError):
     """A checkpoint is sound, and no engine could run it. Nothing of it was read but headers and configs."""
+
+
+class ModelTooLarge(ClusterError):
+    """The model is sound, and the budgets of this cluster have no room for it, even alone."""
 
 
 class ImportFailed(ClusterError):

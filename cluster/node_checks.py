@@ -14,13 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
 from cluster.door.door_plan import check_haproxy_runs, why_taken
 from cluster.errors import ProxyUnavailable
 from configs.cluster import ClusterConfig
+from configs.distribution import installed_version
 
 _ROOMS: Final = ("cluster", "configs", "deployments", "weights")
 _DIGEST_CHARS: Final = 8
@@ -36,7 +36,8 @@ def running_code() -> tuple[str, ...]:
     for file in sorted(file for room in _ROOMS for file in (root / room).rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\0".encode() + file.read_bytes())
     python = ".".join(map(str, sys.version_info[:2]))
-    return f"Atelier {_version()}({digest.hexdigest()[:_DIGEST_CHARS]})", f"Python {python}"
+    name = " ".join(filter(None, ("Atelier", installed_version())))
+    return f"{name} ({digest.hexdigest()[:_DIGEST_CHARS]})", f"Python {python}"
 
 
 def why_other_code(node: str, there: Sequence[str], here: Sequence[str]) -> str:
@@ -48,13 +49,6 @@ def why_other_code(node: str, there: Sequence[str], here: Sequence[str]) -> str:
     return (
         f"node {node} has {other}, and this cluster {wanted}: install the same there, and start Ray of that node again"
     )
-
-
-def _version() -> str:
-    try:
-        return f"{version('atelier')} "
-    except PackageNotFoundError:  # a checkout that is not installed
-        return ""
 
 
 LOOK_S: Final = 20.0  # a node may start a process first

@@ -138,4 +138,4 @@ def _exporter() -> Any:
     try:
         return importlib.import_module(_EXPORTER)
     except ImportError:
-        raise ConfigError("tracing: traces need OpenTelemetry's exporter: pip install 'atelier[otel]'") from None
+        raise ConfigError("tracing: traces need OpenTelemetry's exporter: pip install 'atelier-serve[otel]'") from None

@@ -10,39 +10,36 @@ import contextlib
 import difflib
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import psutil
 
 from cluster.errors import ModelUnservable
-from cluster.keeper.object_store import SHARED_MEMORY, budget_within_store
+from cluster.keeper.object_store import SHARED_MEMORY
 from cluster.registry.directory import Entry, ModelRecord, misplaced, wanted_dtype
 from cluster.registry.importing import base_of, bases_of, dtype_of, like_of, owned_program, vae_of
 from cluster.registry.manifests import ModelSummary, SummaryFiles
-from configs.cluster import ClusterConfig, ModelReplicaConfig, WorkerConfig
+from cluster.registry.room import Room
+from configs.cluster import ClusterConfig, ModelReplicaConfig
 from configs.errors import Problem
 from configs.loading import STAND_IN_PATH, entry_of, locate_problems, read_cluster_config
 from configs.model import AdapterConfig, ModelConfig
 from deployments.engines.adapter_bases import check_base
-from deployments.engines.diffusion.families import FAMILIES
-from deployments.engines.llm.models.known import has_own_layers
+from deployments.engines.needs import PartSizes, needs_of
 from deployments.engines.servable import why_unservable
-from deployments.engines.stock.known import is_stock_class, knows_class
-from deployments.engines.stock.text_parts import text_parts
 from deployments.modules.parts import CANNOT_SPLIT
 from deployments.pipelines.planning import check_pipeline
 from weights.base_pipeline import BasePipeline, open_base
 from weights.dtypes import cast_target, tensor_nbytes
-from weights.errors import AdapterError, BudgetExceeded, WeightsError
+from weights.errors import AdapterError, WeightsError
 from weights.externalize import mark_settings, stored_dtypes
 from weights.feature_sizes import feature_sizes
 from weights.formats.checkpoint import Checkpoint, read_checkpoint
 from weights.formats.pipeline_parts import AdapterBase
 from weights.intake import PROGRAM_SUFFIXES
 from weights.manifest import ModelKind
-from weights.memory.layer_plan import AUTO, decoder_sizes, layer_of, plan_layers
+from weights.memory.layer_plan import AUTO
 from weights.processor import auto_dtype, processor_flags
 from weights.residency.sizes import shown_bytes
 from weights.source_mark import source_mark
@@ -53,16 +50,10 @@ Mistake = tuple[tuple[str | int, ...], str]  # keys, and what is wrong there
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """The facts of one entry: its record as the registry will have it, and its headers unless the store has it all.
-
-    `nbytes` is by component, as the store will have it, and `decoder_bytes` by tensor of a language model whose layers
-    can be on a device and on the host; empty of others.
-    """
+    """The facts of one entry: its record as the registry will have it, and its headers unless the store has it all."""
 
     record: ModelRecord
     checkpoint: Checkpoint | None
-    nbytes: Mapping[str, int]
-    decoder_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def check_config(path: Path) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
@@ -198,7 +189,7 @@ def _kept_program(store: WeightStore | None, entry: Entry) -> ReadSource:
 
 
 def _of_summary(entry: Entry, found: ModelSummary) -> ReadSource:
-    return ReadSource(ModelRecord(entry.id, "ready", entry=entry, **found.facts), None, {})
+    return ReadSource(ModelRecord(entry.id, "ready", entry=entry, **found.facts), None)
 
 
 def _component(entry: Entry) -> str | None:
@@ -217,19 +208,19 @@ def _read_source(entry: Entry, auto: str, like: BasePipeline | None) -> ReadSour
         name: {key: tensor_nbytes(cast_target(t.dtype, dtypes[name]), t.shape) for key, t in part.tensors.items()}
         for name, part in parts.items()
     }
-    nbytes = {name: sum(tensors.values()) for name, tensors in tensor_bytes.items()}
+    sizes_of = {name: PartSizes(part.library, tensor_bytes[name]) for name, part in parts.items()}
     sizes = feature_sizes(checkpoint.kind, checkpoint.components, checkpoint.root)
     record = ModelRecord(
         entry.id,
         "ready",
         kind=checkpoint.kind,
-        nbytes=sum(nbytes.values()),
+        nbytes=sum(sum(part.tensors.values()) for part in sizes_of.values()),
         entry=entry,
         features=sizes,
         class_name=checkpoint.class_name or "",
+        needs=needs_of(checkpoint.kind, checkpoint.class_name or "", sizes_of),
     )
-    is_decoder = checkpoint.kind == "llm" and has_own_layers(checkpoint.class_name)
-    return ReadSource(record, checkpoint, nbytes, tensor_bytes.get("model", {}) if is_decoder else {})
+    return ReadSource(record, checkpoint)
 
 
 def _adapter_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
@@ -306,75 +297,21 @@ def _services(config: ClusterConfig) -> tuple[tuple[str, ModelReplicaConfig], ..
 
 def _budget_mistakes(config: ClusterConfig, sources: Mapping[str, ReadSource]) -> Iterator[Mistake]:
     """Yield models of which a service needs more at once than its budget, or a node's."""
-    node_bytes = config.store.node_budget_bytes
-    if config.ray.address is None:
-        node_bytes = budget_within_store(node_bytes, config.ray.object_store_bytes, "this")
+    room = Room.of(config)
     for keys, entry in _entries(config):
         if entry.id not in sources or isinstance(entry, AdapterConfig):
             continue
-        decoder_bytes = sources[entry.id].decoder_bytes
         if entry.gpu_layers != AUTO and (reason := _why_whole(config, sources[entry.id])):
             yield (*keys, "gpu_layers"), reason
             continue
-        for section, settings in _services(config):
-            if section == "worker" and settings.torch_device != "cpu" and decoder_bytes:
-                yield from _layer_mistakes(keys, entry, decoder_bytes, config.worker)
-                continue
-            needed = _needed_at_once(sources[entry.id], section)
-            if settings.device == "cpu":
-                total_bytes, limit_bytes, name = sum(needed.values()), node_bytes, "store.node_budget_bytes"
-            else:  # a denoiser that is larger comes block by block
-                needed = {part: size for part, size in needed.items() if part not in _DENOISERS}
-                total_bytes = max(needed.values(), default=0)
-                limit_bytes, name = settings.weights_budget_bytes, f"{section}.{settings.weights_budget_key}"
-            if limit_bytes is not None and total_bytes > limit_bytes:
-                parts = " and ".join(needed)
-                text = f"{name} is {shown_bytes(limit_bytes)}; {parts} of {entry.id!r} need {shown_bytes(total_bytes)}"
-                yield keys, text
+        for lack in room.shortages(entry.id, sources[entry.id].record.needs, entry.gpu_layers):
+            yield (*keys, "gpu_layers") if lack.is_wish else keys, lack.text
 
 
 def _why_whole(config: ClusterConfig, source: ReadSource) -> str | None:
     """Return why a model has no layers to choose from."""
     if config.worker.torch_device == "cpu":
         return f"worker.device is {config.worker.device}: all layers are computed on the host"
-    return None if source.checkpoint is None or source.decoder_bytes else CANNOT_SPLIT
-
-
-def _layer_mistakes(
-    keys: tuple[str | int, ...], model: ModelConfig, decoder_bytes: Mapping[str, int], settings: WorkerConfig
-) -> Iterator[Mistake]:
-    """Yield what keeps the layers of a language model from where they are wanted, its KV cache not counted."""
-    num_layers = 1 + max((layer for name in decoder_bytes if (layer := layer_of(name)) is not None), default=-1)
-    budget_bytes = settings.weights_budget_bytes
-    try:
-        sizes = decoder_sizes(decoder_bytes, num_layers, [0] * (num_layers + 1))
-        if model.gpu_layers != AUTO or sum(decoder_bytes.values()) > budget_bytes:
-            budgets, has_host = [budget_bytes] * (1 + len(settings.other_devices)), settings.host_bytes is not None
-            plan_layers(sizes, budgets, model.gpu_layers, model.id, has_host=has_host)
-    except WeightsError as error:
-        key = "gpu_layers" if model.gpu_layers != AUTO else None
-        where = f" (worker.{settings.weights_budget_key})" if isinstance(error, BudgetExceeded) else ""
-        yield (*keys, key) if key else keys, f"{error}{where}"
-
-
-_DENOISERS: Final = frozenset(family.denoiser_name for family in FAMILIES.values())
-
-
-def _needed_at_once(source: ReadSource, section: str) -> dict[str, int]:
-    """Return the bytes by component of what one service builds for a request; {} where the store has it already."""
-    if source.checkpoint is None:
-        return {}
-    class_name = source.checkpoint.class_name or ""
-    is_stock = source.checkpoint.kind == "diffusion" and is_stock_class(class_name)
-    texts = text_parts(class_name) if is_stock and knows_class(class_name) else frozenset()
-    by_section: dict[str, dict[str, int]] = {"worker": {}, "text_encoder": {}}
-    for part in source.checkpoint.components:
-        if is_stock:
-            by_section["text_encoder" if part.name in texts else "worker"][part.name] = source.nbytes[part.name]
-        elif source.checkpoint.kind in ("embedding", "reranker", "classifier", "head") or part.name.startswith(
-            "text_encoder"
-        ):
-            by_section["text_encoder"][part.name] = source.nbytes[part.name]
-        elif source.checkpoint.kind in ("llm", "upscaler") or part.library == "diffusers":
-            by_section["worker"][part.name] = source.nbytes[part.name]
-    return by_section[section]
+    needs = source.record.needs
+    is_counted = source.checkpoint is not None or needs.services
+    return CANNOT_SPLIT if is_counted and needs.decoder is None else None

@@ -17,12 +17,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -143,19 +143,16 @@ def cluster(folder: Path, config: Path) -> Iterator[None]:
 
 def _is_ready() -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/v2/health/ready", timeout=5) as response:
-            return bool(response.status == 200)
-    except OSError:
+        return httpx.get(f"http://127.0.0.1:{PORT}/v2/health/ready", timeout=5, trust_env=False).is_success
+    except httpx.HTTPError:
         return False
 
 
 def draw(model: str, prompt: str) -> None:
     """Ask for one image, through HTTP."""
-    body = json.dumps({"model": model, "prompt": prompt, "seed": 7}).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}/v1/images/generations", body, headers)
-    with urllib.request.urlopen(request, timeout=120) as response:
-        response.read()
+    body = {"model": model, "prompt": prompt, "seed": 7}
+    url = f"http://127.0.0.1:{PORT}/v1/images/generations"
+    httpx.post(url, json=body, timeout=120, trust_env=False).raise_for_status()
 
 
 @contextmanager

@@ -327,7 +327,7 @@ class Controller:
         return {
             record.id: CatalogEntry(record.kind, record.fingerprint, record.state == "unloaded")
             for record in self._registry
-            if record.kind is not None and record.serves
+            if record.kind is not None and record.serves and record.state != "does_not_fit"
         }
 
     def _slo_of(self, model: str) -> SloClass:

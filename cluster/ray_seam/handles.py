@@ -18,6 +18,7 @@ from cluster.ray_seam import shims
 
 BY_GRPC: Final = "RAY_SERVE_USE_GRPC_BY_DEFAULT"  # in the environment of Serve's processes
 CONNECT_S: Final = 2.0  # for a connection to a replica: enough where the first frame of it is lost
+_DIRECT: Final = "grpc.enable_http_proxy", 0  # no proxy of the environment, which would get the calls otherwise
 OnReplicas = Callable[[frozenset[str]], None]
 
 # By application and deployment.
@@ -42,6 +43,7 @@ def bound_connecting() -> None:
     """Let this process's channels give up after `CONNECT_S` where nobody answers, as where a node is gone.
 
     gRPC itself waits for 20 s, in which it holds all calls of the channel up. Who makes channels before is not bounded.
+    The channels are direct ones, too: gRPC itself goes by way of `http_proxy`, which knows no replicas.
     """
     if not shims.problems(shims.CHANNELS):
         for name in ("insecure_channel", "secure_channel"):
@@ -53,7 +55,7 @@ def _bounded_channel(
 ) -> Any:
     # By its name the least time between two tries: each has so long, too.
     bound = "grpc.min_reconnect_backoff_ms", round(CONNECT_S * 1000)
-    return make(*arguments, options=[*(options or ()), bound], **given)
+    return make(*arguments, options=[*(options or ()), bound, _DIRECT], **given)
 
 
 def watch_replicas(handle: Any, on_replicas: OnReplicas) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from cluster.errors import RayIncompatible
+from configs.distribution import DISTRIBUTION
 from weights.private_names import Shim, problems
 
 __all__ = ["ALL", "Shim", "problems", "require", "unknown_variables", "why_untried"]
@@ -83,8 +84,8 @@ HANDLES: Final = Shim(
     is_needed=False,
 )
 CHANNELS: Final = Shim(
-    "connections between replicas that nobody answers: they are given up soon",
-    "a node that is gone holds calls up for 20 s",
+    "connections between replicas that nobody answers: they are given up soon; and no proxy of the environment",
+    "a node that is gone holds calls up for 20 s, and calls go to an `http_proxy`",
     public={f"grpc.aio:{name}": "ray._private.grpc_utils" for name in ("insecure_channel", "secure_channel")},
     is_needed=False,
 )
@@ -179,7 +180,7 @@ def why_untried() -> str:
     from packaging.requirements import Requirement  # every process imports this file, and few ask
 
     try:
-        wanted = [Requirement(line) for line in metadata.requires("atelier") or ()]
+        wanted = [Requirement(line) for line in metadata.requires(DISTRIBUTION) or ()]
         number = metadata.version("ray")
     except metadata.PackageNotFoundError:
         return ""

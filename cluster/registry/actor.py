@@ -40,6 +40,7 @@ from cluster.registry.importing import ImportProcess, ImportProgress, ImportSett
 from cluster.registry.manifests import ModelSummary
 from cluster.registry.node_keepers import NodeKeepers, node_addresses
 from cluster.registry.registrations import KeptFile, Registrations, applied_file, overrides_file
+from cluster.registry.room import Room
 from cluster.registry.served_models import MAX_WATCH_S, ServedModels
 from cluster.registry.users import Users
 from configs.admission import AdmissionConfig, ControllerConfig
@@ -69,6 +70,7 @@ _SECRET_BYTES: Final = 32
 _IMPORT_MEMORY_SHARE: Final = 0.5  # of the machine's
 # The engines, on a floor above, know what can be served: found by name, and in the import process alone.
 _SERVABLE: Final = "deployments.engines.servable:why_unservable"
+_NEEDS: Final = "deployments.engines.needs:needs_of_manifest"
 # Concurrent calls of each group: a caller that watches or waits costs one coroutine, and no slot of the other calls.
 MAX_CALLS: Final = 10_000
 WATCHING: Final = "watching"
@@ -139,6 +141,7 @@ class _Imports:
             # Workers of other nodes are taken to be alike.
             auto_dtype=auto_dtype(config.worker.device, processor_flags()),
             check=_SERVABLE,
+            measure=_NEEDS,
         )
         self.config = config  # whose sources are trusted; the registry sets another one
         self._local, self._remote = ImportProcess(settings), ImportProcess(settings)
@@ -179,6 +182,7 @@ class WeightRegistry:
             registrations,
             self._imports.import_model,
             epoch=uuid.uuid4().hex,
+            room=Room.of(config),
             check_source=lambda entry: _check_source(entry, self._config),
             forget_source=lambda url: remove_mirror(mirror_folder(store.path / SOURCES_FOLDER, url)),
         )
@@ -218,7 +222,8 @@ class WeightRegistry:
         """Use another config, also after a restart: begin to take in its models, remove those that it has no more.
 
         Does not wait for imports. Raises RegistrationRefused for a config that needs another control plane, or that
-        the disk does not take; nothing has changed then.
+        the disk does not take; nothing has changed then. Whatever else it raises, the config that holds then has the
+        entries that were taken in by then: the next one is compared with that.
         """
         async with self._configuring:
             if config == self._config:
@@ -228,11 +233,21 @@ class WeightRegistry:
                     f"the control plane of {self._config.name!r} has to start anew for this config"
                 )
             await asyncio.to_thread(self._applied.save, config)
-            before, self._config = self._config, config
-            self._imports.config = config
-            self._remember_limits(before, config)
-            for model in await self._models.configure(config.entries):
-                await self._keepers.set_pinned(model, False)
+            before, self._imports.config = self._config, config  # which imports are begun with
+            try:
+                await self._models.configure(config.entries, Room.of(config))
+                self._remember_limits(before, config)
+            except BaseException:
+                config = before.with_entries(self._models.configured)
+                with contextlib.suppress(RegistrationRefused):
+                    await asyncio.to_thread(
+                        self._applied.save, before
+                    )  # a registry that restarts begins with all of it
+                raise
+            finally:
+                self._config = self._imports.config = config
+                for model in before.entries.keys() - config.entries.keys():
+                    await self._keepers.set_pinned(model, False)
 
     def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
         """Give limits that differ from those of a config before to replicas that start with that one."""
@@ -293,6 +308,7 @@ class WeightRegistry:
     @_in_group(WAITING)
     async def prefetch(self, model: str) -> dict[str, str]:
         """Load the model into the memory of every node. Return what went wrong by node, "" for nothing."""
+        await self._models.check_fits(model)
         manifest = await self._models.manifest(model)
         extents = list(manifest.extents.values())
         return _errors(await self._keepers.call_keepers(NodeKeeper.prefetch, extents, timeout_s=MAX_WATCH_S))
@@ -302,6 +318,8 @@ class WeightRegistry:
 
         A pin follows the model to its next version, and ends with it.
         """
+        if pinned:
+            await self._models.check_fits(model)
         await (self._models.manifest(model) if pinned else self._models.find_model(model))
         return _errors(await self._keepers.set_pinned(model, pinned))
 

@@ -20,11 +20,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import psutil
 
@@ -42,6 +42,9 @@ from weights.formats.checkpoint import Checkpoint, is_controlnet, read_checkpoin
 from weights.formats.folder import check_inside
 from weights.formats.pipeline_parts import AdapterBase, denoiser_dtype
 from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
+from weights.manifest import Manifest
+from weights.memory.needs import Needs
+from weights.panics import panics_as_errors
 from weights.source_mark import source_mark
 from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import localized
@@ -52,6 +55,7 @@ __all__ = ["ImportLimits", "ImportProcess", "ImportProgress", "ImportSettings", 
 IDLE_S: Final = 60.0  # an import process without work ends after this
 POLL_S: Final = 1.0
 Check = Callable[[Checkpoint, Sequence[AdapterBase], str], str | None]
+Measure = Callable[[Manifest], Needs]
 
 MODULE: Final = "cluster.registry.importing"
 _STARTS: Final = 2  # a process that has gone idle may end just when it is asked
@@ -63,6 +67,7 @@ class ImportSettings(StrictModel):
 
     `auto_dtype` is what the dtype `auto` means (`weights/processor.py`). `check` is `module:function`: it returns why a
     Checkpoint cannot be served, or does not fit the bases that it is for with its dtype; or None. Without one all can.
+    `measure` is one too: it returns the `Needs` of a manifest.
     """
 
     store: Path
@@ -70,6 +75,7 @@ class ImportSettings(StrictModel):
     memory_bytes: int
     auto_dtype: str = "auto"
     check: str = ""
+    measure: str = ""
 
 
 class _ImportJob(StrictModel):
@@ -127,6 +133,7 @@ def import_checkpoint(
     progress: Callable[[int, int], None] | None = None,
     auto_dtype: str = "auto",
     why_unservable: Check | None = None,
+    needs_of: Measure | None = None,
 ) -> ModelSummary:
     """Import a checkpoint, or find it unchanged in the store: then its manifest is not opened.
 
@@ -169,6 +176,8 @@ def import_checkpoint(
             progress=progress,
         )
     summary = summarize(manifest, store.skeleton(manifest), widened)
+    if needs_of is not None:
+        summary = replace(summary, needs=needs_of(manifest))
     files.save(entry.id, manifest, summary, bases)
     return summary
 
@@ -182,7 +191,7 @@ def owned_program(store: WeightStore | None, entry: Entry, path: Path) -> ModelS
         raise ModelUnservable(f"{path}: a program, no adapter: neither a LoRA nor a ControlNet")
     is_onnx = path.suffix == ".onnx"
     if is_onnx and importlib.util.find_spec("onnxruntime") is None:
-        raise ModelUnservable(f"{path}: an ONNX model needs onnxruntime to be served: pip install 'atelier[onnx]'")
+        raise ModelUnservable(f"{path}: an ONNX model needs onnxruntime: pip install 'atelier-serve[onnx]'")
     manifest = store.find_manifest(entry.id) if store else None
     if not store or not manifest or manifest.kind != "program" or Path(manifest.source) not in (path, path.resolve()):
         options = ("" if is_onnx else " --allow-torch") + (f" --store {store.path}" if store else "")
@@ -402,15 +411,17 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
             return
         send_report(_Report(begun=True))
         try:
-            summary = import_checkpoint(
-                store,
-                job.entry,
-                settings.options,
-                job.roots,
-                lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
-                settings.auto_dtype,
-                _check_named(settings.check),
-            )
+            with panics_as_errors():
+                summary = import_checkpoint(
+                    store,
+                    job.entry,
+                    settings.options,
+                    job.roots,
+                    lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
+                    settings.auto_dtype,
+                    _named(settings.check),
+                    _named(settings.measure),
+                )
             answer = _Report(summary=summary)
         except MemoryError:
             text = f"to import it takes more than {settings.memory_bytes} bytes of memory"
@@ -420,11 +431,10 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
         send_report(answer)
 
 
-def _check_named(path: str) -> Check | None:
+def _named(path: str) -> Any:
     """Return the function `module:function`; None for no name."""
     module, _, name = path.partition(":")
-    found: Check | None = getattr(importlib.import_module(module), name) if module else None
-    return found
+    return getattr(importlib.import_module(module), name) if module else None
 
 
 def _limit_process(memory_bytes: int, parent: int) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -18,9 +18,12 @@ from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.formats.language_models import language_model_facts
 from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
+from weights.memory.needs import Needs
+from weights.panics import panics_as_errors
 from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.residency.recent import Recent
@@ -36,7 +39,7 @@ class ModelSummary:
 
     `variant` is what `variant_of` tells. `widened` has the types of tensors that became float32 though the config
     asks for none (`weights/processor.py`), and what `unpacked_types` says of quantized weights that are stored plain.
-    `signature` is a program's.
+    `signature` is a program's. `needs` is the memory that it takes at once, empty where nobody has counted it.
     """
 
     kind: ModelKind
@@ -48,6 +51,7 @@ class ModelSummary:
     variant: Mapping[str, bool | int]
     widened: tuple[str, ...] = ()
     signature: ProgramSignature | None = None
+    needs: Needs = field(default_factory=Needs)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -74,7 +78,10 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
 
 
 def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
-    """Return what tells models of one class apart: the facts of `pipeline_variant`, or the `scale` of an upscaler."""
+    """Return what tells models of one class apart: the facts of `pipeline_variant` or of `language_model_facts`, or the
+    `scale` of an upscaler."""
+    if manifest.kind == "llm":
+        return language_model_facts(skeleton)
     if manifest.kind == "diffusion":
         return pipeline_variant(skeleton)
     if manifest.kind != "upscaler":
@@ -87,9 +94,9 @@ def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
 class _SummaryFile(StrictModel):
     """A summary and what it holds for: the checkpoint's mark (`weights/source_mark.py`), the manifest file's mark, the
     bytes needed of each pack, the skeleton folder, and the versions of an adapter's bases that it was found to fit.
-    Only of a model that can be served: version 1 was of any."""
+    Only of a model that can be served: version 1 was of any. Version 2 had no needs."""
 
-    version: Literal[2]
+    version: Literal[3]
     source_mark: str
     manifest: ManifestMark
     packs: dict[str, int]
@@ -133,7 +140,7 @@ class SummaryFiles:
         for run in (run for extent in manifest.extents.values() for run in extent.runs()):
             packs[run.pack] = max(packs.get(run.pack, 0), run.offset + run.nbytes)
         file = _SummaryFile(
-            version=2,
+            version=3,
             source_mark=manifest.source_mark,
             manifest=mark,
             packs=packs,
@@ -203,8 +210,9 @@ class ManifestCache:
 
     async def _read(self, model: str, fingerprint: str, before: _Reading | None) -> Manifest:
         if before is None:
-            return await asyncio.to_thread(self._store.manifest, model)
-        with contextlib.suppress(Exception):  # gone or damaged: what was read before is still the version's
+            with panics_as_errors():
+                return await asyncio.to_thread(self._store.manifest, model)
+        with contextlib.suppress(Exception), panics_as_errors():  # what was read before is still the version's
             manifest = await asyncio.to_thread(self._store.manifest, model)
             if manifest.fingerprint == fingerprint:
                 return manifest

@@ -16,21 +16,39 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.errors import (
+    ModelTooLarge,
+    ModelUnknown,
+    ModelUnservable,
+    RegistrationConflict,
+    RegistrationRefused,
+    WeightsUnavailable,
+)
 from cluster.load_failures import LoadFailures, named_error
-from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry
+from cluster.registry.directory import (
+    Directory,
+    DirectoryChange,
+    Entry,
+    ModelRecord,
+    check_entry,
+    circle_of,
+    rests_on,
+)
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
+from cluster.registry.room import Room
 from configs.model import ModelConfig
 from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
+from weights.panics import panics_as_errors
 from weights.store import WeightStore
 
 ImportModel = Callable[[Entry], ModelSummary]
 
 MAX_WATCH_S: Final = 60.0
+_SIZED: Final = ("ready", "unloaded", "does_not_fit")  # states that another room may change
 
 logger = logging.getLogger("atelier.registry")
 
@@ -49,11 +67,13 @@ class ServedModels:
         import_model: ImportModel,
         epoch: str,
         *,
+        room: Room | None = None,
         check_source: Callable[[Entry], None] = lambda entry: None,
         forget_source: Callable[[str], object] = lambda url: None,
     ) -> None:
         """`import_model` blocks until a checkpoint is in the store. `check_source` raises WeightsError for a path that
         may not be registered. `forget_source` is called with a URL that no model comes from any more. All may block.
+        What has no place in the `room` is listed so; without one all has.
         """
         self.directory = Directory(epoch)
         self._configured = configured
@@ -62,6 +82,7 @@ class ServedModels:
         self._import_model = import_model
         self._check_source = check_source
         self._forget_source = forget_source
+        self._room = room
         self._wanted: dict[str, Entry] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._manifests = ManifestCache(store)
@@ -81,8 +102,11 @@ class ServedModels:
         found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):
             if registration.replaces != self._configured.get(id_):
-                self._registrations.remove(id_)  # the config has changed since: it says what is wanted now
-                del found[id_]
+                del found[id_]  # the config has changed since: it says what is wanted now
+                try:
+                    await asyncio.to_thread(self._registrations.remove, id_)
+                except RegistrationRefused as error:  # it will be passed over again
+                    logger.warning("%s", error)
         for id_ in dict.fromkeys([*self._configured, *sorted(found.keys() | damaged.keys())]):
             if id_ in damaged:
                 self._apply(ModelRecord(id_, "unavailable", error=damaged[id_]))
@@ -127,24 +151,40 @@ class ServedModels:
             await asyncio.shield(self._queue(id_, self._purge(id_, self._tasks.get(id_))))
         return tuple(record.id for record in self.directory if id_ in record.base)
 
-    async def configure(self, configured: Mapping[str, Entry]) -> list[str]:
-        """Serve the entries of another config in the place of the one before; return the ids that are gone.
+    async def configure(self, configured: Mapping[str, Entry], room: Room | None = None) -> list[str]:
+        """Serve the entries of another config, in its room, in the place of that before; return the ids that are gone.
 
         Does not wait for imports. What was registered beside the config stays, unless the config has changed its mind
-        about that id. Requests that run with a model that goes finish.
+        about that id. Requests that run with a model that goes finish. Where this fails midway, `configured` says what
+        was done, and the next call begins there.
         """
+        left: list[Entry | None] = []
         async with self._writing:
-            before, self._configured = self._configured, configured
-            gone = [id_ for id_ in before if id_ not in configured]
-            left = [await self._take_out(id_) for id_ in gone if id_ in self.directory]
+            self._configured = holds = dict(self._configured)
+            self._room = room or self._room
+            for record in [record for record in self.directory if record.state in _SIZED]:
+                fits = replace(record, state="ready", error="") if record.state == "does_not_fit" else record
+                if (found := self._sized(fits)) != record:
+                    self._apply(found)
+            gone = [id_ for id_ in holds if id_ not in configured]
+            for id_ in gone:
+                if id_ in self.directory:
+                    left.append(await self._take_out(id_))
+                del holds[id_]
             for id_, entry in configured.items():
-                if entry != before.get(id_):
+                if entry != holds.get(id_):
                     await asyncio.to_thread(self._registrations.remove, id_)
                     self._begin(entry)
+                    holds[id_] = entry
         for was in left:
             if was:
                 await self._leave_source(was)
         return gone
+
+    @property
+    def configured(self) -> Mapping[str, Entry]:
+        """The entries of the config that are served, or on their way."""
+        return self._configured
 
     async def _take_out(self, id_: str) -> Entry | None:
         """Remove a model from the directory, and its registration. Return what was wanted of it."""
@@ -163,6 +203,12 @@ class ServedModels:
         if record is None:
             raise self._unknown(model)
         return record
+
+    async def check_fits(self, model: str) -> None:
+        """Raise ModelTooLarge, with the numbers, for a model that no replica has room for; ModelUnknown for none."""
+        record = await self.find_model(model)
+        if record.state == "does_not_fit":
+            raise ModelTooLarge(f"model {model!r} does not fit: {record.error}")
 
     async def manifest(self, model: str, version: str | None = None) -> Manifest:
         """Return the manifest of the version that is served, or of `version` (a fingerprint) when that is still known.
@@ -303,17 +349,22 @@ class ServedModels:
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
         """Import the entry and serve it, after earlier work on its id, and the models that it is like or an adapter of.
 
-        Only the last entry of an id counts.
+        Only the last entry of an id counts. One that rests on itself, as registrations and a config together can make
+        it, waits for none of them and fails.
         """
-        others = (str(entry.like),) if isinstance(entry, ModelConfig) else entry.base
+        circle = circle_of(entry, self._wanted)
+        others = () if circle else rests_on(entry)
         if earlier := [task for task in (previous, *map(self._tasks.get, others)) if task]:
             await asyncio.wait(earlier)
         if self._wanted.get(entry.id) is not entry:
             return
         try:
+            if circle:
+                raise ModelUnservable(f"it rests on itself ({' on '.join(circle)}), so that nothing can come first")
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
-                await self._keep_served_version(entry.id)
-                summary = await asyncio.to_thread(self._import_model, entry)
+                with panics_as_errors():
+                    await self._keep_served_version(entry.id)
+                    summary = await asyncio.to_thread(self._import_model, entry)
         except Exception as error:  # whatever it is, it fails this model alone, and those who wait for it are answered
             summary, problem = None, error
         if self._wanted.get(entry.id) is not entry:
@@ -344,7 +395,7 @@ class ServedModels:
 
     def _serve(self, entry: Entry, summary: ModelSummary, error: str = "") -> None:
         self._note_extents(entry.id, summary.extents)
-        self._apply(ModelRecord(entry.id, "ready", error=error, entry=entry, **summary.facts))
+        self._apply(self._sized(ModelRecord(entry.id, "ready", error=error, entry=entry, **summary.facts)))
 
     async def _leave_source(self, entry: Entry) -> None:
         """Remove the local copy of an object storage URL with the last model that comes from there."""
@@ -365,7 +416,7 @@ class ServedModels:
                     await self._save(record.entry)
                 self._wanted[entry.id] = record.entry
                 error = f"the version before goes on serving, the update failed: {reason}"
-                self._apply(replace(record, state="ready", error=error))
+                self._apply(self._sized(replace(record, state="ready", error=error)))
             return
         # What cannot be served from its source cannot be served from the store either.
         is_sound = not isinstance(problem, ModelUnservable)
@@ -376,6 +427,14 @@ class ServedModels:
             self._serve(entry, stored, f"the version in the store is served, the checkpoint cannot be read: {reason}")
         else:
             self._apply(ModelRecord(entry.id, "unavailable", error=reason, entry=entry))
+
+    def _sized(self, record: ModelRecord) -> ModelRecord:
+        """Return the record of a model in the store, as one that does not fit where the room is too small for it."""
+        entry = record.entry
+        if self._room is None or not isinstance(entry, ModelConfig):
+            return record
+        lacks = [one.text for one in self._room.shortages(record.id, record.needs, entry.gpu_layers)]
+        return replace(record, state="does_not_fit", error="; ".join(lacks)) if lacks else record
 
     def _find_stored(self, entry: Entry) -> ModelSummary | None:
         """Return what the store has of the very same checkpoint, which needs no source to be served."""

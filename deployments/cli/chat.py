@@ -87,8 +87,8 @@ class _Conversation:
             raise ClientError(f"no language model {self.model!r} (known: {', '.join(known)})")
 
     def known_models(self) -> list[str]:
-        """Return the names of all that can be talked to: language models, then pipelines."""
-        models = self._client.models()
+        """Return the names of all that can be talked to: language models, then pipelines; last what has no room."""
+        models = sorted(self._client.models(), key=lambda model: model.get("state") == "does_not_fit")
         return [model["id"] for kind in ("llm", "pipeline") for model in models if model["kind"] == kind]
 
     def greet(self) -> None:

@@ -61,7 +61,15 @@ class Client:
             raise ClientError("the API key has characters that no key has (a line break, a space?)")
         headers = {"authorization": f"Bearer {key}"} if key else None
         try:
-            self._http = httpx.Client(base_url=self.url, timeout=REQUEST_TIMEOUT_S, headers=headers)
+            # The cluster's address is asked directly: proxies of the environment are for the world outside. Its
+            # certificates (SSL_CERT_FILE) hold here, too.
+            self._http = httpx.Client(
+                base_url=self.url,
+                timeout=REQUEST_TIMEOUT_S,
+                headers=headers,
+                trust_env=False,
+                verify=httpx.create_ssl_context(),
+            )
         except httpx.InvalidURL as error:
             raise ClientError(f"{url!r} is no URL: {error}") from None
 

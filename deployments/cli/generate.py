@@ -97,7 +97,7 @@ def generate(
 def _first_model(client: Client) -> str:
     """Return the first model of the cluster that makes images and can be asked. Raises ClientError."""
     makers = [found for found in client.models() if found["kind"] == "diffusion"]
-    usable = [found["id"] for found in makers if found["state"] != "unavailable"]
+    usable = [found["id"] for found in makers if found["state"] not in ("unavailable", "does_not_fit")]
     if not usable:
         broken = "; ".join(f"{found['id']}: {found['error']}" for found in makers)
         raise ClientError(f"the cluster serves no model that makes images{broken and f' ({broken})'}")

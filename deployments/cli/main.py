@@ -7,13 +7,13 @@ that the others answer at once.
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from configs.distribution import installed_version
 from configs.errors import ConfigError
 from deployments.cli import (
     apply,
@@ -27,6 +27,7 @@ from deployments.cli import (
     models,
     orders,
     quantize,
+    run,
     simulate,
     status,
     weights,
@@ -42,7 +43,7 @@ _app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"atelier {metadata.version('atelier')}")
+        typer.echo(f"atelier {installed_version() or 'from a checkout that is not installed'}")
         raise typer.Exit
 
 
@@ -55,7 +56,7 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
+for group in (cluster, run, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")

@@ -152,7 +152,7 @@ def print_models(models: list[dict[str, Any]], *, wide: bool = False, title: str
         nbytes = model.get("bytes", model.get("nbytes", 0))
         about = model["error"] or model["description"] or (f"for {', '.join(model['base'])}" if model["base"] else "")
         kind = f"{model['kind'] or ''}{', sees images' if model.get('sees') else ''}"
-        rows.append([model["id"], kind, model["state"], size(nbytes), about])
+        rows.append([model["id"], kind, model["state"].replace("_", " "), size(nbytes), about])
     print_table(MODEL_COLUMNS, rows, wide=wide, title=title)
 
 

@@ -185,7 +185,7 @@ def measure_cancelled_step(url: str, model: str, rounds: int) -> dict[str, Any]:
     say("cancelled steps")
     body = {"model": model, "prompt": "a handwritten six", "n": LONG_ROWS}
     step_ms, gone_ms, poll_ms = list[float](), list[float](), list[float]()
-    with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S) as client:
+    with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S, trust_env=False) as client:
         for _ in range(rounds):
             with _sent_off(url, body | {"num_inference_steps": SHORT_STEPS}) as connections:
                 answers = [json.loads(connection.getresponse().read()) for connection in connections]
@@ -240,7 +240,7 @@ def measure_kill(
 def _wait_until_quiet(url: str) -> dict[str, Any]:
     """Wait until nothing runs and nothing is leased, for a minute at the most; return what is left."""
     start_s = time.monotonic()
-    with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S) as client:
+    with httpx.Client(base_url=url, timeout=QUIET_TIMEOUT_S, trust_env=False) as client:
         while any((busy := _busy(client)).values()) and time.monotonic() < start_s + QUIET_TIMEOUT_S:
             time.sleep(0.05)
     return {**busy, "after_s": time.monotonic() - start_s}

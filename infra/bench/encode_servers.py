@@ -235,7 +235,8 @@ def _answers(url: str, models: Sequence[str], process: subprocess.Popen[bytes]) 
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(httpx.HTTPError):
             bodies = [{"model": model, "input": ["ready?"]} for model in models]
-            if all(httpx.post(f"{url}/v1/embeddings", json=body, timeout=10).is_success for body in bodies):
+            asked = (httpx.post(f"{url}/v1/embeddings", json=body, timeout=10, trust_env=False) for body in bodies)
+            if all(answer.is_success for answer in asked):
                 return True
         time.sleep(0.3)
     return False

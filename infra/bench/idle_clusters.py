@@ -72,7 +72,7 @@ def _floor(config: ClusterConfig) -> Iterator[None]:
     try:
         serve.start(http_options={"host": config.http.host, "port": config.http.port})
         serve.run(echo.bind())
-        answer = httpx.get(f"http://{config.http.host}:{config.http.port}/")
+        answer = httpx.get(f"http://{config.http.host}:{config.http.port}/", trust_env=False)
         if answer.text != "/":
             raise OSError(f"Serve answers {answer.status_code} {answer.text[:200]!r}")
         yield

@@ -124,7 +124,8 @@ def _cpu_share(process: psutil.Process) -> float:
 
 
 async def _with_viewers(url: str, ingress: psutil.Process) -> float:
-    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=NUM_VIEWERS)) as client:
+    limits = httpx.Limits(max_connections=NUM_VIEWERS)
+    async with httpx.AsyncClient(timeout=60, limits=limits, trust_env=False) as client:
 
         async def view(started: asyncio.Event) -> None:
             async with client.stream("GET", f"{url}/admin/live") as response:

@@ -45,7 +45,8 @@ class Painter:
     """Asks a cluster for ten images at a time."""
 
     def __init__(self, url: str, seed: int) -> None:
-        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        direct = openai.DefaultHttpxClient(trust_env=False)
+        self._client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=direct)
         self._seed = seed
 
     def paint(self, model: str, options: Callable[[int], dict[str, Any]] = lambda _: {}) -> list[Image.Image]:

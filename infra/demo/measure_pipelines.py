@@ -91,7 +91,8 @@ def measure(url: str, num_sums: int, seed: int) -> dict[str, dict[str, float]]:
     seeds = list(range(num_sums))
     examples = read_held_out_sample()
     texts, kinds = [text for text, _ in examples], [KINDS[kind] for _, kind in examples]
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    direct = openai.DefaultHttpxClient(trust_env=False)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=direct)
     answers = {
         "openai": (openai_images(client, sums, seeds), openai_labels(client, texts)),
         "tritonclient": triton_answers(url, sums, seeds, texts),

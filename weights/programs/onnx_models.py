@@ -377,7 +377,7 @@ def _onnx() -> Any:
     try:
         return importlib.import_module("onnx")
     except ImportError:
-        raise WeightsError("ONNX models need the onnx package: pip install 'atelier[onnx]'") from None
+        raise WeightsError("ONNX models need the onnx package: pip install 'atelier-serve[onnx]'") from None
 
 
 def _decode_error() -> type[Exception]:

@@ -25,7 +25,7 @@ def onnxruntime() -> Any:
     try:
         return importlib.import_module("onnxruntime")
     except ImportError:
-        raise WeightsError("an ONNX model needs onnxruntime to be served: pip install 'atelier[onnx]'") from None
+        raise WeightsError("an ONNX model needs onnxruntime to be served: pip install 'atelier-serve[onnx]'") from None
 
 
 def open_session(

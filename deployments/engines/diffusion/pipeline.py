@@ -198,7 +198,8 @@ class DenoisePipeline:
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
-        solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
+        schedule, changes = partial(family.schedule, request, size=size), partial(family.solver_changes, request)
+        solver = self._solvers.create_solver(self.device, request, schedule, changes)
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))

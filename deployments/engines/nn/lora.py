@@ -140,10 +140,15 @@ def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torc
     if pair.magnitude is not None:
         scales = _row_scales(layer, pair, factor)
         wide *= scales.view(1, -1, *[1] * (own.ndim - 2)) if pair.by_input else scales.view(-1, *[1] * (own.ndim - 1))
-    weight = wide.to(own.dtype)
-    if isinstance(layer, nn.Conv2d):
-        return lambda x: conv2d(x, weight, layer.bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
-    return lambda x: linear(x, weight, layer.bias)
+    weight, added = wide.to(own.dtype), None if pair.bias is None else pair.bias.to(own.dtype) * factor
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = layer.bias if added is None else added if layer.bias is None else layer.bias + added
+        if isinstance(layer, nn.Conv2d):
+            return conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+        return linear(x, weight, bias)
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -254,13 +259,14 @@ def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
 
 
 def _delta(layer: nn.Module, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
-    """Return up(down(x)), scaled between the two, where it has the fewest elements."""
+    """Return up(down(x)), scaled between the two, where it has the fewest elements, with the pair's bias."""
     down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)  # a layer may compute in another type than it is stored in
+    bias = None if pair.bias is None else pair.bias.to(x.dtype) * factor
     if isinstance(layer, nn.Conv2d):
         padding = layer.padding
         assert not isinstance(padding, str)  # diffusers gives numbers
-        return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up)
-    return linear(linear(x, down) * factor, up)
+        return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up, bias)
+    return linear(linear(x, down) * factor, up, bias)
 
 
 def _router_above(module: nn.Module, path: str) -> Any:

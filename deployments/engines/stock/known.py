@@ -118,7 +118,7 @@ def check_class(class_name: str) -> PipelineSource:
             f"{class_name} returns {made}; of diffusers' pipelines, those are served that make images, video or audio"
         )
     if source.makes == "video" and importlib.util.find_spec("av") is None:
-        raise EngineError(f"{class_name} makes video, which needs the package av (pip install 'atelier[video]')")
+        raise EngineError(f"{class_name} makes video, which needs the package av (pip install 'atelier-serve[video]')")
     for name, annotation in source.needs.items():
         if annotation and not _PLAIN_TYPES.search(annotation):
             raise EngineError(

@@ -159,7 +159,9 @@ class NodeMetrics:
             async with asyncio.timeout_at(end_s - self._page_s / 2):
                 self._known = await asyncio.to_thread(self._find_exporters)
         limits = httpx.Limits(max_connections=_MAX_CONNECTIONS)
-        async with httpx.AsyncClient(timeout=self._page_s, limits=limits, transport=transport) as client:
+        async with httpx.AsyncClient(
+            timeout=self._page_s, limits=limits, transport=transport, trust_env=False
+        ) as client:
             fetching = (self._fetched(client, one.url, end_s) for one in self._known.values())
             pages = await asyncio.gather(*fetching)
         ups = (

@@ -11,7 +11,14 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ray.exceptions import RayActorError
 
 from cluster.admission.dispatcher import Dispatcher
-from cluster.errors import ClusterError, ModelUnknown, RegistrationConflict, RegistrationRefused, WeightsUnavailable
+from cluster.errors import (
+    ClusterError,
+    ModelTooLarge,
+    ModelUnknown,
+    RegistrationConflict,
+    RegistrationRefused,
+    WeightsUnavailable,
+)
 from cluster.placement.link import QueuesAway
 from cluster.ray_seam.process_starts import template_stats
 from cluster.registry.actor import Method, WeightRegistry
@@ -305,6 +312,8 @@ class Operations:
             raise Conflict(str(error)) from None
         except RegistrationRefused as error:
             raise InvalidRequest(str(error), error.field) from None
+        except ModelTooLarge as error:
+            raise InvalidRequest(str(error), "model") from None
         except (WeightsUnavailable, WeightsError) as error:
             raise ModelUnavailable(str(error), "model") from None
         except RayActorError as error:
@@ -327,7 +336,8 @@ def _with_defaults_set(batching: BatchingConfig) -> BatchingConfig:
 
 
 def _fields(card: ModelCard) -> dict[str, Any]:
-    return {name: getattr(card, name) for name in card.__slots__ if name != "program"}  # that is told under /v2
+    # Programs are told under /v2, and facts of language models by /api/show.
+    return {name: getattr(card, name) for name in card.__slots__ if name not in ("program", "facts")}
 
 
 def _shown(answers: Iterable[Any]) -> list[dict[str, Any]]:

@@ -14,12 +14,12 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata as packages
 from typing import Any, Final, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
+from configs.distribution import installed_version
 from deployments.errors import InvalidRequest
 from deployments.pipelines.records import NUMPY_DTYPES, Datatype, TensorSpec, TensorValue, bytes_data, text_tensor
 
@@ -396,8 +396,4 @@ class ServerMetadata:
 
 def server_metadata(*more_extensions: str) -> ServerMetadata:
     """Return the metadata of this server, which has more extensions where its config wants them."""
-    try:
-        version = packages.version("atelier")
-    except packages.PackageNotFoundError:  # run from a tree that is not installed
-        version = "0"
-    return ServerMetadata("atelier", version, (*_EXTENSIONS, *more_extensions))
+    return ServerMetadata("atelier", installed_version() or "0", (*_EXTENSIONS, *more_extensions))

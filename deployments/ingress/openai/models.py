@@ -98,7 +98,7 @@ def create_models_router(service: Service, ask_nearness: Callable[[], Awaitable[
         """Every model and pipeline that can be asked here, or could if it were there, with its state."""
         cards = [card for card in await service.models() if all or card.endpoint or _is_away(card)]
         near = await ask_nearness() if nearness else {}
-        answers = [ModelAnswer.of(card, near.get(card.id)) for card in cards]
+        answers = [ModelAnswer.of(card, None if card.state == "does_not_fit" else near.get(card.id)) for card in cards]
         return json_response(ModelsAnswer(object="list", data=answers))
 
     @router.get("/v1/models/{model}", response_model=ModelAnswer, responses=documented(404, 503))

@@ -216,9 +216,9 @@ export function Models({ picture, canOrder = true, within }) {
 
 function ModelRow({ name, model, load, canOrder }) {
   return useMemo(() => {
-    const isAway = model.state === "unavailable";
+    const isAway = ["unavailable", "does_not_fit"].includes(model.state);
     const tier = isAway ? "away" : model.tier;
-    const text = isAway ? texts.tiers.unavailable : texts.tiers[model.tier];
+    const text = isAway ? texts.tiers[model.state] : texts.tiers[model.tier];
     const later = !isAway && model.ready_in_s > 0 ? texts.tiers.readyIn(seconds(model.ready_in_s)) : "";
     const numbers = [
       bytes(model.bytes || NaN),

@@ -5,7 +5,7 @@ import { bytes, html, seconds, tell, useEffect, useId, useRef, useState } from "
 import { texts } from "./texts.js";
 
 const EVERY_MS = 4000;
-const BEHIND = ["unavailable", "registering", "updating"];
+const BEHIND = ["unavailable", "does_not_fit", "registering", "updating"];
 
 // Return all models, asked again now and then while the page is seen. null until they are known.
 export function useModels() {

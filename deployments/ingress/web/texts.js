@@ -29,6 +29,7 @@ export const texts = {
     disk: "on disk",
     unknown: "served",
     unavailable: "unavailable",
+    does_not_fit: "does not fit",
     registering: "arriving",
     updating: "updating",
     apart: "not on a worker",

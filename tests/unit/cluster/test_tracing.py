@@ -150,7 +150,7 @@ def test_serve_is_told_what_the_config_says(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_EXPORTER", "opentelemetry.exporter.nobody")
     tracing._exporter.cache_clear()
-    with pytest.raises(ConfigError, match=r"tracing: .*pip install 'atelier\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"tracing: .*pip install 'atelier-serve\[otel\]'"):
         serve_tracing(SETTINGS)
     tracing._exporter.cache_clear()
 

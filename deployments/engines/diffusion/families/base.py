@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16
+MAX_SIDE_PX: Final = 4096
 _PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, where the pipeline's configs do not say
 NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
@@ -31,14 +32,13 @@ NoNegative = Literal["unguided", "empty text", "zeros"]
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels.
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42), but for the size: `Family.default_sides`.
 
     `max_sequence_length` None is what `text_encoders` makes of it. `true_cfg_scale` is that of families which have one.
     """
 
     num_inference_steps: int
     guidance_scale: float
-    side: int
     max_sequence_length: int | None = None
     true_cfg_scale: float = 1.0
 
@@ -179,13 +179,15 @@ class Family(ABC):
     other_class_names: ClassVar[Sequence[str]] = ()  # stock pipelines of the same components, for other tasks
     denoiser_name: ClassVar[str]  # the component that predicts noise
     defaults: ClassVar[ImageDefaults]
+    sample_size: ClassVar[int] = 128  # latents on a side of an image whose size nobody says, unless the denoiser's own
+    reads_sample_size: ClassVar[bool] = False  # stock takes that from the denoiser's config
     edits: ClassVar[Mapping[Task, EditDefaults]] = {}  # the tasks beside text-to-image
     guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
-    lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that renames its LoRAs of other layouts
-    lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
+    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
     keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
@@ -207,6 +209,16 @@ class Family(ABC):
     def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
         return self.defaults
+
+    def default_sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
+        """Return the width and height of an image whose request says none, by what a checkpoint's configs say."""
+        factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
+        told = variant if self.reads_sample_size else {}
+        width, height = (
+            min(int(told.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
+            for name in ("sample_width", "sample_height")
+        )
+        return width, height
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:
         """Return the family as a checkpoint has it, by its model_index.json."""
@@ -350,6 +362,10 @@ class Family(ABC):
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
         return 0
+
+    def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
+        return {}
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         """Return the arguments of the solver's `set_timesteps`."""

@@ -118,7 +118,7 @@ def test_an_onnx_model_is_served_where_its_owner_has_brought_it_in(
     assert found.signature is not None
     assert found.signature.ranges_text() == "batch 1 to 8192"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelUnservable, match=r"needs onnxruntime to be served: pip install 'atelier\[onnx\]'"):
+    with pytest.raises(ModelUnservable, match=r"needs onnxruntime: pip install 'atelier-serve\[onnx\]'"):
         owned_program(store, entry, path)
 
 

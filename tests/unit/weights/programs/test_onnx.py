@@ -353,7 +353,7 @@ def test_every_layout_holds_models(store, model, tmp_path: Path, layout: str) ->
 
 def test_without_the_package_it_is_named(store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
-    with pytest.raises(WeightsError, match=r"pip install 'atelier\[onnx\]'"):
+    with pytest.raises(WeightsError, match=r"pip install 'atelier-serve\[onnx\]'"):
         externalize_onnx(store, "m", tmp_path / "m.onnx")
 
 

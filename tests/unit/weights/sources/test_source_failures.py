@@ -204,7 +204,7 @@ def test_a_target_that_cannot_be_written_is_told(bucket, data: bytes, options: d
 
 def test_a_missing_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(WeightsError, match=r"pip install 'atelier\[s3\]'"):
+    with pytest.raises(WeightsError, match=r"pip install 'atelier-serve\[s3\]'"):
         localized("s3://bucket/m", tmp_path).__enter__()
 
 

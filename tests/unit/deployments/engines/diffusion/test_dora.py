@@ -55,6 +55,7 @@ def dora(pair, tmp_path) -> Any:
     pair.stock.unload_lora_weights()
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("scale", [1.0, 0.6, -0.5])
 def test_equals_stock(dora, make_request, scale):
     folder, pair = dora

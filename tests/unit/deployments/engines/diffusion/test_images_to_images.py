@@ -96,6 +96,7 @@ def assert_equals_stock(pair, ours, pipeline: Any, request: Any, conditioning: A
     assert images.std() > 3
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("strength", [0.3, 0.5, 0.77, 1.0])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_image_to_image(pair, make_request, strength, guidance):

@@ -255,8 +255,8 @@ def test_shapes_that_do_not_fit(path, down, up, message):
 def test_what_a_pipeline_refuses(bold, make_request):
     folder, pair = bold
     adapter = load_adapter(folder)
-    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_3": {}})
-    with pytest.raises(EngineError, match=f"changes text_encoder_3; of a .*, {pair.denoiser_name}, .* can be adapted"):
+    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_4": {}})
+    with pytest.raises(EngineError, match=f"changes text_encoder_4; of a .*, {pair.denoiser_name}, .* can be adapted"):
         pair.ours.start_request(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
     for uses, message in [
         ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),

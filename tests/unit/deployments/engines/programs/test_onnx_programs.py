@@ -348,8 +348,8 @@ def test_without_the_package_the_refusal_names_the_extra(fresh: Stored, monkeypa
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     fresh.put("m", unary())
     assert fresh.signature("m").ranges == {"batch": (1, 8192)}  # it can be stored
-    with pytest.raises(WeightsError, match=r"pip install 'atelier\[onnx\]'"):
+    with pytest.raises(WeightsError, match=r"pip install 'atelier-serve\[onnx\]'"):
         fresh.bind("m")
     manifest = fresh.store.manifest("m")
-    with pytest.raises(WeightsError, match=r"pip install 'atelier\[onnx\]'"):
+    with pytest.raises(WeightsError, match=r"pip install 'atelier-serve\[onnx\]'"):
         BoundPrograms().prepare(manifest.components[COMPONENT], fresh.store.skeleton(manifest))

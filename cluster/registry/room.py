@@ -1,0 +1,103 @@
+"""The room that a cluster's config gives models, and what has none there. Pure.
+
+One arithmetic for `atelier check`, which knows models by their headers, and for the registry, which has them in its
+store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cluster.keeper.object_store import budget_within_store
+from configs.cluster import ClusterConfig, ModelReplicaConfig
+from weights.errors import BudgetExceeded, WeightsError
+from weights.memory.layer_plan import AUTO, DecoderSizes, GpuLayers, plan_layers
+from weights.memory.needs import Needs
+from weights.residency.sizes import shown_bytes
+
+
+class Shortage(NamedTuple):
+    """What keeps a model from running; `is_wish`: it is the config's wish for the places of its layers."""
+
+    text: str
+    is_wish: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceRoom:
+    """The room of each replica of a service. `key` is the budget's in the config; `computes_layers`: also on devices.
+
+    Layers of language models have `num_devices`, and the host where `has_host`.
+    """
+
+    section: str
+    budget_bytes: int
+    key: str
+    is_on_host: bool
+    computes_layers: bool
+    num_devices: int
+    has_host: bool
+
+    @classmethod
+    def of(cls, section: str, settings: ModelReplicaConfig) -> ServiceRoom:
+        """Return the room that a section of the config gives."""
+        return cls(
+            section,
+            settings.weights_budget_bytes,
+            f"{section}.{settings.weights_budget_key}",
+            settings.device == "cpu",
+            section == "worker" and settings.torch_device != "cpu",
+            1 + len(settings.other_devices),
+            settings.host_bytes is not None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """The bytes of models that fit a node at once, None where nobody knows, and the room of each service."""
+
+    node_bytes: int | None
+    services: tuple[ServiceRoom, ...]
+
+    @classmethod
+    def of(cls, config: ClusterConfig) -> Room:
+        """Return the room of a config. The nodes of a Ray that others started have stores that it does not know."""
+        node_bytes = config.store.node_budget_bytes
+        if config.ray.address is None:
+            node_bytes = budget_within_store(node_bytes, config.ray.object_store_bytes, "this")
+        sections = ("text_encoder", config.text_encoder), ("worker", config.worker)
+        return cls(node_bytes, tuple(ServiceRoom.of(*section) for section in sections))
+
+    def shortages(self, model: str, needs: Needs, gpu_layers: GpuLayers = AUTO) -> Iterator[Shortage]:
+        """Yield what the model lacks, beside nothing else in memory. Of none of these, a replica could serve it."""
+        for service in self.services:
+            if service.computes_layers and needs.decoder is not None:
+                yield from _layer_shortages(model, needs.decoder, service, gpu_layers)
+                continue
+            needed = dict(needs.services.get(service.section, {}))
+            if service.is_on_host:
+                total_bytes, limit_bytes, name = sum(needed.values()), self.node_bytes, "store.node_budget_bytes"
+            else:  # a denoiser that is larger comes block by block
+                needed = {part: nbytes for part, nbytes in needed.items() if part not in needs.in_blocks}
+                total_bytes, limit_bytes, name = max(needed.values(), default=0), service.budget_bytes, service.key
+            if limit_bytes is not None and total_bytes > limit_bytes:
+                parts = " and ".join(needed)
+                yield Shortage(
+                    f"{name} is {shown_bytes(limit_bytes)}; {parts} of {model!r} need {shown_bytes(total_bytes)}"
+                )
+
+
+def _layer_shortages(
+    model: str, decoder: DecoderSizes, service: ServiceRoom, gpu_layers: GpuLayers
+) -> Iterator[Shortage]:
+    """Yield what keeps the layers of a language model from where they are wanted, its KV cache not counted."""
+    if gpu_layers == AUTO and decoder.rest_bytes + sum(decoder.layers) <= service.budget_bytes:
+        return
+    budgets = [service.budget_bytes] * service.num_devices
+    try:
+        plan_layers(decoder, budgets, gpu_layers, model, has_host=service.has_host)
+    except WeightsError as error:
+        where = f" ({service.key})" if isinstance(error, BudgetExceeded) else ""
+        yield Shortage(f"{error}{where}", is_wish=gpu_layers != AUTO)
