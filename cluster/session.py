@@ -58,7 +58,10 @@ _QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, als
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`."""
+    """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`.
+
+    `lacking` says which models could not be used when it was `ready`, "" where all could.
+    """
 
     name: str
     pid: int
@@ -66,6 +69,7 @@ class SessionRecord:
     url: str
     config: str
     ready: bool = False
+    lacking: str = ""
 
     @property
     def alive(self) -> bool:
@@ -290,9 +294,9 @@ class SessionFile:
     def __exit__(self, *_: object) -> None:
         self._file.unlink(missing_ok=True)
 
-    def mark_ready(self) -> None:
-        """Record that the cluster answers requests."""
-        self._write(replace(self._record, ready=True))
+    def mark_ready(self, lacking: str = "") -> None:
+        """Record that the cluster answers requests, and what it lacks."""
+        self._write(replace(self._record, ready=True, lacking=lacking))
 
     def _write(self, record: SessionRecord) -> None:
         staged = self._file.with_suffix(f".{os.getpid()}.tmp")

@@ -163,7 +163,11 @@ class LimitsConfig(StrictModel):
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True, description="maximum size of a body")
     max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="maximum size of a body with images")
-    max_prompt_chars: int = Field(32_768, ge=1, description="maximum characters of a prompt")
+    max_prompt_chars: int | None = Field(
+        None,
+        ge=1,
+        description="maximum characters of a prompt; null: 32768 of an image's, and what its model reads of a text's",
+    )
     max_images: int = Field(10, ge=1, description="maximum images of one request")
     max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
     max_upload_pixels: int = Field(
@@ -479,6 +483,12 @@ def _root_of(path: Path) -> Path:
     return path if parent == parent.parent else parent  # never the whole file system
 
 
+def _overlap(host: str, other: str) -> bool:
+    """Return whether a port of one of these addresses is one of the other's. An empty one is not known."""
+    is_everywhere = not {"", "0.0.0.0", "::"}.isdisjoint((host, other))  # noqa: S104  # only compared
+    return host == other or is_everywhere or (is_loopback(host) and is_loopback(other))
+
+
 class ClusterConfig(StrictModel):
     """One Atelier cluster, as one YAML file."""
 
@@ -510,7 +520,7 @@ class ClusterConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        problems = [*self._reused_ids(), *self._unknown_bases(), *self._absent_devices()]
+        problems = [*self._reused_ids(), *self._unknown_bases(), *self._absent_devices(), *self.shared_ports()]
         if problems:
             raise located_errors(type(self).__name__, problems)
         return self
@@ -550,6 +560,24 @@ class ClusterConfig(StrictModel):
             kind, _, index = device.partition(":")
             if kind == "sim" and int(index or 0) >= self.simulated.num_devices:
                 yield place, f"no device {device!r}: simulated.num_devices is {self.simulated.num_devices}"
+
+    def shared_ports(self) -> Iterator[tuple[tuple[str | int, ...], str]]:
+        """Yield the keys of ports that something else of this config listens on, and what."""
+        proxy = self.http.haproxy if self.http.proxy == "haproxy" else None
+        asked = [("http.port", self.http.host, self.http.port)]
+        if self.grpc:
+            asked.append(("grpc.port", self.grpc.host, self.grpc.port))
+        if proxy:
+            named = ("stats_port", "metrics_port", "fallback_port", "first_replica_port")
+            asked += [(f"http.haproxy.{key}", "", port) for key in named if (port := getattr(proxy, key)) is not None]
+        taken: list[tuple[str, str, range]] = []
+        for key, host, port in asked:
+            num_ports = proxy.num_replica_ports if proxy and key.endswith("first_replica_port") else 1
+            ports = range(port, port + num_ports)
+            for other, its_host, its_ports in taken:
+                if max(ports[0], its_ports[0]) <= min(ports[-1], its_ports[-1]) and _overlap(host, its_host):
+                    yield tuple(key.split(".")), f"{its_ports[0]} is {other} already"
+            taken.append((key, host, ports))
 
     @property
     def named_devices(self) -> dict[tuple[str | int, ...], str]:

@@ -130,6 +130,7 @@ class AdmissionQueue:
         pool.lanes.add(waiting)
         pool.note_waiting(demand.model)
         self._pool_of[ticket] = demand.pool
+        self._counts.hold(demand.model, demand.pool)
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
         """Let a running request wait again, before all others: its replica died, or could not load its model.
@@ -167,9 +168,12 @@ class AdmissionQueue:
             return
         pool = self._pools[name]
         if ticket in pool.lanes:
-            pool.forget_waiting(pool.lanes.remove(ticket).demand.model)
+            model = pool.lanes.remove(ticket).demand.model
+            pool.forget_waiting(model)
+            self._counts.release(model)
             return
         ended = pool.slots.end(ticket, now_s)
+        self._counts.release(ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         self._note_room(pool, ended)
         if is_answered:
@@ -519,6 +523,7 @@ class AdmissionQueue:
         pool.lanes.remove(waiting.ticket)
         pool.forget_waiting(waiting.demand.model)
         del self._pool_of[waiting.ticket]
+        self._counts.release(waiting.demand.model)
         self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1
         self._tenant_counts.note_refusal(waiting.demand)
         self._refused.append(Refused(waiting.ticket, refusal))

@@ -359,6 +359,7 @@ class RequestCounts:
     started: int = 0
     started_s: float = -math.inf  # the last one
     refused: int = 0
+    num_here: int = 0
 
 
 class ModelCounts:
@@ -366,10 +367,23 @@ class ModelCounts:
 
     def __init__(self) -> None:
         self._models: Recent[str, RequestCounts] = Recent(MAX_MODELS)
+        self._here: dict[str, RequestCounts] = {}  # those with requests that wait or run: they stay
 
     def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
-        return iter(self._models.items())
+        return iter({**self._models, **self._here}.items())
 
     def counts_of(self, model: str, pool: str) -> RequestCounts:
         """Return the counts of a model that a request came for."""
-        return self._models.used(model, lambda: RequestCounts(pool))
+        return self._models.used(model, lambda: self._here.get(model) or RequestCounts(pool))
+
+    def hold(self, model: str, pool: str) -> None:
+        """Count a request for the model that is here."""
+        counts = self._here[model] = self.counts_of(model, pool)
+        counts.num_here += 1
+
+    def release(self, model: str) -> None:
+        """Count one less."""
+        counts = self._here[model]
+        counts.num_here -= 1
+        if not counts.num_here:
+            del self._here[model]

@@ -86,11 +86,11 @@ class PeerClient:
         arriving = _Arriving(extent, place, self._range_bytes)
         min_bytes_per_s = max(min_gbps, self._min_gbps) * 1e9 / self._num_connections
         fetched, reasons, left = FetchOutcome(), list[str](), deque(addresses)
-        while left and not arriving.is_complete:
+        while left and arriving.missing_bytes:
             address = left.popleft()
             source = _Source(self._connections, address, extent.id, min_bytes_per_s, self._grace_s)
             reasons += self._fetch_share(source, arriving, fetched)
-            if arriving.is_complete:
+            if not arriving.missing_bytes:
                 if checksum := arriving.wrong_checksum():
                     if arriving.begin_again() == {address}:
                         reasons.append(f"peer {address}: its bytes have checksum {checksum}, not {extent.checksum}")
@@ -103,7 +103,7 @@ class PeerClient:
             else:
                 self._connections.drop_idle(address)
                 fetched.failed.append(address)
-        if not arriving.is_complete:
+        if arriving.missing_bytes:
             raise FetchFailed(
                 f"extent {extent.id}: {arriving.missing_bytes} of {extent.nbytes} bytes are missing; "
                 f"{'; '.join(dict.fromkeys(reasons)) or 'no peer was offered'}",
@@ -257,13 +257,8 @@ class _Arriving:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that have not arrived."""
+        """Bytes that have not arrived, right or wrong."""
         return self._extent.nbytes if self._ranges is None else self._ranges.missing_bytes
-
-    @property
-    def is_complete(self) -> bool:
-        """Return whether all bytes are there, right or wrong."""
-        return not self.missing_bytes
 
     def ranges(self) -> ExtentRanges:
         """Return what is missing, in the extent's place. Raises what making it does, and ValueError when it is none."""

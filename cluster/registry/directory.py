@@ -45,7 +45,8 @@ def circle_of(entry: Entry, entries: Mapping[str, Entry]) -> tuple[str, ...]:
 
     HAZARD: whoever waits for all that an entry rests on waits for himself on such a way.
     """
-    ways, seen = [(entry.id, id_) for id_ in rests_on(entry)], set[str]()
+    seen = set[str]()
+    ways: list[tuple[str, ...]] = [(entry.id, id_) for id_ in rests_on(entry)]
     while ways:
         way = ways.pop()
         if way[-1] == entry.id:

@@ -18,6 +18,7 @@ from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.formats.language_models import language_model_facts
 from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
@@ -77,7 +78,10 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
 
 
 def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
-    """Return what tells models of one class apart: the facts of `pipeline_variant`, or the `scale` of an upscaler."""
+    """Return what tells models of one class apart: the facts of `pipeline_variant` or of `language_model_facts`, or the
+    `scale` of an upscaler."""
+    if manifest.kind == "llm":
+        return language_model_facts(skeleton)
     if manifest.kind == "diffusion":
         return pipeline_variant(skeleton)
     if manifest.kind != "upscaler":

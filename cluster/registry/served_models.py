@@ -102,8 +102,11 @@ class ServedModels:
         found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):
             if registration.replaces != self._configured.get(id_):
-                self._registrations.remove(id_)  # the config has changed since: it says what is wanted now
-                del found[id_]
+                del found[id_]  # the config has changed since: it says what is wanted now
+                try:
+                    await asyncio.to_thread(self._registrations.remove, id_)
+                except RegistrationRefused as error:  # it will be passed over again
+                    logger.warning("%s", error)
         for id_ in dict.fromkeys([*self._configured, *sorted(found.keys() | damaged.keys())]):
             if id_ in damaged:
                 self._apply(ModelRecord(id_, "unavailable", error=damaged[id_]))

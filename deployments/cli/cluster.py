@@ -28,12 +28,14 @@ from configs.errors import ConfigFileError
 from deployments.cli.client import KEY_VARIABLE, Client
 from deployments.cli.models import print_models
 from deployments.cli.output import Json, print_json, size
-from deployments.cli.progress import StartDisplay
+from deployments.cli.progress import StartDisplay, usable_line
 from weights.private_folder import private_folder, state_folder
 
 if TYPE_CHECKING:
     from cluster.session import SessionRecord
     from configs.cluster import ClusterConfig
+    from configs.errors import Problem
+    from deployments.preflight import ReadSource
 
 app = typer.Typer()
 _out = Console()
@@ -53,6 +55,7 @@ _HEADER: Final = (
 
 _SOCKET: Final = "NOTIFY_SOCKET"
 
+UP_IN_PART: Final = 3  # the exit code of a start that left some models unusable
 KEPT: Final = 5  # earlier starts of a cluster
 RAY_LOGS: Final = Path("/tmp/ray/session_latest/logs")  # noqa: S108  # Ray's own place
 _CHUNK_BYTES: Final = 2**16
@@ -129,11 +132,14 @@ def clusters_at(address: str) -> tuple[list[str], str]:
 
 
 @app.command()
-def check(config: ConfigPath = DEFAULT_CONFIG, as_json: Json = False) -> None:
-    """Find what is wrong with a cluster config, and with the models that it names, before anything starts."""
-    from deployments.preflight import check_config
+def check(
+    config: ConfigPath = DEFAULT_CONFIG, port: Port = None, insecure: Insecure = False, as_json: Json = False
+) -> None:
+    """Find what is wrong with a cluster config, and with the models that it names, before anything starts.
 
-    loaded, sources, problems = check_config(config)
+    What this finds `up` refuses with the same options, and the other way round.
+    """
+    loaded, sources, problems = _checked(config, port, insecure)
     if as_json:
         print_json({"config": str(config), "problems": [asdict(problem) for problem in problems]})
     if problems and not as_json:
@@ -206,27 +212,37 @@ def _render_serve_yaml(config: ClusterConfig) -> str:
 
 def load_for_start(path: Path, port: int | None, insecure: bool) -> ClusterConfig:
     """Load the config with the options of `up` and `apply`. Raises ConfigError when it may not start so."""
+    config, _, problems = _checked(path, port, insecure)
+    if config is None or problems:
+        raise ConfigFileError(path, problems)
+    return config
+
+
+def _checked(
+    path: Path, port: int | None, insecure: bool
+) -> tuple[ClusterConfig | None, dict[str, ReadSource], list[Problem]]:
+    """Return the config with these options, the facts of its models, and all that is wrong with it for a start here."""
     from configs.loading import locate_problems
     from deployments.ingress.access.keys import KeysFileError, read_key_store
     from deployments.preflight import check_config
 
-    config, _, found = check_config(path)
+    config, sources, found = check_config(path)
     if config is None:
-        raise ConfigFileError(path, found)
+        return None, sources, found
+    problems: list[tuple[tuple[str | int, ...], str]] = []
     if port is not None:
         http = type(config.http).model_validate(config.http.model_dump() | {"port": port})
         config = config.model_copy(update={"http": http})
+        problems += config.shared_ports()
     if insecure:
         config = config.model_copy(update={"access": config.access.model_copy(update={"insecure": True})})
-    problems = [(tuple(key.split(".")), text) for key, text in config.open_hosts().items()]
+    problems += [(tuple(key.split(".")), text) for key, text in config.open_hosts().items()]
     if config.access.keys_file:
         try:
             read_key_store(config.access.keys_file)
         except KeysFileError as error:
             problems.append((("access", "keys_file"), f"{error}; `atelier keys add NAME --admin` makes a key"))
-    if found or problems:
-        raise ConfigFileError(path, [*found, *locate_problems(path, problems)])
-    return config
+    return config, sources, [*found, *locate_problems(path, problems)]
 
 
 def start_attached(
@@ -253,6 +269,8 @@ def start_attached(
                 print_models(Client(url).models())
             pages = f"create: {url}/   cluster: {url}/cluster   " if config.http.web else ""
             _out.print(f"{pages}docs: {url}/docs   stop: Ctrl-C or `atelier down`", soft_wrap=True)
+            if lacking := usable_line(display.last):
+                _out.print(lacking, markup=False, highlight=False, soft_wrap=True)
             tell_systemd("READY=1")
             if show_page is not None and config.http.web:
                 show_page(f"{url}/")
@@ -290,6 +308,9 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
         record = _wait_for_record(config.name, process, log, show)
     page = f"; open {record.url}/ in a browser" if config.http.web else ""
     _out.print(f"cluster {config.name!r} is up at {record.url} (process {record.pid}){page}; stop: `atelier down`")
+    if record.lacking:
+        _out.print(record.lacking, markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(UP_IN_PART)
 
 
 def _wait_for_record(

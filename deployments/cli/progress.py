@@ -49,6 +49,7 @@ MAX_MODELS: Final = 8  # that are named on a terminal at once
 
 UNPLACED_S: Final = 10.0  # without a place for a replica, before that is said
 STALL_S: Final = 300.0  # without any change, though no model is entering the store: imports have limits of their own
+_USABLE: Final = ("ready", "updating", "unloaded")
 _ENTERING: Final = ("registering", "updating")
 _MAX_NODES: Final = 4  # that are described
 _KEYS: Final = {"CPU": "num_cpus", "GPU": "num_gpus"}
@@ -151,6 +152,16 @@ def _progress_lines(state: StartState, rate: float = 0.0) -> list[str]:
     return lines + others
 
 
+def usable_line(state: StartState) -> str:
+    """Return how many models can be asked, and why the others cannot; "" where all can."""
+    lacking = [model for model, found in state.models.items() if found not in _USABLE]
+    if not lacking:
+        return ""
+    shown = [_model_line(state, model).removeprefix("model ") for model in lacking[:MAX_MODELS]]
+    more = [f"and {len(lacking) - MAX_MODELS} more"] if len(lacking) > MAX_MODELS else []
+    return f"{len(state.models) - len(lacking)} of {len(state.models)} models usable; not {'; '.join(shown + more)}"
+
+
 def _progress_news(before: StartState, after: StartState) -> list[str]:
     """Return a line for every deployment and every model of which `before` said something else."""
     replicas = [
@@ -189,6 +200,11 @@ class StartDisplay:
         self._last = StartState()
         self._rates: dict[str, tuple[float, int]] = {}  # when an import was first seen, and how far it was
         self._status = console.status(Text(title))
+
+    @property
+    def last(self) -> StartState:
+        """The state that was shown last."""
+        return self._last
 
     @property
     def elapsed_s(self) -> float:

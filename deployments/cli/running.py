@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,11 +36,12 @@ from cluster.session import SessionFile, check_can_start, check_http_ports, ray_
 from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
-from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line
+from deployments.cli.progress import MAX_MODELS, StartState, StartWatch, unplaced_line, usable_line
 from deployments.preflight import device_mistakes
 from deployments.services.replica_classes import TEMPLATE, TEXT_ENCODER, WORKER
 from weights.errors import listed
 from weights.externalize import unpacked_bytes
+from weights.storage.durable import make_folder
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -78,6 +81,7 @@ def cluster_up(
     (within `timeout_s`), or `stop` is set before it does.
     """
     check_devices(config)
+    check_store(config)
     if untried := why_untried():
         _logger.warning(untried)
     folder = record_folder()
@@ -90,7 +94,7 @@ def cluster_up(
         watch = StartWatch(is_private=config.ray.address is None, timeout_s=timeout_s)
         _start_serve(config, door)
         state = _wait_ready(config, url, watch, show, stop)
-        session.mark_ready()
+        session.mark_ready(usable_line(state))
         for line in state.unplaced.values():
             _logger.warning(line)
         records = _model_records(config)
@@ -105,6 +109,22 @@ def check_devices(config: ClusterConfig) -> None:
     """Raise SessionError for a device that replicas could not open: they would say so late, and in Serve's words."""
     for keys, text in device_mistakes(config):
         raise SessionError(f"{'.'.join(map(str, keys))}: {text}")
+
+
+def check_store(config: ClusterConfig) -> None:
+    """Raise SessionError for a store into which no model could come. One that has models may be for reading only.
+
+    On a Ray that others started, another machine may have it.
+    """
+    store = config.store.path
+    try:
+        make_folder(store)
+        with tempfile.TemporaryFile(dir=store):
+            return
+    except OSError as error:
+        has_models = os.access(store / "models", os.R_OK) and any((store / "models").iterdir())
+        if config.ray.address is None and not has_models:
+            raise SessionError(f"store.path: {store} cannot be written: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager

@@ -67,6 +67,10 @@ class EngineError(Exception):
     """A request that the engine cannot run; the message is meant for the person who sent it."""
 
 
+class PromptTooLong(EngineError):
+    """A prompt has more tokens than the model reads at once."""
+
+
 class ComputationFailed(Exception):
     """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
 

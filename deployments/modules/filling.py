@@ -177,7 +177,12 @@ class SlotFiller:
             await asyncio.wait([work], timeout=NOTE_EVERY_S)
             while done:
                 loop.call_soon(self._note, *next(left), done.popleft())
-        with telling(lambda error: [self._note(slot, part, error) for slot, part in left]):
+
+        def fail_rest(error: Exception) -> None:
+            for slot, part in left:
+                self._note(slot, part, error)
+
+        with telling(fail_rest):
             return work.result()
         return True
 

@@ -25,8 +25,12 @@ from deployments.records.requests import (
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_TOOLS = 1024
+LEAST_TOP_P = 1e-9  # the likeliest token alone
 MAX_STOPS = 64  # OpenAI has 4, other servers no limit
-TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+# Strict: digits are a text, and no token.
+_PromptToken = Annotated[int, Field(strict=True, ge=0, le=MAX_INT32)]
+TokenIds = Annotated[tuple[_PromptToken, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
 
@@ -79,7 +83,7 @@ class ChatRequest(_TextRequest):
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
     response_format: ResponseFormat | None = None
-    tools: tuple[Tool, ...] = Field((), max_length=128)
+    tools: tuple[Tool, ...] = Field((), max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)

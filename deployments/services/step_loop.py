@@ -102,7 +102,7 @@ class _Caller(Generic[OutputT]):
     def can_wait(self, outcome: OutputT | Exception) -> bool:
         """Return whether the outcome, which is next, may be delivered later."""
         is_first, self.is_begun = not self.is_begun, True
-        return self.coalesces and not (is_first or isinstance(outcome, Exception) or outcome.is_last)
+        return self.coalesces and not (is_first or isinstance(outcome, BaseException) or outcome.is_last)
 
     def take(self, outcome: OutputT | Exception) -> None:
         """Take the next outcome in. What comes after a failure is dropped."""
@@ -110,9 +110,9 @@ class _Caller(Generic[OutputT]):
         if self.last.done():
             return
         try:
-            if isinstance(outcome, Exception):
-                raise outcome
             with panics_as_errors():
+                if isinstance(outcome, BaseException):
+                    raise outcome
                 self.on_output(outcome)
         except Exception as error:  # the caller's own as well: no other caller may have it
             self.last.set_exception(error)

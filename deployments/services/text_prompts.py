@@ -14,7 +14,7 @@ from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import Function
 from deployments.engines.llm.chat_prompts import ChatOptions, switches_thinking, template_variables, unknown_variables
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.schemas import prepare_schema
+from deployments.engines.llm.schemas import left_out_of, prepare_schema
 from deployments.engines.llm.template_forms import answer_form
 from deployments.engines.llm.tokenizer import token_text
 from deployments.engines.prompt_images import PromptImage
@@ -133,17 +133,18 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
     except EngineError as error:
         raise InvalidRequest(str(error), "prompt_name") from None
     pooling = request.pooling or rules.pooling
-    most = engine.max_model_len - 1
+    most = engine.max_model_len
     requests, warnings = [], []
     inputs: Sequence[str | tuple[int, ...]] = request.input
     for number, text in enumerate(inputs):
         tokens = engine.encode_text(before + text) if isinstance(text, str) else text
         if len(tokens) > most:
             what = f"input {number} has {len(tokens)} tokens, and the model takes {most}"
-            if request.long_text != "truncate":
+            if request.long_text not in ("truncate", None):
                 raise InvalidRequest(f"input: {what}", "input")
             warnings.append(f"{what}: it was cut")
-        requests.append(TextRequest(part_id(), tokens[:most], pooling=pooling))
+            tokens = engine.encode_text(before + text, most) if isinstance(text, str) else text[:most]
+        requests.append(TextRequest(part_id(), tokens, pooling=pooling))
     return requests, tuple(warnings)
 
 
@@ -185,7 +186,17 @@ def _warnings(engine: LLMEngine, request: ChatRequest, *, has_tools: bool) -> tu
     asked = [name for name in ("reasoning_effort", "enable_thinking") if getattr(request, name) is not None]
     if asked and not switches_thinking(engine.tokenizer, has_tools=has_tools):
         found.append(f"{asked[0]}: the model's chat template does not know how much is to be thought")
-    return tuple(found)
+    schema = None if request.response_format is None else request.response_format.schema_of_answer
+    return (*found, *_left_out("response_format", schema))
+
+
+def _left_out(field: str, schema: Mapping[str, Any] | None) -> list[str]:
+    """Return what of a schema an answer is not kept to. Raises InvalidRequest."""
+    try:
+        parts = () if schema is None else left_out_of(schema)
+    except EngineError as error:
+        raise InvalidRequest(f"{field}: {error}", field) from error
+    return [f"{field}: an answer cannot be kept to {part}, which is left out" for part in parts[:8]]
 
 
 def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUse]:

@@ -34,7 +34,7 @@ from integration.harness import DEMO_MODELS  # noqa: E402
 from kit.waiting import wait_until  # noqa: E402
 from soak.asking import Load, Question, first_answers, is_same, questions  # noqa: E402
 from soak.deaths import Deaths  # noqa: E402
-from soak.disturbing import ATELIER, CLOCK, Cluster, disturb, set_clock  # noqa: E402
+from soak.disturbing import ATELIER, CLOCK, Cluster, disturb  # noqa: E402
 from soak.measuring import Meter  # noqa: E402
 from soak.namespaces import TMP, in_namespaces, missing  # noqa: E402
 from soak.schedule import CALM_SHARE, Event, drawn_sixths, sixth_s  # noqa: E402
@@ -78,6 +78,7 @@ def main() -> int:
         return soak(Path(options.folder), options.minutes, options.seed, is_judging_times=not options.untimed)
     if reason := missing():
         sys.exit(reason)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # by which the namespaces end, and the folder goes
     seed = random.randrange(2**31) if options.seed is None else options.seed
     print(f"soak of {options.minutes:g} minutes: SEED={seed} draws it again", flush=True)
     with tempfile.TemporaryDirectory(prefix="soak") as folder:
@@ -159,7 +160,6 @@ def _running(file: Path, folder: Path) -> Iterator[str]:
     """Run `atelier up` for the length of the block, with a wall clock that can step."""
     clock, log = folder / "clock", folder / "up.log"
     clock.write_bytes(bytes(8))
-    set_clock(clock, 0)
     library, source = folder / CLOCK, ROOT / "tests/nodes/wall_clock.c"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
     # Ray's workers would not get it without the second.

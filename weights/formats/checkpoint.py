@@ -35,6 +35,7 @@ from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
 from weights.formats.lora import (
     PEFT_CLASS,
@@ -354,7 +355,8 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
         return _dense_head(path, allow_torch)
     if _is_control_class(config):
         return _controlnet(path, str(config["_class_name"]), allow_torch)
-    architectures = config.get("architectures") or [None]
+    # A model's own class is the one of its type that writes; an encoder's is told by what it is asked for.
+    architectures = config.get("architectures") or [CLASS_NAMES.get(str(config.get("model_type")))]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
         raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")

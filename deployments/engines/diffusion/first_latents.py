@@ -106,7 +106,8 @@ class LatentsMaker:
         if num_extra:
             masked = self._encode(image * (1 - mask), generator, dtype, request).expand(shape)
             return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
-        draw(1)  # stock encodes the masked image, and does not look at it
+        if self.codec.draws_latents:
+            draw(1)  # stock encodes the masked image, and does not look at it
         pack: Callable[[torch.Tensor], torch.Tensor] = family.pack_latents
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)

@@ -152,7 +152,7 @@ class DenoisePipeline:
         paths = {layer: path for path, layer in self.denoiser.named_modules()}
         found, _ = self._loras.forms_of(request, adapters)
         names = sorted(use.name for use in request.adapters)
-        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in pairs} for pairs, _ in found]
+        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in own.items()} for own, _ in found]
         return [*zip(names, pairs_of, strict=True), *beside]
 
     def encode_inputs(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainVa
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class NullIsDefault(BaseModel):
@@ -201,15 +201,18 @@ class JsonSchema(_ChatPart):
 
 
 class ResponseFormat(_ChatPart):
-    """The form of an answer: text, any JSON object, or a JSON document of a schema."""
+    """The form of an answer: text, any JSON object, or a JSON document of a schema, in either member."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("the type 'json_schema', and no other, needs a json_schema")
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("a schema by itself is for the type 'json_object'")
         return self
 
     @property
@@ -217,7 +220,9 @@ class ResponseFormat(_ChatPart):
         """Return the schema that the answer keeps to; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        return self.schema_ if self.schema_ is not None else {"type": "object"}
 
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

@@ -199,9 +199,9 @@ class LLMEngine:
         """Return the token ids of a chat with its images. Raises EngineError as the two parts of it do."""
         return self.encode_rendered(self.render_chat(messages, options), images)
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a plain prompt."""
-        return encode_text(self.tokenizer, text)
+    def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the token ids of a plain prompt, which is cut where it has more."""
+        return encode_text(self.tokenizer, text, max_tokens)
 
     def add_request(self, request: TextRequest) -> None:
         """Take a request in, at the end of the line. `max_tokens` is clipped to what fits behind the prompt.
@@ -364,7 +364,7 @@ class LLMEngine:
             self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
-    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Sequence[SampledToken | Exception]]:
+    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Items[SampledToken | Exception]]:
         """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
         logits = self._logits(chunks)
         groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]

@@ -28,6 +28,7 @@ _LIMITS: Final[Any] = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_00
 _MISFIT: Final = "doesn't satisfy the grammar"  # every other error of a matcher is a limit of it
 _NUM_REHEARSALS: Final = 3
 _REHEARSED_BYTES: Final = 96
+_FORCED_TOKENS: Final = 64
 _BYTES: Final = LLTokenizer("byte")  # a vocabulary of single bytes, in which a step costs microseconds
 
 
@@ -74,6 +75,7 @@ class GrammarCompiler:
         if matcher.is_error():  # as of a schema that refers to nothing but itself: it compiles, and nothing can begin
             raise EngineError(f"no document fits the schema ({_reason(matcher.get_error())})")
         _rehearse(grammar)
+        _check_vocabulary(matcher.deep_copy())
         return Grammar(matcher)
 
     def _known_tokens(self) -> LLTokenizer:
@@ -106,6 +108,22 @@ def _rehearse(grammar: str) -> None:
                 matcher.consume_token(int(draw.choice(allowed)))
             if matcher.is_error():
                 raise _too_complex(matcher)
+
+
+def _check_vocabulary(matcher: LLMatcher) -> None:
+    """Write what a grammar leaves no choice of. Raises EngineError where the model's tokens cannot."""
+    for _ in range(_FORCED_TOKENS):
+        forced = matcher.compute_ff_bytes()
+        if not forced or matcher.is_stopped():
+            return
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if len(allowed):
+            matcher.consume_token(int(allowed[-1]))  # of one text's tokens the longer ones mostly come later
+        if matcher.is_error() and _MISFIT not in matcher.get_error():
+            return  # too complex, which the request is told that meets it
+        if matcher.is_error() or not len(allowed):
+            text = forced.decode(errors="replace")[:64]
+            raise EngineError(f"the model's vocabulary has no tokens that write {text!r}")
 
 
 def _too_complex(matcher: LLMatcher) -> EngineError:

@@ -65,7 +65,7 @@ class Batch:
         if rest:
             raise ValueError(f"{len(x)} vectors of {self.num_rows} rows: not as many of each")
         if self.repeats and each > 1:
-            return x.unflatten(0, (each, self.num_rows))[:, start:stop]
+            return x.view(each, self.num_rows, *x.shape[1:])[:, start:stop]
         return x[each * start : each * min(stop, self.num_rows)]
 
 
@@ -164,26 +164,38 @@ class RowAdapter:
     row_multiple: int
 
 
-@contextmanager
-def adapted_rows(module: nn.Module, uses: Sequence[RowAdapter]) -> Iterator[None]:
-    """Add adapters to the rows (T, in) of what the linear layers of `module` compute within the block, each to its own.
+class AdaptedRows:
+    """Adds adapters to the rows (T, in) of what the linear layers of a module compute, each to its own.
 
     They have passed `check_targets`. A row's result does not depend on the others. A module that gives those below it
-    only some rows of the batch, in an order of its own, says in `routed_rows` which. HAZARD: as `applied_adapters`.
+    only some rows of the batch, in an order of its own, says in `routed_rows` which.
     """
-    by_path: dict[str, list[RowAdapter]] = {}
-    for use in uses:
-        for path in use.pairs:
-            by_path.setdefault(path, []).append(use)
-    handles: list[Any] = []
-    try:
-        for path, own in by_path.items():
-            target = module.get_submodule(path)
-            handles.append(target.register_forward_hook(_rows_side_path(path, own, _router_above(module, path))))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers: dict[str, nn.Module] = {}  # as they were asked for: each step asks for all of an adapter's
+        self._above: dict[nn.Module, tuple[str, Any]] = {}  # of these the path, and what routes rows to them
+
+    def adding(self, uses: Sequence[RowAdapter]) -> AbstractContextManager[None]:
+        """Add within the block. HAZARD: as `applied_adapters`."""
+
+        def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            path, router = self._above[layer]
+            routed = None if router is None else router.routed_rows
+            output = _writable(layer, output)
+            own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
+            for use in uses:
+                if (pair := use.pairs.get(path)) is not None:
+                    _add_to_rows(layer, pair, use, routed, args[0].flatten(0, -2), own_rows)
+            return own_rows.view(output.shape)
+
+        return _hooked((self._layer(path) for use in uses for path in use.pairs), add)
+
+    def _layer(self, path: str) -> nn.Module:
+        if (found := self._layers.get(path)) is None:
+            found = self._layers[path] = self._module.get_submodule(path)
+            self._above[found] = path, _router_above(self._module, path)
+        return found
 
 
 def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
@@ -264,27 +276,25 @@ def _router_above(module: nn.Module, path: str) -> Any:
     return next((one for one in above if hasattr(one, "routed_rows")), None)
 
 
-def _rows_side_path(
-    path: str, uses: Sequence[RowAdapter], router: Any
-) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-    def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        routed = None if router is None else router.routed_rows
-        output = _writable(target, output)
-        own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
-        for use in uses:
-            rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
-            pair, x = use.pairs[path], args[0].flatten(0, -2)[rows]
-            padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
-            delta = linear(linear(padded, pair.down), pair.up)[: len(x)] * (pair.scale * use.strength)
-            if pair.magnitude is None:
-                own_rows.index_add_(0, rows, delta)
-                continue
-            own = own_rows[rows]  # a copy
-            _add_dora(target, own, delta, _row_scales(target, pair, pair.scale * use.strength))
-            own_rows[rows] = own
-        return own_rows.view(output.shape)
-
-    return add
+def _add_to_rows(
+    layer: nn.Module,
+    pair: LoraPair,
+    use: RowAdapter,
+    routed: torch.Tensor | None,
+    x_TC: torch.Tensor,
+    own_TN: torch.Tensor,
+) -> None:
+    """Add to what a layer made of x, in place, what a pair adds to the rows of `use`; `routed` are those of x."""
+    rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
+    x = x_TC[rows]
+    padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
+    delta = linear(linear(padded, pair.down), pair.up)[: len(x)] * (pair.scale * use.strength)
+    if pair.magnitude is None:
+        own_TN.index_add_(0, rows, delta)
+        return
+    own = own_TN[rows]  # a copy
+    _add_dora(layer, own, delta, _row_scales(layer, pair, pair.scale * use.strength))
+    own_TN[rows] = own
 
 
 # DoRA

@@ -8,18 +8,19 @@ signature: nobody asks for one back.
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
 from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import JsonRoute, LenientBody, warning_header
+from deployments.ingress.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
 from deployments.ingress.responses import (
     INFERENCE_ERRORS,
@@ -34,7 +35,7 @@ from deployments.ingress.responses import (
     stream_events,
 )
 from deployments.ingress.service import Service
-from deployments.records import MAX_INT32, Count, Loras, Name, RequestModel, TextChunk, TextResult
+from deployments.records import MAX_INT32, MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, TextResult
 
 StopReason = Literal["end_turn", "max_tokens", "tool_use"]
 _STOP_REASONS: Final[dict[str, StopReason]] = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -304,16 +305,60 @@ class ToolUseBlock(_MessagePart):
     input: dict[str, Any]
 
 
+class SearchResultBlock(_MessagePart):
+    """What a search has found, as text."""
+
+    type: Literal["search_result"]
+    title: str = ""
+    content: list[TextBlock] = Field([])
+
+
+class OtherBlock(_MessagePart, LeftOut):
+    """A block that only Anthropic's servers make, or understand: it is left out."""
+
+
+def _kind_of(block: Any) -> str:
+    """Return the tag of a block, by its type."""
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    kind = "thinking" if kind == "redacted_thinking" else kind
+    if not isinstance(kind, str):
+        return "text"
+    return "other" if _OF_ITS_SERVERS.fullmatch(kind) else kind
+
+
+_OF_ITS_SERVERS: Final = re.compile("[a-z_]+_tool_(use|result)|tool_reference|container_upload|compaction")
+_BLOCK_KIND: Final = Discriminator(_kind_of)
+Shown = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | OtherBlock
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda block: kind if (kind := _kind_of(block)) not in _NOT_IN_RESULTS else "other"),
+]
+_NOT_IN_RESULTS: Final = ("thinking", "tool_use", "tool_result")
+
+
 class ToolResultBlock(_MessagePart):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]] | None = None
+    content: str | list[ResultBlock] | None = None
 
 
-Shown = TextBlock | ImageBlock | DocumentBlock
-Block = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    _BLOCK_KIND,
+]
 
 
 class MessageTurn(_MessagePart):
@@ -323,13 +368,27 @@ class MessageTurn(_MessagePart):
     content: str | list[Block]
 
 
+class OtherTool(_MessagePart, LeftOut):
+    """A tool that Anthropic's servers run, and nobody here."""
+
+
 class MessageTool(_MessagePart):
-    """A tool that the model may call. Anthropic's own ones, which its servers run, are refused."""
+    """A tool that the model may call."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
+
+
+_TOOL_KIND: Final = Discriminator(
+    lambda tool: (
+        "custom"
+        if (tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)) in (None, "custom")
+        else "other"
+    )
+)
+AnyTool = Annotated[Annotated[MessageTool, Tag("custom")] | Annotated[OtherTool, Tag("other")], _TOOL_KIND]
 
 
 class MessageToolChoice(_MessagePart):
@@ -353,7 +412,7 @@ class PromptBody(LenientBody):
     model: Name
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
-    tools: list[MessageTool] | None = Field(None, max_length=128)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
 
@@ -373,7 +432,11 @@ class PromptBody(LenientBody):
                 "function": {"name": one.name, "description": one.description, "parameters": one.input_schema},
             }
             for one in self.tools or ()
+            if isinstance(one, MessageTool)
         ]
+        if self.tools and not tools:
+            kind = self.tools[0].type
+            raise InvalidRequest(f"tools.0: only tools that Anthropic's servers run ({kind!r})", "tools.0")
         given: dict[str, Any] = {"model": self.model, "messages": messages, "tools": tools}
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name}}
@@ -410,9 +473,9 @@ class MessagesBody(PromptBody):
     output_config: OutputConfig | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP = None
     top_k: int | None = Field(None, ge=0, le=MAX_INT32)
-    seed: int | None = Field(None, ge=0)
+    seed: TextSeed = None
     lora: Loras | None = None
     stream: bool | None = False
     metadata: dict[str, Any] | None = Field(None, description="nobody looks at it")
@@ -462,7 +525,11 @@ def _shown(content: str | Sequence[Shown], where: str, first: int = 0) -> list[s
         name = f"{where}.{number}"
         if isinstance(block, DocumentBlock):
             raise InvalidRequest(f"{name}: language models here read no block of type {block.type!r}", name)
-        if isinstance(block, TextBlock):
+        if isinstance(block, OtherBlock):
+            continue
+        if isinstance(block, SearchResultBlock):
+            parts.append("\n".join([block.title, *(one.text for one in block.content)]))
+        elif isinstance(block, TextBlock):
             parts.append(block.text)
         else:
             source = block.source

@@ -21,7 +21,7 @@ from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import FunctionName, Tool
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.admin.operations import Page
-from deployments.ingress.bodies import JsonRoute
+from deployments.ingress.bodies import AnyTypeRoute
 from deployments.ingress.compat.ollama_answers import (
     SPOKEN_VERSION,
     ChatLine,
@@ -51,6 +51,7 @@ from deployments.ingress.responses import (
 )
 from deployments.ingress.service import Service
 from deployments.records import (
+    LEAST_TOP_P,
     ChatRequest,
     CompletionRequest,
     Count,
@@ -103,7 +104,10 @@ class OllamaOptions(RequestModel, extra="ignore"):
         found |= {"max_tokens": self.num_predict if (self.num_predict or 0) > 0 else None}
         found |= {"seed": self.seed if (self.seed or 0) >= 0 else None}
         found |= {"top_k": None if self.top_k is None else max(0, self.top_k)}
-        found |= {"stop": (self.stop,) if isinstance(self.stop, str) else self.stop}
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        found |= {"stop": tuple(stop for stop in stops if stop) or None}
+        if self.top_p == 0:
+            found["top_p"] = LEAST_TOP_P
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -257,13 +261,16 @@ def _with_images(images: list[str] | None, text: str, where: str) -> str | list[
 class OllamaEmbedBody(_ModelBody):
     """Texts to embed."""
 
-    input: str | list[str] = Field(min_length=1)
+    input: str | list[str]
     dimensions: Count | None = None
+    truncate: bool | None = Field(None, description="false: a text that is too long is refused")
 
     def to_record(self) -> EmbeddingRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
         texts = [self.input] if isinstance(self.input, str) else self.input
-        return as_record(EmbeddingRequest, {"model": self.model_id, "input": texts, "dimensions": self.dimensions})
+        long_text = {None: None, True: "truncate", False: "error"}[self.truncate]
+        fields = {"model": self.model_id, "input": texts, "dimensions": self.dimensions, "long_text": long_text}
+        return as_record(EmbeddingRequest, fields)
 
 
 class OllamaEmbeddingsBody(_ModelBody):
@@ -292,7 +299,7 @@ class OllamaShowBody(RequestModel, extra="ignore"):
 
 def create_ollama_router(service: Service, images: ChatImages) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["ollama"], route_class=JsonRoute)
+    router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
     _add_text_routes(router, service, images)
     _add_embedding_routes(router, service)
     _add_model_routes(router, service)
@@ -342,6 +349,9 @@ def _add_embedding_routes(router: APIRouter, service: Service) -> None:
     @router.post("/api/embed", response_model=OllamaEmbeddings, responses=_ERRORS)
     async def embed(body: OllamaEmbedBody) -> Response:
         """The vectors of texts."""
+        if not any(body.input):
+            await service.model(body.model_id)
+            return json_response(OllamaEmbeddings.empty(body.model))
         result = await service.embed(body.to_record())
         answer = OllamaEmbeddings(
             model=body.model,

@@ -198,6 +198,11 @@ class OllamaEmbeddings(Answer):
     load_duration: int
     prompt_eval_count: int
 
+    @classmethod
+    def empty(cls, model: str) -> OllamaEmbeddings:
+        """Return the answer to a request for no vectors, with which clients load a model."""
+        return cls(model=model, embeddings=[], total_duration=0, load_duration=0, prompt_eval_count=0)
+
 
 class OllamaEmbedding(Answer):
     """The vector of a text, in the older form."""
@@ -230,19 +235,28 @@ def running_model(id_: str, kind: str | None, nbytes: int, fingerprint: str) -> 
     )
 
 
-_CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion", "tools"], "embeddings": ["embedding"]}
+_CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion"], "embeddings": ["embedding"]}
 
 
 def shown_model(card: ModelCard) -> OllamaShown:
     """Return a model as /api/show shows it."""
+    info: dict[str, Any] = {"general.architecture": card.kind, "general.description": card.description}
+    if (length := card.facts.get("context_length")) is not None:
+        info[f"{card.kind}.context_length"] = length
+    is_text = card.endpoint == "text"
+    asked = {
+        "tools": is_text and card.facts.get("knows_tools", True),  # of a GGUF file nobody has looked
+        "vision": card.sees,
+        "thinking": is_text and card.facts.get("thinks", False),
+    }
     return OllamaShown(
         modelfile="",
         parameters="\n".join(f"{name} {value}" for name, value in card.defaults.items()),
         template="",
         modified_at=_NEVER,
         details=_details(card.kind),
-        model_info={"general.architecture": card.kind, "general.description": card.description},
-        capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(["vision"] if card.sees else [])],
+        model_info=info,
+        capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(name for name, is_there in asked.items() if is_there)],
     )
 
 

@@ -22,7 +22,7 @@ from deployments.engines.llm.chat import (
     ToolChoice,
 )
 from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, Seed, warning_header
+from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, TextSeed, TopP, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.text_answers import (
     Calls,
@@ -71,6 +71,13 @@ class TextPart(ClientPart):
     text: str
 
 
+class RefusalPart(ClientPart):
+    """What the assistant refused with."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class ImageUrl(ClientPart):
     """An image: a data URL, base64, or an http(s) address on a host that the server's config names.
 
@@ -95,7 +102,7 @@ class ChatMessage(ClientPart):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Name | None = None
@@ -122,6 +129,8 @@ class ChatMessage(ClientPart):
                 [
                     part.text
                     if isinstance(part, TextPart)
+                    else part.refusal
+                    if isinstance(part, RefusalPart)
                     else ImageSource(f"messages.{number}.content.{place}", part.image_url.url, part.image_url.detail)
                     for place, part in enumerate(self.content)
                 ]
@@ -145,7 +154,7 @@ class TextBody(ClientPart):
     max_tokens: NoneOrTokens = None
     n: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP = None
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 or -1: no limit")
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
@@ -153,7 +162,7 @@ class TextBody(ClientPart):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    seed: Seed = None
+    seed: TextSeed = None
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None

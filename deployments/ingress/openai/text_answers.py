@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -82,6 +83,20 @@ def _finite(logprob: float | None) -> float:
     return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
+class TextOffset:
+    """Where in a text its next token begins. A character may be several tokens: it counts with the last of them."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._num_characters = 0
+
+    def before(self, token: TokenText) -> int:
+        """Return where the next token begins, which is this one."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(token.data))
+        return offset
+
+
 class CompletionLogprobs(Answer):
     """The older form: a list for each property. The first token of an echoed prompt has null."""
 
@@ -91,11 +106,10 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
     @classmethod
-    def of(cls, tokens: Sequence[TokenText], offset: int = 0) -> CompletionLogprobs | None:
-        """Return the log probabilities of a text that begins at character `offset`; None where none were asked for."""
+    def of(cls, tokens: Sequence[TokenText], offset: TextOffset) -> CompletionLogprobs | None:
+        """Return the log probabilities of a text's next tokens; None where none were asked for."""
         if not tokens:
             return None
-        offsets = itertools.accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return cls(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else _finite(token.logprob) for token in tokens],
@@ -103,7 +117,7 @@ class CompletionLogprobs(Answer):
                 None if token.logprob is None else {best.text: _finite(best.logprob) for best in token.best}
                 for token in tokens
             ],
-            text_offset=list(offsets),
+            text_offset=[offset.before(token) for token in tokens],
         )
 
 
@@ -252,7 +266,7 @@ class TextForm(ABC):
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
+        self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)  # by choice
 
     @abstractmethod
     def whole(self, result: TextResult) -> ChatAnswer | CompletionAnswer:
@@ -360,7 +374,7 @@ class CompletionForm(TextForm):
             CompletionChoice(
                 index=index,
                 finish_reason=cast("FinishReason", choice.finish_reason),
-                logprobs=CompletionLogprobs.of(choice.logprobs),
+                logprobs=CompletionLogprobs.of(choice.logprobs, TextOffset()),
                 text=choice.text,
             )
             for index, choice in enumerate(result.choices)
@@ -372,9 +386,7 @@ class CompletionForm(TextForm):
 
     def piece(self, chunk: TextChunk) -> CompletionChunk:
         reason = cast("FinishReason | None", chunk.finish_reason)
-        offset = self._offsets.get(chunk.index, 0)
-        logprobs = CompletionLogprobs.of(chunk.logprobs, offset)
-        self._offsets[chunk.index] = offset + sum(len(token.text) for token in chunk.logprobs)
+        logprobs = CompletionLogprobs.of(chunk.logprobs, self._offsets[chunk.index])
         choice = CompletionChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text)
         return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
 

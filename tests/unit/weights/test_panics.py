@@ -25,17 +25,19 @@ def test_the_end_of_a_thread_or_task_is_told_and_goes_on(ending: BaseException) 
 def test_other_errors_are_told_as_they_are_and_panics_with_their_first_line() -> None:
     told: list[Exception] = []
     mistake = ValueError("a mistake")
-    for error in (mistake, Panic("no entry\nat line 3"), Panic()):
+    for error in (mistake, Panic("no entry\nat line 3"), Panic(), StopIteration(5)):
         with telling(told.append):
             raise error
     assert told[0] is mistake
-    assert [str(error) for error in told[1:]] == ["Panic: no entry", "Panic"]
+    assert [str(error) for error in told[1:]] == ["Panic: no entry", "Panic", "StopIteration: 5"]
     assert as_error(mistake) is mistake
     with pytest.raises(ValueError, match="a mistake"), panics_as_errors():
         raise mistake
     with pytest.raises(Panicked, match=r"^Panic: no entry$") as raised, panics_as_errors():
         raise Panic("no entry")
     assert isinstance(raised.value.__cause__, Panic)
+    with pytest.raises(Panicked, match="StopIteration"), panics_as_errors():
+        next(iter(()))
 
 
 def test_what_raises_nothing_is_left_alone() -> None:

@@ -16,7 +16,7 @@ from weights.errors import ModelNotStored
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.loader import load_from_store
-from weights.maintenance import gc, remove_model
+from weights.maintenance import Moment, gc, remove_model
 from weights.manifest import Layout, Manifest
 from weights.repair import repair, verify
 from weights.storage.index import StoreMeta
@@ -288,7 +288,7 @@ def test_whatever_happens_to_a_store_it_is_whole_after_a_repair(
             case "grace" if stored:
                 clock_s += 10
                 now_s = clock_s
-                gc(store, grace_s=15, now=lambda now_s=now_s: now_s)
+                gc(store, grace_s=15, now=lambda now_s=now_s: Moment(now_s))
             case "lose":
                 store.index_file.unlink(missing_ok=True)
             case "flip" if name in stored:

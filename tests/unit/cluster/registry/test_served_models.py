@@ -352,6 +352,34 @@ async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tm
     assert (await (await life.begin(configured)).find_model("m")).entry == configured
 
 
+async def test_a_registration_that_the_disk_does_not_let_go_stops_nothing_else(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configured = model(checkpoint(tmp_path / "c"))
+    models = await life.begin(configured)
+    before = await models.find_model("m")
+    await models.register(model(checkpoint(tmp_path / "d", seed=2)))
+    await models.register(model(checkpoint(tmp_path / "e", seed=3), "own"))
+    await models.register(configured)  # and there is no file any more
+    models._import_model = gate = Gate(life.import_checkpoint)
+    updating = asyncio.ensure_future(models.register(model(tmp_path / "nowhere")))
+    await until(gate.began.is_set)
+
+    def refuse(path: Path) -> None:
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr("cluster.registry.registrations.remove_path", refuse)
+    gate.open.set()  # the update fails, and what it had saved cannot be removed
+    failed = await updating
+    assert (failed.state, failed.fingerprint) == ("ready", before.fingerprint)
+    with pytest.raises(RegistrationRefused, match=r"own\.json: cannot be removed: Stale file handle"):
+        await models.unregister("own")
+    assert record(models, "own").state == "ready"
+    again = await life.begin(model(tmp_path / "c", description="edited since"))
+    assert (await again.find_model("m")).description == "edited since"
+    assert "m.json: cannot be removed" in caplog.text
+
+
 @pytest.mark.parametrize("goes_back", [False, True])
 async def test_a_config_that_was_taken_in_by_half_is_taken_in_wholly_by_the_next_call(
     life: Life, tmp_path: Path, goes_back: bool

@@ -10,6 +10,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from cluster.errors import SessionError
+from cluster.session import SessionRecord
 from deployments.cli.client import ClientError
 from deployments.cli.cluster import _wait_for_record
 from deployments.cli.generate import _first_local_model
@@ -401,3 +403,36 @@ def test_a_detached_start_tells_its_progress_without_a_terminal(tmp_path: Path, 
     with pytest.raises(SessionError, match=r"the cluster did not start:\n.*ingress: starting\nno room$"):
         _wait_for_record("none", process, log, show)
     assert told == ["  0.1 s  ingress: starting", "no room"]  # each line once
+
+
+def test_what_up_would_refuse_check_finds_with_the_same_options(run: Run, tmp_path: Path) -> None:
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    config = {"http": {"host": "0.0.0.0"}, "grpc": {"port": 8001}, "store": {"path": "store"}, "models": [model]}
+    (tmp_path / "c.yaml").write_text(json.dumps(config))
+    code, _, err = run("check", "c.yaml")
+    assert code == 2
+    assert "other machines reach 0.0.0.0, and nobody needs a key" in err
+    assert run("check", "c.yaml", "--insecure")[0] == 0
+    code, _, err = run("check", "c.yaml", "--insecure", "--port", "8001")
+    assert code == 2
+    assert "grpc.port: 8001 is http.port already" in err
+    assert run("up", "c.yaml", "--insecure", "--port", "8001")[::2] == (code, err)
+    (tmp_path / "c.yaml").write_text(json.dumps(config | {"access": {"keys_file": "none"}}))
+    code, _, err = run("check", "c.yaml")
+    assert code == 2
+    assert "`atelier keys add NAME --admin` makes a key" in err
+
+
+def test_a_detached_start_with_unusable_models_says_so_last_and_in_its_exit_code(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"id": "adder", "path": str(ROOT / "infra/demo/models/adder")}
+    (tmp_path / "c.yaml").write_text(json.dumps({"name": "one", "store": {"path": "store"}, "models": [model]}))
+    lacking = "0 of 1 models usable; not adder: unavailable: disk full"
+    found = SessionRecord("one", 7, 0.0, "http://127.0.0.1:8000", "c.yaml", ready=True, lacking=lacking)
+    monkeypatch.setattr("deployments.cli.cluster._wait_for_record", lambda *_: found)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
+    code, out, _ = run("up", "c.yaml", "--detach")
+    assert (code, out.splitlines()[-1]) == (3, lacking)
+    monkeypatch.setattr("deployments.cli.cluster._wait_for_record", lambda *_: replace(found, lacking=""))
+    assert run("up", "c.yaml", "--detach")[0] == 0

@@ -9,7 +9,7 @@ import pytest
 from kit.seeding import seeded_random
 from rich.console import Console
 
-from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, _progress_lines, _progress_news
+from deployments.cli.progress import MAX_MODELS, StartDisplay, StartState, _progress_lines, _progress_news, usable_line
 
 NOTHING = StartState()
 HALF = StartState(
@@ -83,3 +83,16 @@ def test_a_terminal_is_left_as_it_was() -> None:
         shown = out.getvalue()
     assert "[bold]" in shown
     assert out.getvalue() == shown
+
+
+def test_models_that_cannot_be_asked_are_counted_and_named_with_the_reason() -> None:
+    models = {"a": "ready", "b": "unloaded", "c": "updating"}
+    assert usable_line(StartState(models=models)) == ""
+    models |= {"big": "does_not_fit", "torn": "unavailable", "late": "registering"}
+    problems = {"big": "needs 3 GiB", "torn": "disk full: 9 bytes were needed\nmore"}
+    assert usable_line(StartState(models=models, problems=problems)) == (
+        "3 of 6 models usable; not big: does not fit: needs 3 GiB; torn: unavailable: disk full: 9 bytes were needed; "
+        "late: entering the store"
+    )
+    many = {f"m{number}": "unavailable" for number in range(20)}
+    assert usable_line(StartState(models=many)).endswith("; m7: unavailable; and 12 more")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from cluster.node_checks import Wanted
 from cluster.ray_seam.process_starts import Template
 from configs.cluster import ClusterConfig
 from deployments.cli import running
-from deployments.cli.running import _http_door, _templates, check_devices, cluster_up
+from deployments.cli.running import _http_door, _templates, check_devices, check_store, cluster_up
 from deployments.services import replica_classes
 
 
@@ -139,3 +140,37 @@ def test_every_module_that_templates_import_is_there() -> None:
     modules = {path.partition(":")[0] for path in imports(_templates(config(), {}))}
     assert {"cluster.registry.actor", "deployments.ingress.http", replica_classes.__name__} <= modules
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+@pytest.mark.parametrize("what", ["a file", "a file above", "no right to write"])
+def test_a_store_that_cannot_be_written_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    store = tmp_path / "store"
+    if what == "a file":
+        store.write_text("")
+    elif what == "a file above":
+        (tmp_path / "above").write_text("")
+        store = tmp_path / "above" / "store"
+    else:  # as for a user who is not root
+        monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    given = {"store": {"path": store}, "models": [{"id": "m", "path": "/m"}]}
+    with pytest.raises(SessionError, match=rf"^store\.path: {store} cannot be written: "):
+        check_store(ClusterConfig.model_validate(given))
+    check_store(ClusterConfig.model_validate(given | {"ray": {"address": "auto"}}))  # perhaps another machine's
+
+
+def refuse(**_: object) -> None:
+    raise PermissionError(errno.EACCES, "Permission denied")
+
+
+def test_a_store_that_has_models_may_be_for_reading_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"store": {"path": tmp_path / "store"}, "models": [{"id": "m", "path": "/m"}]}
+    config = ClusterConfig.model_validate(given)
+    check_store(config)
+    assert [*(tmp_path / "store").iterdir()] == []
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    with pytest.raises(SessionError, match="Permission denied"):
+        check_store(config)
+    (tmp_path / "store/models/m").mkdir(parents=True)
+    check_store(config)

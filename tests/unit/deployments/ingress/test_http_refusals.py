@@ -119,7 +119,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHATS, {**CHAT, "temperature": NAN}, 400, "temperature"),
     (CHATS, {**CHAT, "temperature": 2.5}, 400, "temperature"),
     (CHATS, {**CHAT, "temperature": "hot"}, 400, "temperature"),
-    (CHATS, {**CHAT, "top_p": 0}, 400, "top_p"),
+    (CHATS, {**CHAT, "top_p": -0.5}, 400, "top_p"),
     (CHATS, {**CHAT, "top_p": NAN}, 400, "top_p"),
     (CHATS, {**CHAT, "top_k": -2}, 400, "top_k"),
     (CHATS, {**CHAT, "max_tokens": 0}, 400, "max_tokens"),

@@ -621,6 +621,21 @@ async def test_an_engine_failure_reaches_everyone_and_the_next_request_works() -
     assert await texts(text, text_request("d", 1)) == "d1 "
 
 
+@pytest.mark.parametrize("error", [StopIteration(), Panic("a key")])
+async def test_an_error_that_no_future_takes_is_told_to_its_request(error: BaseException) -> None:
+    class Gives(Engine):
+        """Says of each request that it failed so."""
+
+        def step(self) -> list[TextDelta]:
+            self.failures = dict.fromkeys(self.running, error)  # type: ignore[arg-type]
+            self.running = {}
+            return []
+
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Panicked, match=type(error).__name__):
+            await texts(EngineLoop(DeviceThread(), Gives()), text_request("a", 1))
+
+
 async def test_a_panic_of_the_engine_reaches_everyone_and_the_next_request_works() -> None:
     engine = Engine()
     engine.error = Panic("no entry found for key")

@@ -94,7 +94,7 @@ def test_each_module_has_its_own_alpha(sdxl, tmp_path):
     pairs = sdxl.ours._loras.pairs_of(load_adapter(tmp_path / "mixed.safetensors"))
     assert len(pairs) == len(tensors) // 3
     paths = {layer: path for path, layer in sdxl.ours.denoiser.named_modules()}
-    for layer, pair in pairs:
+    for layer, pair in pairs.items():
         assert pair.scale == tensors[f"lora_unet_{paths[layer].replace('.', '_')}.alpha"] / 2
 
 

@@ -158,6 +158,18 @@ def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
     pair.ours.step([state])  # its own weights stay with it
 
 
+def test_its_shapes_are_told_by_the_paths_of_its_layers(bold, make_request):
+    folder, pair = bold
+    known = {"bold": load_adapter(folder)}
+    ((name, shapes),) = pair.ours.adapter_shapes(make_request(adapters=(AdapterUse("bold"),)), known)
+    own = known["bold"].components[pair.denoiser_name]
+    assert name == "bold"
+    assert {path: (one.down.shape, one.up.shape) for path, one in shapes.items()} == {
+        path: (one.down.shape, one.up.shape) for path, one in own.items()
+    }
+    assert all(one.down.is_meta and one.up.is_meta for one in shapes.values())
+
+
 def linear_adapter(down: torch.Tensor, up: torch.Tensor, path: str = "0") -> dict[str, LoraPair]:
     return {path: LoraPair(down, up, 0.5)}
 
