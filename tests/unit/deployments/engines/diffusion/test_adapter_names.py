@@ -47,7 +47,7 @@ class Model(NamedTuple):
         family = family_of(self.class_name)
         paths = {layer: path for path, layer in self.denoiser.named_modules()}
         found = FittedLoras(family, family.denoiser_name, self.denoiser).pairs_of(load_adapter(file))
-        return {paths[layer]: pair for layer, pair in found}
+        return {paths[layer]: pair for layer, pair in found.items()}
 
     def applied(self, file: Path) -> Tensors:
         """What the LoRA in a file adds to each weight."""
@@ -312,7 +312,7 @@ def test_each_kind_is_its_formula(
     pairs = FittedLoras(family, family.denoiser_name, pair.ours.denoiser).pairs_of(
         load_adapter(tmp_path / "a.safetensors")
     )
-    assert [one for one, _ in pairs] == layers
+    assert list(pairs) == layers
     rows = [len(one.weight) for one in layers]
     parts = zip(layers, delta.split(rows), bias.split(rows), strict=True)
     merged = merge_pairs(pairs, 0.7)
@@ -371,7 +371,7 @@ def test_each_text_encoder_has_its_part(class_name: str, component: str, prefix:
     save_file({name + ends[0]: down, name + ends[1]: up, f"{name}.alpha": torch.tensor(A)}, tmp_path / "a.safetensors")
     adapter = load_adapter(tmp_path / "a.safetensors")
     family = family_of(class_name)
-    ((found, pair),) = FittedLoras(family, component, encoder).pairs_of(adapter)
+    ((found, pair),) = FittedLoras(family, component, encoder).pairs_of(adapter).items()
     place = dict(encoder.named_modules())
     assert found is place.get(layer, place.get(layer.removeprefix("text_model.")))
     assert torch.allclose(pair.scale * pair.up @ pair.down, A / R * up @ down)
