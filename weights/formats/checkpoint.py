@@ -13,12 +13,14 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from weights.errors import AdapterError, FormatError
 from weights.formats import classifier, dense_head
 from weights.formats.encoder_files import read_stages
+from weights.formats.float8 import read_as_plain
 from weights.formats.folder import (
     LORA_FILE,
     check_index,
@@ -317,7 +319,13 @@ def _diffusers(path: Path, only: str | None, allow_torch: bool) -> Checkpoint:
     if only is None and not components:
         raise FormatError(f"{path}: model_index.json names no component that has safetensors weights")
     class_name = str(read_json(path / "model_index.json").get("_class_name"))
-    return _only(Checkpoint(path, "diffusion", class_name, tuple(components.values())), only)
+    parts = tuple(map(partial(_plain, path), components.values()))
+    return _only(Checkpoint(path, "diffusion", class_name, parts), only)
+
+
+def _plain(path: Path, part: SourceComponent) -> SourceComponent:
+    """Return a part of a pipeline without 8-bit floats that no engine computes with. Raises FormatError."""
+    return replace(part, tensors=read_as_plain(path / part.folder, part.tensors, part.metadata))
 
 
 def _only(pipeline: Checkpoint, component: str | None) -> Checkpoint:
@@ -381,7 +389,7 @@ def _controlnet(path: Path, class_name: str, allow_torch: bool) -> Checkpoint:
     net = read_component(path, "controlnet", "diffusers", class_name, ".", allow_torch)
     if net is None:
         raise FormatError(f"{path}: no safetensors weights beside the config.json of a {class_name}")
-    return Checkpoint(path, "controlnet", class_name, (net,))
+    return Checkpoint(path, "controlnet", class_name, (_plain(path, net),))
 
 
 def _kuiper_file(folder: Path) -> Path | None:

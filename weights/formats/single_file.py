@@ -14,12 +14,15 @@ Imported by `weights.formats.checkpoint` alone, when a file comes with a pipelin
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import diffusers
+import numpy as np
 import torch
 import transformers
 from diffusers.loaders import single_file_utils
@@ -31,6 +34,7 @@ from weights.base_pipeline import BasePipeline
 from weights.dtypes import BLOCK_SIZES, tensor_nbytes
 from weights.errors import FormatError
 from weights.formats.checkpoint import Checkpoint, SourceComponent, weighted_parts
+from weights.formats.float8 import Scaled, has_eight_bits, read_scales, wide, wide_type, widened
 from weights.formats.folder import read_json
 from weights.formats.ggml_values import UNPACKED_KINDS, unpack_blocks
 from weights.formats.gguf import DENOISERS, gguf_set, read_gguf_model
@@ -50,6 +54,7 @@ _TEXT_PREFIXES: Final = ("cond_stage_model.", "conditioner.", "text_encoders.")
 # Of two encoders, the one that is not the component's: diffusers tells them by their widths, which may be equal.
 _OTHER_TEXTS: Final = {"text_encoder": ("conditioner.embedders.1.",), "text_encoder_2": ("conditioner.embedders.0.",)}
 _MAX_NAMES: Final = 3
+_SOLVER: Final = "scheduler/scheduler_config.json"
 _GGUF_FILE: Final = "diffusion_pytorch_model.gguf"
 _GGUF_PREFIX: Final = "model.diffusion_model."
 _GGUF_TYPES: Final = ("F32", "F16", "BF16", *UNPACKED_KINDS)
@@ -60,18 +65,20 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
 
     HAZARD: the file is mapped, so one that is cut short while it is open ends the process with SIGBUS.
     Raises FormatError: no tensors of any component, a component of which only a part is there, one that neither has,
-    names that diffusers cannot translate, the scales of an 8-bit file.
+    names that diffusers cannot translate, matrices of 8 bits in a format that is not read.
     """
     header = read_header(path)
-    if scaled := next((name for name in header.tensors if name.endswith((".scale_weight", "scaled_fp8"))), None):
-        raise FormatError(f"{path}: {scaled}: 8-bit floats with scales of their own are not read; import it as float16")
-    mapped = load_file(path)
+    weights, mapped = read_scales(path, header.tensors, header.metadata), load_file(path)
+    scaled = {_place(mapped[name]): one for name, one in weights.scaled.items()}
+    mapped = {name: mapped[name] for name in weights.tensors}
+    places = {_place(tensor) for tensor in mapped.values()}
     classes = weighted_parts(base.folder)
     components, found = [], list[str]()
     for name, (library, class_name) in classes.items():
-        tensors = _translated(path, mapped, base, name, library, class_name)
+        tensors = _translated(path, mapped, base, name, library, class_name, scaled)
         if tensors is not None:
-            components.append(_component(path, name, library, class_name, tensors))
+            part = _component(path, name, library, class_name, tensors)
+            components.append(_without_float8(path, part, scaled, places))
             found.append(name)
         elif name in base.components:
             components.append(base.components[name])
@@ -81,7 +88,24 @@ def read_single_file(path: Path, base: BasePipeline) -> Checkpoint:
         known = ", ".join(classes)
         raise FormatError(f"{path}: none of its {len(mapped)} tensors are of a component of {base.name!r} ({known})")
     class_name = str(read_json(base.folder / "model_index.json").get("_class_name"))
-    return Checkpoint(path, "diffusion", class_name, tuple(components), skeleton=base.folder)
+    headers = _marked_solver(header.tensors, header.metadata, base)
+    return Checkpoint(path, "diffusion", class_name, tuple(components), headers, skeleton=base.folder)
+
+
+def _marked_solver(tensors: Collection[str], metadata: Mapping[str, str], base: BasePipeline) -> dict[str, bytes]:
+    """Return the solver's config in the place of the base's where a file says that its UNet predicts velocities.
+
+    Empty tensors say so, `v_pred` and `ztsnr`, or the metadata. A schedule that ends without any signal begins at its
+    last step. Sources: ComfyUI, `comfy/supported_models.py`; sd-scripts, `library/sai_model_spec.py`.
+    """
+    changes: dict[str, Any] = {}
+    if "v_pred" in tensors or metadata.get("modelspec.prediction_type") == "v":
+        changes["prediction_type"] = "v_prediction"
+    if "ztsnr" in tensors or metadata.get("ss_zero_terminal_snr") == "True":
+        changes |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    if not changes or not (base.folder / _SOLVER).is_file() or not (base.folder / "unet").is_dir():
+        return {}
+    return {_SOLVER: json.dumps(read_json(base.folder / _SOLVER) | changes, indent=2).encode()}
 
 
 def read_vae_file(path: Path, checkpoint: Checkpoint) -> SourceComponent:
@@ -95,6 +119,34 @@ def read_vae_file(path: Path, checkpoint: Checkpoint) -> SourceComponent:
     return _component(path, "vae", own.library, str(own.class_name), tensors)
 
 
+def _without_float8(
+    path: Path, part: SourceComponent, scaled: Mapping[int, Scaled], places: Collection[int]
+) -> SourceComponent:
+    """Return a component with plain tensors in the place of those of 8 bits; `scaled` are those of the file, by place.
+
+    Raises FormatError for one that lies elsewhere than the file's tensors, so that nobody knows its scales.
+    """
+    tensors: dict[str, TorchTensor] = part.tensors  # type: ignore[assignment]
+    own: dict[str, Scaled] = {}
+    for name, tensor in tensors.items():
+        if (found := scaled.get(_place(tensor.tensor))) is not None:
+            own[name] = _of_rows(tensor.tensor, found)
+        elif scaled and tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8") and _place(tensor.tensor) not in places:
+            raise FormatError(
+                f"{path}: {part.name}: the scales of {name}, which diffusers puts together, are not known"
+            )
+    if not own and not has_eight_bits(part.tensors):
+        return part
+    return replace(part, tensors=widened(part.tensors, own, wide_type(part.tensors)))
+
+
+def _of_rows(tensor: torch.Tensor, scaled: Scaled) -> Scaled:
+    """Return the scales of a run of whole rows of a mapped tensor."""
+    rows = len(tensor)
+    start = tensor.storage_offset() * rows // max(1, tensor.numel())
+    return scaled.rows(start, start + rows)
+
+
 def _component(path: Path, name: str, library: str, class_name: str, tensors: _Tensors) -> SourceComponent:
     sources = {key: TorchTensor(path, DTYPE_NAMES[tensor.dtype], tensor) for key, tensor in tensors.items()}
     file = "diffusion_pytorch_model.safetensors" if library == "diffusers" else "model.safetensors"
@@ -102,7 +154,13 @@ def _component(path: Path, name: str, library: str, class_name: str, tensors: _T
 
 
 def _translated(
-    path: Path, mapped: Mapping[str, torch.Tensor], base: BasePipeline, name: str, library: str, class_name: str
+    path: Path,
+    mapped: Mapping[str, torch.Tensor],
+    base: BasePipeline,
+    name: str,
+    library: str,
+    class_name: str,
+    scaled: Mapping[int, Scaled] = MappingProxyType({}),
 ) -> _Tensors | None:
     """Return the component's tensors under its own names, None if the file has none of them."""
     model_class = getattr({"diffusers": diffusers, "transformers": transformers}.get(library), class_name, None)
@@ -114,7 +172,7 @@ def _translated(
     convert = _text_encoder if library == "transformers" else _convert_denoiser
     try:
         expected = _expected_shapes(_blank_model(model_class, base.folder / name))
-        with _WithoutCopies(own.values()):
+        with _WithoutCopies(own.values(), scaled):
             tensors = convert(own, model_class, base.folder, name)
     except Exception as error:
         raise _unreadable(path, name, class_name, base, error) from None
@@ -231,10 +289,14 @@ def _expected_shapes(model: torch.nn.Module) -> dict[tuple[str, ...], tuple[int,
 
 
 class _WithoutCopies(TorchFunctionMode):
-    """Gives the tensor itself where diffusers copies a mapped one as it is: copies of a file would fill the memory."""
+    """Gives the tensor itself where diffusers copies a mapped one as it is: copies of a file would fill the memory.
 
-    def __init__(self, mapped: Iterable[torch.Tensor]) -> None:
+    `scaled` are the mapped matrices of 8 bits with scales, by place: what is put together of such is wide.
+    """
+
+    def __init__(self, mapped: Iterable[torch.Tensor], scaled: Mapping[int, Scaled] = MappingProxyType({})) -> None:
         super().__init__()
+        self._scaled = scaled
         self._files = {tensor.untyped_storage().data_ptr() for tensor in mapped}
 
     def __torch_function__(
@@ -244,9 +306,20 @@ class _WithoutCopies(TorchFunctionMode):
             return args[0]
         if func is torch.cat and len(args[0]) == 1 and self._is_mapped(args[0][0]):
             return args[0][0]
+        if func is torch.cat and any(_place(part) in self._scaled for part in args[0]):  # whose scales may differ
+            args = [self._wide(part) for part in args[0]], *args[1:]
         if func is torch.split and isinstance(args[1], tuple) and (kwargs or {}).get("dim", 0) == 0:
             args = args[0], _scaled(args[1], len(args[0]))
         return func(*args, **(kwargs or {}))
+
+    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = self._scaled.get(_place(tensor))
+        if found is None:
+            return tensor.float()
+        source = TorchTensor(Path(), found.dtype, tensor)
+        return torch.from_numpy(
+            np.frombuffer(wide(source, _of_rows(tensor, found), "F32").read(), np.float32).copy()
+        ).view(tensor.shape)
 
     def _is_mapped(self, tensor: torch.Tensor) -> bool:
         return not tensor.is_meta and tensor.untyped_storage().data_ptr() in self._files

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 from unit.weights.comparing import same
 
+from deployments.engines.diffusion.solvers import SolverFactory
 from infra.bench.original_names import open_clip, sd3, unet_of_ldm, vae_of_ldm
 from weights.base_pipeline import open_base
 from weights.errors import FormatError, SourceRefused, StoreError
-from weights.externalize import externalize
+from weights.externalize import externalize, unpacked_types
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.pipeline_parts import pipeline_variant
 from weights.loader import load_from_store
@@ -189,6 +190,68 @@ def test_a_single_file_is_the_folder_that_it_was_made_of_and_costs_no_more_bytes
     assert externalize(store, "file", file, like=base) == second
 
 
+def quantized(tensors: Tensors, form: str) -> tuple[Tensors, Tensors]:
+    """Return the denoiser's matrices in 8 bits with what a form has beside them, and the values that they have so."""
+    found, values = dict(tensors), {}
+    for name, tensor in tensors.items():
+        layer = name.removesuffix(".weight")
+        if not name.startswith("model.diffusion_model.") or layer == name or tensor.ndim < 2:
+            continue
+        if form.startswith("plain"):
+            kind = torch.float8_e5m2 if form.endswith("e5m2") else torch.float8_e4m3fn
+            found[name] = tensor.to(kind)
+            values[name] = found[name].half()
+            continue
+        rows = tensor.float().flatten(1).abs().amax(1, keepdim=True)
+        scale = rows / 448 if form == "rows" else (rows.max() / (127 if form == "int8" else 448)).reshape(())
+        wide = tensor.float() / scale.reshape(-1, *[1] * (tensor.ndim - 1))
+        found[name] = wide.round().to(torch.int8) if form == "int8" else wide.to(torch.float8_e4m3fn)
+        found[f"{layer}.{'scale_weight' if form == 'scale_weight' else 'weight_scale'}"] = scale
+        found[f"{layer}.input_scale"] = torch.tensor(1.0)
+        values[name] = (found[name].float() * scale.reshape(-1, *[1] * (tensor.ndim - 1))).half()
+        if form in ("marked", "int8"):
+            said = b'{"format": "int8_tensorwise"}' if form == "int8" else b'{"format": "float8_e4m3fn"}'
+            found[f"{layer}.comfy_quant"] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+    if form == "scale_weight":
+        found["model.diffusion_model.scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    return found, tensors | values
+
+
+@pytest.mark.parametrize(
+    ("make", "form"),
+    [(sd15, form) for form in ("plain e5m2", "weight_scale", "rows", "int8")]
+    + [(sd3_medium, form) for form in ("plain e4m3", "scale_weight", "marked")],
+)
+def test_matrices_of_8_bits_have_the_values_that_their_scales_say(make: Any, form: str, tmp_path: Path) -> None:
+    folder, file = make(tmp_path)
+    found, values = quantized(load_file(file), form)
+    parts = []
+    for name, tensors in (("short", found), ("wide", values)):
+        save_file(_contiguous(tensors), tmp_path / f"{name}.safetensors")
+        read = read_checkpoint(tmp_path / f"{name}.safetensors", like=open_base(folder, None))
+        parts.append(next(part.tensors for part in read.components if part.name in ("unet", "transformer")))
+    short, wide = parts
+    assert short.keys() == wide.keys()
+    for name, tensor in wide.items():
+        assert (short[name].dtype, short[name].shape) == ("F16", tensor.shape)
+        assert bytes(short[name].read()) == bytes(tensor.read()), name
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_folder_in_8_bits_has_the_same_values(kind: torch.dtype, store: WeightStore, tmp_path: Path) -> None:
+    folder, _ = sd15(tmp_path)
+    (file,) = (folder / "unet").glob("*.safetensors")
+    short = {name: tensor.to(kind) for name, tensor in load_file(file).items()}
+    save_file(short, file)
+    externalize(store, "short", folder)
+    found = load_from_store(store.path, "short")["unet"]
+    for name, tensor in short.items():
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name].float(), tensor.float()), name
+    (told,) = unpacked_types(read_checkpoint(folder))
+    assert told == f"unpacked {sum(2 * one.numel() for name, one in short.items() if name.endswith('.weight'))}"
+
+
 @pytest.mark.parametrize("dtype", ["auto", "auto without F16", "float32"])
 def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tmp_path: Path) -> None:
     folder, file = sd15(tmp_path)
@@ -201,6 +264,35 @@ def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tm
     parts = [{name: part.module_key for name, part in manifest.components.items()} for manifest in made.values()]
     assert parts[0] == parts[1]
     assert not set(made["double"].extents) - set(made["single"].extents)
+
+
+@pytest.mark.parametrize(
+    ("names", "metadata", "expected"),
+    [
+        ((), {}, {}),
+        (("v_pred",), {}, {"prediction_type": "v_prediction"}),
+        (("v_pred", "ztsnr"), {}, {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+        ((), {"modelspec.prediction_type": "v"}, {"prediction_type": "v_prediction"}),
+        ((), {"modelspec.prediction_type": "epsilon"}, {}),
+    ],
+)
+def test_a_file_says_that_its_unet_predicts_velocities(
+    names: tuple[str, ...], metadata: dict[str, str], expected: dict[str, Any], store: WeightStore, tmp_path: Path
+) -> None:
+    folder, file = sd15(tmp_path)
+    save_file(load_file(file) | {name: torch.empty(0) for name in names}, file, metadata=metadata)
+    manifest = externalize(store, "file", file, like=open_base(without_weights(folder), store))
+    skeleton = store.skeleton(manifest)
+    said = json.loads((skeleton / "scheduler" / "scheduler_config.json").read_text())
+    assert said == expected | ({"timestep_spacing": "trailing"} if "ztsnr" in names else {})
+    if not names:
+        return
+    solver = SolverFactory(skeleton, json.loads((skeleton / "model_index.json").read_text()))
+    chosen = solver.configured("EulerDiscreteScheduler", {}).config
+    assert {name: chosen[name] for name in expected} == expected
+    assert (
+        solver.configured("EulerDiscreteScheduler", {"prediction_type": "epsilon"}).config.prediction_type == "epsilon"
+    )
 
 
 def test_configs_alone_are_enough_for_a_file_that_has_everything(store: WeightStore, tmp_path: Path) -> None:
@@ -271,7 +363,13 @@ def test_what_is_not_like_its_base_is_refused_in_words(store: WeightStore, tmp_p
     assert "conv_norm_out.weight has shape [3], that of" in refusal({lost: torch.rand(3)})
     without_vae = {key: None for key in tensors if key.startswith("first_stage_model")}
     assert f"has no vae, and neither has '{bare.name}'" in refusal(without_vae)
-    assert "8-bit floats with scales" in refusal({"model.diffusion_model.x.scale_weight": torch.rand(1)})
+    weight = "model.diffusion_model.time_embed.0"
+    assert "is the scale of a weight in F16, expected one of 8 bits" in refusal(
+        {f"{weight}.scale_weight": torch.rand(1)}
+    )
+    assert "4-bit floats" in refusal({f"{weight}.weight_scale_2": torch.rand(1)})
+    marked = torch.frombuffer(bytearray(b'{"format": "mxfp8"}'), dtype=torch.uint8)
+    assert "is in the format 'mxfp8', expected float8_e4m3fn" in refusal({f"{weight}.comfy_quant": marked})
     save_file({"a": torch.rand(3)}, tmp_path / "changed.safetensors")
     with pytest.raises(FormatError, match=r"its unet|none of its 1 tensors"):
         externalize(store, "changed", tmp_path / "changed.safetensors", like=open_base(folder, store))
