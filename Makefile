@@ -6,16 +6,19 @@ STAMP := $(VENV)/.installed
 JUDGES := .judges
 FUZZ := out/fuzz
 FIGURES := out/figures
+TIME_FILES := out/times
 RAYS := $(JUDGES)/ray-2.58.1/.installed $(JUDGES)/ray-2.59.0/.installed  # releases whose private names are compared
 SECONDS ?= 600
 ONCE ?=
 DEVICE ?=
 TIMES ?= 10
+MINUTES ?= 60
+SEED ?=
 PYTEST := $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE  # or each process of the tests compiles our modules and theirs anew: a third of collecting them
 TWICE := --reruns 1 --rerun-show-tracebacks -raR  # with the same draws: what passes then is a race, and is listed
 
-.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-gpu test-long abuse faults nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
+.PHONY: help setup judges judges-long judge-node judge-axe judge-llama judge-zipnn demo test test-ray test-unit test-device times test-gpu test-long abuse faults soak nodes fuzz unit coverage check docs format lint types contracts bench figures quality clean
 
 help:            ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/'
@@ -73,14 +76,26 @@ judge-llama: $(JUDGES)/llama_cpp/.installed  ## llama.cpp, compiled here in some
 demo: setup      ## Start the demo cluster, ask it for everything once, stay up (ONCE=1: end after it; DEVICE=sim|cuda: compute there)
 	$(BIN)/python infra/demo/run_demo.py $(if $(ONCE),--once) $(if $(DEVICE),--device $(DEVICE))
 
-test: check judges  ## Lint, types, contracts, unit and Ray tests
-	$(PYTEST) tests/unit -m "not long" -n 3 --dist worksteal --durations=25 $(TWICE)
-	$(PYTEST) tests/device -m "not long" -n 2 --dist worksteal $(TWICE)
-	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" $(TWICE)
+test: setup judges  ## Lint, types, contracts, unit and Ray tests: two of these at once, each told when it has ended
+	@rm -rf $(TIME_FILES)
+	@$(MAKE) --jobs 2 --keep-going --output-sync=target --no-print-directory test-ray check test-unit test-device; \
+	  outcome=$$?; $(BIN)/python infra/times_report.py $$(ls $(TIME_FILES)/*.tsv); exit $$outcome
+
+test-ray: setup judges
+	$(PYTEST) tests/e2e tests/integration -m "not faults and not long" --times $(TIME_FILES)/ray.tsv $(TWICE)
+
+test-unit: setup judges
+	$(PYTEST) tests/unit -m "not long" -n 2 --dist worksteal --times $(TIME_FILES)/unit.tsv $(TWICE)
+
+test-device: setup
+	$(PYTEST) tests/device -m "not long" -n 2 --dist worksteal --times $(TIME_FILES)/device.tsv $(TWICE)
+
+times: setup     ## Store what the last `make test` took, where the next reader sees it: tests/times.md
+	$(BIN)/python infra/times_report.py $(TIME_FILES)/*.tsv --to tests/times.md
 
 test-long: setup judges-long ## Clusters of their own: `serve run`, the demo on simulated accelerators, ingress replicas killed and drained under load; OpenAI's client for JavaScript, litellm, aiperf
-	$(PYTEST) tests/unit -m long
-	$(PYTEST) tests/device -m long
+	$(PYTEST) tests/unit -m long -n 2 --dist worksteal
+	$(PYTEST) tests/device -m long -n 2 --dist worksteal
 	$(PYTEST) tests/e2e -m long
 	$(PYTEST) tests/integration -m long
 
@@ -96,6 +111,9 @@ faults: setup    ## kill -9 of every process of a cluster, TIMES times over
 
 nodes: setup     ## Three nodes in namespaces of this machine (as root): nodes, links and actors fail, come and go under load
 	$(PYTEST) tests/nodes -s --durations=0
+
+soak: setup      ## MINUTES (60) of requests, kills, switches, registrations, a full disk and a clock that steps, drawn by SEED: nothing lost, nothing grows
+	PYTHONPATH=.:tests $(BIN)/python tests/soak/run_soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 fuzz: setup $(JUDGES)/atheris/.installed  ## Fuzz every reader of model files, SECONDS (600) for headers and for whole models
 	mkdir -p $(FUZZ)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -163,7 +163,11 @@ class LimitsConfig(StrictModel):
 
     max_body_bytes: Bytes = Field(2**21, validate_default=True, description="maximum size of a body")
     max_upload_bytes: Bytes = Field(2**26, validate_default=True, description="maximum size of a body with images")
-    max_prompt_chars: int = Field(32_768, ge=1, description="maximum characters of a prompt")
+    max_prompt_chars: int | None = Field(
+        None,
+        ge=1,
+        description="maximum characters of a prompt; null: 32768 of an image's, and what its model reads of a text's",
+    )
     max_images: int = Field(10, ge=1, description="maximum images of one request")
     max_pixels: int = Field(2048 * 2048, ge=64, description="maximum width x height of an image")
     max_upload_pixels: int = Field(
@@ -587,6 +591,12 @@ class ClusterConfig(StrictModel):
         """Models, then adapters, by id."""
         models: dict[str, ModelConfig | AdapterConfig] = {model.id: model for model in self.models}
         return models | {adapter.id: adapter for adapter in self.adapters}
+
+    def with_entries(self, entries: Mapping[str, ModelConfig | AdapterConfig]) -> ClusterConfig:
+        """Return this config with other models and adapters, which are not checked to go together."""
+        models = tuple(entry for entry in entries.values() if isinstance(entry, ModelConfig))
+        adapters = tuple(entry for entry in entries.values() if isinstance(entry, AdapterConfig))
+        return self.model_copy(update={"models": models, "adapters": adapters})
 
     @property
     def has_controller(self) -> bool:

@@ -6,9 +6,21 @@ ConfigError
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
+
+_MAX_SHOWN: Final = 400  # characters
+
+
+def shown(value: Any) -> str:
+    """Return a value for a message, in a few words however much it holds: aliases of YAML can multiply."""
+    brief = reprlib.Repr()
+    brief.maxstring = brief.maxother = brief.maxlong = _MAX_SHOWN // 2
+    text = brief.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 class ConfigError(Exception):

@@ -14,7 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from configs.cluster import ClusterConfig
-from configs.errors import ConfigFileError, Problem
+from configs.errors import ConfigFileError, Problem, shown
 
 _Location = tuple[str | int, ...]
 
@@ -49,6 +49,8 @@ _SHORT_VALUES: Final = {  # of other programs
 _PLACEHOLDER: Final = re.compile(
     r"<[A-Za-z][\w .-]*>|\$\{[^}]*\}|\{\{.*\}\}|\b(?:change|replace|fill)[-_ ]?(?:me|in)\b", re.I
 )
+_MAX_KEYS: Final = 200_000  # of a mapping: some name 100,000 models
+_MERGE: Final = "tag:yaml.org,2002:merge"
 _MAX_DEPTH: Final = 4  # of a place in a config
 _PLACES: Final = frozenset({"path", "like", "vae", "folder", "keys_file", "address", "endpoint", "host"})
 STAND_IN_PATH: Final = "/"  # no model lies there
@@ -217,6 +219,10 @@ def _resolve_paths(config: ClusterConfig, folder: Path) -> ClusterConfig:
 def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
+        if node is not None and _most_keys(node) > _MAX_KEYS:
+            raise ConfigFileError(
+                path, [Problem(None, "", f"a mapping of more than {_MAX_KEYS} keys, merged ones (<<) included")]
+            )
         return node, yaml.safe_load(text)
     except RecursionError:
         raise ConfigFileError(path, [Problem(None, "", "not valid YAML: nested too deep")]) from None
@@ -225,6 +231,34 @@ def _parse(path: Path, text: str) -> tuple[yaml.Node | None, Any]:
         line = mark.line + 1 if mark else None
         reason = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigFileError(path, [Problem(line, "", f"not valid YAML: {reason}")]) from None
+
+
+def _most_keys(node: yaml.Node) -> int:
+    """Return how many keys the largest mapping has once all that it merges is written out: merges can multiply."""
+    left, seen, sizes = [node], set[int](), dict[int, int]()
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        if isinstance(found, yaml.MappingNode):
+            _num_keys(found, sizes)
+            left += [one for pair in found.value for one in pair]
+        elif isinstance(found, yaml.SequenceNode):
+            left += found.value
+    return max(sizes.values(), default=0)
+
+
+def _num_keys(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many keys a mapping has, or the mappings of a list, with what they merge. One in itself adds none."""
+    if id(node) not in known:
+        known[id(node)] = 0
+        if isinstance(node, yaml.MappingNode):
+            counts = [_num_keys(value, known) if key.tag == _MERGE else 1 for key, value in node.value]
+        else:
+            counts = [_num_keys(child, known) for child in node.value] if isinstance(node, yaml.SequenceNode) else []
+        known[id(node)] = sum(counts)
+    return known[id(node)]
 
 
 def _causes(error: ValidationError) -> list[Any]:
@@ -254,7 +288,9 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
     elif detail["type"] in ("tuple_type", "list_type"):
         text = _list_wanted(detail["input"])
     elif detail["type"] == "literal_error":
-        text = f"{text}, got {_masked(detail['input'])}{_near_value(str(detail['input']), detail['ctx']['expected'])}"
+        given = detail["input"]
+        hint = "" if isinstance(given, dict | list) else _near_value(str(given), detail["ctx"]["expected"])
+        text = f"{text}, got {_masked(given)}{hint}"
     elif not isinstance(detail.get("input"), dict | list | tuple | BaseModel):
         text = f"{text}, got {_masked(detail.get('input'))}"
     return Problem(_line_of(node, location), key, text)
@@ -262,7 +298,7 @@ def _problem(node: yaml.Node | None, detail: Any) -> Problem:
 
 def _masked(value: Any) -> str:
     """Return a value for a message. A mistaken URL may have a password in it: https://user:password@host."""
-    return re.sub(r"//.*@", "//***@", repr(value))
+    return re.sub(r"//.*@", "//***@", shown(value))
 
 
 def _list_wanted(value: Any) -> str:

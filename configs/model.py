@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError, core_schema
 
+from configs.errors import shown
+
 # Ids become file names in the store and path segments in URLs, so they are kept to one plain word.
 _MODEL_ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 ModelId = Annotated[str, StringConstraints(pattern=_MODEL_ID)]
@@ -92,7 +94,7 @@ def _parse_bytes(value: Any) -> Any:
             return int(Decimal(number) * _UNITS[unit])
     if text.isdecimal():
         return int(text)
-    raise ValueError(f"not a size in bytes: {value!r} (expected a number or e.g. 512 MiB, 2 GiB)")
+    raise ValueError(f"not a size in bytes: {shown(value)} (expected a number or e.g. 512 MiB, 2 GiB)")
 
 
 def _parse_spare_bytes(value: Any) -> Any:
@@ -101,7 +103,7 @@ def _parse_spare_bytes(value: Any) -> Any:
         return value
     found = _parse_bytes(value)
     if not isinstance(found, int) or isinstance(found, bool) or found <= 0:
-        raise ValueError(f"not a size in bytes: {value!r} (expected auto, a number or e.g. 512 MiB, 2 GiB)")
+        raise ValueError(f"not a size in bytes: {shown(value)} (expected auto, a number or e.g. 512 MiB, 2 GiB)")
     return found
 
 
@@ -135,8 +137,8 @@ def _parse_gpu_layers(value: object) -> int | str:
             raise ValueError(f"{value!r} is no regular expression: {error}") from None
         return value
     raise ValueError(
-        f"not a choice of layers: {value!r} (expected auto, a number of layers such as 20, or a regular expression of "
-        r"their names such as layers\.(0|1|2))"
+        f"not a choice of layers: {shown(value)} (expected auto, a number of layers such as 20, or a regular "
+        r"expression of their names such as layers\.(0|1|2))"
     )
 
 
@@ -257,6 +259,17 @@ class GenerationDefaults(StrictModel):
     logit_bias: dict[_TokenId, _Bias] | None = Field(None, max_length=1024)
     stop: tuple[_Stop, ...] | None = Field(None, max_length=64)
     stop_token_ids: tuple[_TokenId, ...] | None = Field(None, max_length=64)
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=64, description="variables of the model's chat template, such as {enable_thinking: false}"
+    )
+    enable_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    tool_form: str | None = Field(
+        None, max_length=64, description="how the model writes tool calls, where its chat template does not say"
+    )
+    reasoning_form: str | None = Field(
+        None, max_length=64, description="how the model marks its reasoning, where its chat template does not say"
+    )
 
     @model_validator(mode="after")
     def _one_schedule(self) -> GenerationDefaults:

@@ -60,7 +60,7 @@ def with_image_defaults(
     request = _with_schedule(_filled(request, defaults, without=_out_of_place(request)))
     own = family.defaults_of(variant)
     stock = asdict(own)
-    stock["width"] = stock["height"] = stock.pop("side")
+    stock["width"], stock["height"] = family.default_sides(variant)
     task = task_of(has_image=request.init_image is not None, has_mask=request.mask_image is not None)
     if task in family.edits:
         edit = asdict(family.edits[task])

@@ -2,6 +2,7 @@
 
     ServiceError
     ├── InvalidRequest       400  a value of the request is out of range, or a combination is not supported
+    │   └── ContextExceeded  400  the prompt has more tokens than the model reads
     ├── NotAuthenticated     401  no API key, or one that does not hold
     ├── NotAllowed           403  this key, or the web page that asks, may not do that
     ├── UnknownModel         404  no such model or adapter; the message has the known names
@@ -30,8 +31,9 @@ from collections.abc import Iterable, Iterator
 from cluster import errors as cluster_errors
 from cluster.errors import ModelUnknown
 from deployments.engines.memory_limits import is_out_of_memory
-from deployments.engines.protocol import ComputationFailed, EngineError
+from deployments.engines.protocol import ComputationFailed, EngineError, PromptTooLong
 from weights.errors import AdapterError, BudgetExceeded, WeightsError
+from weights.panics import Panicked, panics_as_errors
 
 _PREFIX = "stages."
 
@@ -51,6 +53,10 @@ class ServiceError(Exception):
 
 class InvalidRequest(ServiceError):
     """A value of the request is out of range, or a combination of them is not supported."""
+
+
+class ContextExceeded(InvalidRequest):
+    """The prompt has more tokens than the model reads. Agents shorten their history when they are told so."""
 
 
 class NotAuthenticated(ServiceError):
@@ -133,10 +139,13 @@ class GenerationFailed(ServiceError):
 def as_service_errors() -> Iterator[None]:
     """Raise what the lower floors raise as ServiceErrors: around the methods of a replica."""
     try:
-        yield
+        with panics_as_errors():
+            yield
+    except PromptTooLong as error:
+        raise ContextExceeded(str(error)) from error
     except EngineError as error:
         raise InvalidRequest(str(error)) from error
-    except ComputationFailed as error:
+    except (ComputationFailed, Panicked) as error:
         raise GenerationFailed(str(error)) from error
     except ModelUnknown as error:
         raise UnknownModel(str(error), "model") from error

@@ -23,6 +23,7 @@ from deployments.records import (
 )
 from weights.programs.signature import ProgramSignature
 
+_IMAGE_PROMPT: Final = 32_768  # characters, where the config says nothing else
 _MAX_EXTRA: Final = 65_536
 # Parameters of diffusers' classes that say how much is made.
 _LENGTHS: Final = frozenset(
@@ -101,9 +102,9 @@ def check_embedding(request: EmbeddingRequest, limits: LimitsConfig) -> None:
         if not text:
             raise InvalidRequest("input: an empty text has no embedding", "input")
         if isinstance(text, str):
-            _check_text("input", text, limits)
+            _check_read("input", len(text), limits)
         else:
-            _check_most("input", len(text), limits.max_prompt_chars, unit=" tokens")
+            _check_read("input", len(text), limits, " tokens")
     num_chars = sum(map(len, request.input))
     _check_most("input", num_chars, limits.max_embedding_chars, unit=" characters or tokens in all")
     if (request.prompt_name or request.input_type) and not isinstance(request.input[0], str):
@@ -131,11 +132,13 @@ def check_scoring(request: ScoringRequest, limits: LimitsConfig) -> None:
 def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -> None:
     """Check a chat or completion request. Raises InvalidRequest naming the field."""
     _check_loras(request.lora, limits)
+    if any(use.text_scale is not None for use in request.lora):
+        raise InvalidRequest("lora: text_scale is for image models, whose text encoders a LoRA may change", "lora")
     num_prompts = 1
     if isinstance(request, CompletionRequest):
         num_prompts = len(request.prompts)
         for prompt in request.prompts:
-            _check_most("prompt", len(prompt), limits.max_prompt_chars, unit=" characters or tokens")
+            _check_read("prompt", len(prompt), limits, " characters or tokens")
     else:
         _check_most("messages", len(request.messages), limits.max_messages, unit=" messages")
         images = [image for message in request.messages for image in message.images]
@@ -144,9 +147,9 @@ def check_text(request: ChatRequest | CompletionRequest, limits: LimitsConfig) -
             _check_most("messages", image.shape[0] * image.shape[1], limits.max_pixels, unit=" pixels of an image")
         num_chars = sum(len(message.text) for message in request.messages)
         num_chars += sum(len(call.function.arguments) for message in request.messages for call in message.tool_calls)
-        _check_most("messages", num_chars, limits.max_prompt_chars, unit=" characters")
+        _check_read("messages", num_chars, limits)
         num_chars = sum(tool.function.num_chars for tool in request.tools)
-        _check_most("tools", num_chars, limits.max_prompt_chars, unit=" characters")
+        _check_read("tools", num_chars, limits)
     _check_most("prompt" if num_prompts > 1 else "n", num_prompts * request.n, limits.max_prompts, unit=" texts")
 
 
@@ -197,7 +200,7 @@ def _check_extra(extra: Mapping[str, Any], limits: LimitsConfig) -> None:
         if any(isinstance(leaf, int | float) and abs(leaf) > most for leaf in leaves):
             raise InvalidRequest(f"extra: {name}: a number above {most}, at most {most} are allowed", "extra")
         num_chars += sum(len(leaf) for leaf in leaves if isinstance(leaf, str))
-    _check_most("extra", num_chars, limits.max_prompt_chars, unit=" characters")
+    _check_most("extra", num_chars, limits.max_prompt_chars or _IMAGE_PROMPT, unit=" characters")
 
 
 def _most_of(name: str, limits: LimitsConfig) -> int:
@@ -232,12 +235,19 @@ def _check_loras(uses: Sequence[LoraUse], limits: LimitsConfig) -> None:
 
 
 def _check_text(name: str, text: str, limits: LimitsConfig) -> None:
-    _check_most(name, len(text), limits.max_prompt_chars, unit=" characters")
+    _check_most(name, len(text), limits.max_prompt_chars or _IMAGE_PROMPT, unit=" characters")
 
 
 def _check_most(name: str, value: int, most: int, unit: str = "") -> None:
     if value > most:
         raise InvalidRequest(f"{name}: {value}{unit}, at most {most} are allowed", name)
+
+
+def _check_read(name: str, value: int, limits: LimitsConfig, unit: str = " characters") -> None:
+    """Check the size of what a language model reads: the model itself refuses what is too long for it."""
+    if limits.max_prompt_chars is not None and value > limits.max_prompt_chars:
+        most = f"at most {limits.max_prompt_chars} are allowed (ingress.limits.max_prompt_chars)"
+        raise InvalidRequest(f"{name}: {value}{unit}, {most}", name)
 
 
 def _default_of(*asked: int | None) -> str:

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from deployments.errors import DeadlineExceeded
+from weights.panics import panics_as_errors
 
 ResultT = TypeVar("ResultT")
 
@@ -29,7 +30,12 @@ async def in_thread(function: Callable[..., ResultT], *arguments: object) -> Res
     HAZARD: a thread cannot be cancelled. What it works on (a lease, a place in an arena, a tokenizer) must not be
     somebody else's before it is done.
     """
-    return await outcome_of(asyncio.ensure_future(asyncio.to_thread(function, *arguments)))
+
+    def call() -> ResultT:
+        with panics_as_errors():
+            return function(*arguments)
+
+    return await outcome_of(asyncio.ensure_future(asyncio.to_thread(call)))
 
 
 async def outcome_of(work: asyncio.Future[ResultT]) -> ResultT:

@@ -2,7 +2,7 @@
 
 Reads the layout that diffusers and PEFT save: `<component>.<module path>.lora_A.weight` (rank, in) and
 `.lora_B.weight` (out, rank), optionally `.alpha` scalars and `.lora_magnitude_vector` (out,), optionally the training
-config as JSON in the safetensors metadata. Layouts that stock's loaders convert, kohya's say, are taken as they are;
+config as JSON in the safetensors metadata. All other layouts, kohya's say, are taken as they are;
 what PEFT saves of a language model is in `weights/formats/lora.py`. Source: diffusers 0.42, `loaders/peft.py` and
 `utils/peft_utils.py:get_peft_kwargs`.
 """
@@ -20,13 +20,17 @@ from weights.errors import AdapterError, FormatError
 from weights.formats.folder import LORA_FILE
 from weights.formats.learned_words import check_words, is_words
 from weights.formats.lora import (
+    COMPONENTS,
     MAX_NAME_CHARS,
+    NAMED_SUFFIXES,
     PEFT_CONFIG,
     PEFT_FILE,
     LoraConfig,
     is_convertible,
     is_finite,
+    is_lora,
     is_peft,
+    peft_config_of,
     peft_targets,
     read_lora_configs,
     read_peft_config,
@@ -36,22 +40,13 @@ from weights.formats.untrusted import shown
 
 __all__ = ["LoraAdapter", "LoraPair", "load_adapter", "parse_adapter", "parse_named"]
 
-COMPONENTS = ("transformer", "unet", "text_encoder", "text_encoder_2")
-_SUFFIXES = {
-    "lora_A.weight": "down",
-    "lora_B.weight": "up",
-    "alpha": "alpha",
-    "lora_magnitude_vector": "magnitude",
-    "lora_magnitude_vector.weight": "magnitude",
-}
-
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraPair:
     """y += scale * up(down(x)): `down` (rank, in, ...) and `up` (out, rank, ...); `scale` is alpha / rank.
 
     With a `magnitude` it is a DoRA: the weights of each output of the layer, together with the pair's, have that
-    length (out,); `by_input`, those of each input (in,).
+    length (out,); `by_input`, those of each input (in,). `bias` (out,), times the scale, is added as well.
     """
 
     down: torch.Tensor
@@ -59,6 +54,7 @@ class LoraPair:
     scale: float
     magnitude: torch.Tensor | None = None
     by_input: bool = False
+    bias: torch.Tensor | None = None
 
     @property
     def rank(self) -> int:
@@ -68,22 +64,26 @@ class LoraPair:
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> LoraPair:
         """Return the pair with its tensors elsewhere; tensors that are there already are not copied."""
         magnitude = None if self.magnitude is None else self.magnitude.to(device, torch.float32)
-        return replace(self, down=self.down.to(device, dtype), up=self.up.to(device, dtype), magnitude=magnitude)
+        bias = None if self.bias is None else self.bias.to(device, dtype)
+        up, down = self.up.to(device, dtype), self.down.to(device, dtype)
+        return replace(self, down=down, up=up, magnitude=magnitude, bias=bias)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LoraAdapter:
     """One version of one adapter: pairs by component ("transformer", a language model's "model", …) and module path.
 
-    The object is the version: two are the same only if they are one object. One of a layout that stock converts has no
-    components, but `raw`, its tensors by name: which modules they mean is known beside the model. A textual inversion
-    has `words` alone: by text encoder, the vectors (N, D) that it reads in the place of the adapter's name.
+    The object is the version: two are the same only if they are one object. One of another layout than diffusers' has
+    no components, but `raw`, its tensors by name: which modules they mean is known beside the model. `configs` are
+    those of its metadata by component. A textual inversion has `words` alone: by text encoder, the vectors (N, D) that
+    it reads in the place of the adapter's name.
     """
 
     path: Path
     components: Mapping[str, Mapping[str, LoraPair]]
     raw: Mapping[str, torch.Tensor] = field(default_factory=dict)
     words: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    configs: Mapping[str, LoraConfig] = field(default_factory=dict)
 
 
 def load_adapter(path: Path) -> LoraAdapter:
@@ -113,12 +113,12 @@ def parse_adapter(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
         encoders = check_words(file, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
         words = {encoders[name]: tensor.reshape(-1, tensor.shape[-1]) for name, tensor in tensors.items()}
         return LoraAdapter(file, {}, words=words)
-    if is_peft(list(tensors)):
+    if is_peft(list(tensors)) and peft_config_of(file).is_file():
         return LoraAdapter(file, {"model": _peft_pairs(file, tensors)})
-    if is_convertible(tensors):
+    if is_lora(tensors) and is_convertible(tensors):
         if longest := [name for name in tensors if len(name) > MAX_NAME_CHARS]:
             raise AdapterError(f"{file}: tensor {shown(longest[0])} has a name of {len(longest[0])} characters")
-        return LoraAdapter(file, {}, dict(tensors))
+        return LoraAdapter(file, {}, dict(tensors), configs=read_lora_configs(file, metadata))
     return parse_named(file, tensors, metadata)
 
 
@@ -144,7 +144,7 @@ def parse_named(file: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappi
 
 
 def _peft_pairs(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, LoraPair]:
-    config = read_peft_config((file if file.is_dir() else file.parent) / PEFT_CONFIG)
+    config = read_peft_config(peft_config_of(file))
     pairs = {}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     for path, target in peft_targets(file, shapes, use_dora=config.use_dora).items():
@@ -158,14 +158,14 @@ def _peft_pairs(file: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Lo
 
 def _split(file: Path, name: str) -> tuple[str, str, str]:
     component, _, rest = name.partition(".")
-    for suffix, kind in _SUFFIXES.items():
+    for suffix, kind in NAMED_SUFFIXES.items():
         module_path = rest.removesuffix(f".{suffix}")
         if component in COMPONENTS and module_path != rest and len(name) <= MAX_NAME_CHARS:
             return component, module_path, kind
     raise AdapterError(
         f"{file}: tensor {shown(name)} is not of the diffusers/PEFT layout, expected "
         f"'<component>.<module>.<suffix>' with a component of {', '.join(COMPONENTS)} "
-        f"and a suffix of {', '.join(_SUFFIXES)}"
+        f"and a suffix of {', '.join(NAMED_SUFFIXES)}"
     )
 
 

@@ -130,13 +130,21 @@ def stored_dtypes(checkpoint: Checkpoint, wanted: str) -> dict[str, str]:
 
 
 def _dtype_of(kind: ModelKind, parts: Sequence[SourceComponent], wanted: str) -> str:
-    if any(tensor.dtype == "I8" for part in parts for tensor in part.tensors.values()):
+    if _has(parts, "I8"):
         return "auto"
-    if not (types := types_without(wanted)):
+    types = types_without(wanted)
+    # A pipeline in double precision would draw its noise so, and make another image. Stock loads it in single.
+    if (wanted == "auto" or types) and kind in ("diffusion", "controlnet") and _has(parts, "F64"):
+        types |= {"F64"}
+    if not types:
         return wanted
     if kind in ("adapter", "tensors") or any(part.format not in ("safetensors", "torch") for part in parts):
         return "auto"
     return auto_without(types - {"BF16"} if kind == "llm" else types)
+
+
+def _has(parts: Sequence[SourceComponent], dtype: str) -> bool:
+    return any(tensor.dtype == dtype for part in parts for tensor in part.tensors.values())
 
 
 def _is_packed_denoiser(part: SourceComponent | Component) -> bool:

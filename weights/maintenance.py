@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Final
+from typing import Final, NamedTuple
 
 from weights.errors import DiskFull, StoreError, WeightsError
 from weights.manifest import Manifest, TensorRef
@@ -25,6 +25,8 @@ from weights.storage.staging import STAGED, is_dead, sweep
 from weights.store import WeightStore
 
 _SKELETONS: Final = "skeleton*"
+_STARTS: Final = "//boot/"  # no path of a store begins so
+_TOLERANCE_S: Final = 1.0
 _Range = tuple[int, int]
 
 
@@ -32,7 +34,8 @@ _Range = tuple[int, int]
 class GcReport:
     """A list of what was removed, or would be: paths relative to the store, and bytes on disk.
 
-    `unfreed_bytes` lie between tensors that are alive, on a file system that cannot make holes in files.
+    `unfreed_bytes` lie between tensors that are alive, in files in which no holes can be made: the file system makes
+    none, or the file has another hard link, as in a backup by `cp -al`.
     """
 
     removed: tuple[PurePosixPath, ...]
@@ -41,25 +44,47 @@ class GcReport:
     unfreed_bytes: int
 
 
+class Moment(NamedTuple):
+    """A moment in Unix time, and in a time that nobody sets: the seconds since the machine's start `boot`.
+
+    "" where that is not known.
+    """
+
+    unix_s: float
+    boot: str = ""
+    up_s: float = 0.0
+
+
+def this_moment() -> Moment:
+    """Return the moment by this machine's clocks."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return Moment(time.time(), boot, time.clock_gettime(time.CLOCK_BOOTTIME))
+    except (OSError, AttributeError):  # of no Linux
+        return Moment(time.time())
+
+
 def gc(
-    store: WeightStore, *, grace_s: float = 0.0, now: Callable[[], float] = time.time, dry_run: bool = False
+    store: WeightStore, *, grace_s: float = 0.0, now: Callable[[], Moment] = this_moment, dry_run: bool = False
 ) -> GcReport:
     """Remove what no manifest names: packs, ranges of packs, skeletons, entries of the index, mirrors of URLs that no
     model came from, leftovers of the dead.
 
     Packs, skeletons and mirrors stay until a run finds that an earlier one saw them unneeded `grace_s` seconds ago, and
-    they were not needed in between: replicas may still run an earlier version of a model. A mirror that is being filled
-    or read stays. Makes a damaged index again, and meta.json. Raises, and deletes nothing, when a manifest cannot be
-    read or the store is of a newer version: what those need is unknown.
+    they were not needed in between: replicas may still run an earlier version of a model. Setting the clock between two
+    runs of one machine makes nothing older. A mirror that is being filled or read stays. Makes a damaged index again,
+    and meta.json. Raises, and deletes nothing, when a manifest cannot be read or the store is of a newer version: what
+    those need is unknown.
     """
     if not store.path.is_dir():
         raise StoreError(f"{store.path}: no such store")
     with store.locked(), disk_errors(store.path, 0):
         manifests = _read_all(store)
         known, forgotten = store.read_index(lambda index: _look_up(index, manifests)) or (set(), 0)
-        now_s = now()
-        clocks = _aged(dict(_unneeded(store, manifests)), known, now_s)
-        whole, partly = _ripe(clocks, now_s - grace_s)
+        moment = now()
+        before, mark = _as_if_never_set(known, moment)
+        clocks = _aged(dict(_unneeded(store, manifests)), before, moment.unix_s)
+        whole, partly = _ripe(clocks, moment.unix_s - grace_s)
         staged = [path for path in sorted(store.path.glob(STAGED)) if is_dead(path)]
         staged_bytes = sum(map(allocated_bytes, staged))
         if dry_run:
@@ -67,6 +92,7 @@ def gc(
         else:
             sweep(store.path, STAGED)
             young = [clock for clock in clocks if clock.path not in whole]
+            young += mark if young else []
             with _noted(store, manifests, young, makes_room=bool(whole or partly)):
                 removed, freed, unfreed = _free(store, whole, partly)
     paths = [path.relative_to(store.path) for path in (*removed, *staged)]
@@ -154,7 +180,7 @@ def _free(
 ) -> tuple[list[Path], int, int]:
     """Remove whole paths and make holes in packs; return what went, the bytes freed, and those that could not be."""
     paths = [store.path / path for path in whole]
-    freed_by = {path: allocated_bytes(path) for path in paths}
+    freed_by = {path: allocated_bytes(path, own=True) for path in paths}
     removed, freed, unfreed = [], 0, 0
     for path in paths:
         if not dry_run:
@@ -197,6 +223,24 @@ def _unneeded(store: WeightStore, manifests: Sequence[Manifest]) -> Iterator[tup
             yield f"packs/{name}", list(dead_ranges(ranges, path.stat().st_size))
 
 
+def _as_if_never_set(known: Collection[Unneeded], now: Moment) -> tuple[list[Unneeded], list[Unneeded]]:
+    """Return the clocks as if nobody had set the wall clock since they began, and what the next run is to know this by.
+
+    That is a range of no path: its end are the milliseconds since the start of the machine at `since_s`. Where it says
+    what the clock says it stays as it is: the disk may be full.
+    """
+    clocks = [clock for clock in known if not clock.path.startswith(_STARTS)]
+    if not now.boot:
+        return clocks, []
+    name, set_by_s = _STARTS + now.boot, 0.0
+    for mark in (clock for clock in known if clock.path == name):
+        set_by_s = (now.unix_s - mark.since_s) - (now.up_s - mark.end / 1000)
+        if abs(set_by_s) <= _TOLERANCE_S:
+            return clocks, [mark]
+    moved = [clock._replace(since_s=clock.since_s + set_by_s) for clock in clocks]
+    return moved, [Unneeded(name, 0, int(now.up_s * 1000), now.unix_s)]
+
+
 def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict[str, list[_Range]]]:
     """Select what has been unneeded for `horizon_s` or longer: whole paths, and ranges of others."""
     by_path: dict[str, list[Unneeded]] = defaultdict(list)
@@ -214,12 +258,12 @@ def _ripe(clocks: Iterable[Unneeded], horizon_s: float) -> tuple[list[str], dict
 
 
 def _punch(pack: Path, ranges: Sequence[_Range], *, dry_run: bool) -> tuple[int, int]:
-    """Punch holes; returns the bytes that were freed, or would be, and those that the file system cannot free."""
+    """Punch holes; returns the bytes that were freed, or would be, and those that cannot be."""
     nbytes = sum(end - begin for begin, end in ranges)
     before = allocated_bytes(pack)
-    if dry_run:  # some of them may be holes already
+    if dry_run and pack.stat().st_nlink == 1:  # some of them may be holes already
         return min(nbytes, max(0, before + nbytes - pack.stat().st_size)), 0
-    if punch(pack, ranges):
+    if not dry_run and punch(pack, ranges):
         return before - allocated_bytes(pack), 0
     return 0, nbytes
 

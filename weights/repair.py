@@ -15,12 +15,13 @@ from pathlib import Path
 
 from weights.base_pipeline import open_base
 from weights.dtypes import cast
-from weights.errors import ExtentCorrupt, FormatError, StoreError, WeightsError
+from weights.errors import DiskFull, ExtentCorrupt, FormatError, StoreError, WeightsError
 from weights.formats.checkpoint import read_checkpoint
 from weights.formats.tensors import SourceTensor
 from weights.layouts import publish_again
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
 from weights.reading.extents import read_extent
+from weights.storage.durable import disk_errors, remove_path
 from weights.storage.hashing import Progress, hash_tensors
 from weights.storage.index import IndexDamaged
 from weights.storage.publishing import publish_places
@@ -194,14 +195,17 @@ def repair(
         if damage.file == f"packs/{form.pack}"
     }
     broken |= {base for form in broken if form.delta for base in form.delta.bases if not _is_sound(store, base)}
-    with store.locked():
+    with store.locked(), disk_errors(store.path, 0):
         store.indexed(lambda index: index.forget_extents(broken))
     run = _Repair(store, manifests, frozenset(map(_place_of, broken)), allow_torch, weight_dir, progress)
     concerned = [manifest for manifest in manifests.values() if run.broken_tensors(manifest) is not None]
     concerned.sort(key=lambda manifest: manifest.version)  # bases before what is a delta from them
     problems = run.rewrite_all(concerned)
-    with store.locked():
-        store.write_meta()
+    with store.locked(), disk_errors(store.path, 0):
+        try:
+            store.write_meta()
+        except (OSError, DiskFull):  # it follows from the manifests, and names what is damaged: the next `gc` makes it
+            remove_path(store.meta_file)
     rewritten = tuple(manifest.model for manifest in concerned if manifest.model not in problems)
     left = tuple(_left(store, found, [manifest.model for manifest in concerned], problems))
     keys = {_key(damage) for damage in left}

@@ -104,8 +104,11 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def forward_hooks_of(module: nn.Module) -> dict[int, Callable[..., Any]]:
-    """Return the table of the hooks that are called after a module's own forward."""
+def forward_hooks_of(module: nn.Module) -> dict[Any, Callable[..., Any]]:
+    """Return the table of the hooks that are called after a module's own forward, in its order; torch numbers its own.
+
+    What is put into it is called as hooks are.
+    """
     return module._forward_hooks
 
 

@@ -18,15 +18,16 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 from cluster.admission.records import Demand, Reason, Refusal, Waiting
 from cluster.admission.replica_slots import ReplicaSlots
-from cluster.admission.service_times import ArrivalRate, ServiceTimes
-from cluster.admission.tenant_turns import Lane, OpenModels, TenantTurns, newest
+from cluster.admission.service_times import ArrivalRate, ModelTimes, ServiceTimes
+from cluster.admission.tenant_turns import MAX_CLOCKS, Lane, OpenModels, TenantTurns, newest
 from cluster.load_failures import LoadFailures
 from configs.admission import AdmissionConfig
+from weights.residency.recent import Recent
 
 _MARGIN: Final = 1.1  # waits are predicted this much longer than the mean: half of all requests wait longer than that
 _ENOUGH: Final = 3  # measurements
@@ -98,6 +99,7 @@ class Lanes:
         self._ages: OrderedDict[int, Waiting] = OrderedDict()  # by arrival
         self._num_overtakes = 0
         self._classes: dict[int, TenantTurns] = {}
+        self._stalled: Collection[str] = frozenset()  # models without a replica
         self._crowd = _Crowd(weight_of)
         self._crowds: dict[str, _Crowd] = {}  # by model
 
@@ -121,7 +123,7 @@ class Lanes:
         for waiting in self._returned.values():
             yield 0, waiting, 1
         for priority, turns in self._classes.items():
-            for lane in turns.busy_lanes():
+            for lane in turns.waiting_lanes():
                 for line in lane.models.values():
                     yield priority, next(iter(line.values())), len(line)
 
@@ -129,7 +131,7 @@ class Lanes:
     def cost_s(self) -> float:
         """Replica seconds of all that waits."""
         returned_s = sum([waiting.cost_s for waiting in self._returned.values()])
-        return returned_s + sum([turns.cost_s for turns in self._classes.values()])
+        return returned_s + sum([turns.cost_s + turns.stalled_s for turns in self._classes.values()])
 
     def add(self, waiting: Waiting) -> None:
         """Add a request behind those that came before."""
@@ -220,9 +222,10 @@ class Lanes:
         """Return the replica seconds of work that would be done before a request that came now."""
         before = sum([waiting.cost_s for waiting in self._returned.values()])
         before += sum([turns.cost_s for priority, turns in self._classes.items() if priority < demand.priority])
+        if demand.model in self._stalled:
+            before = 0.0
         turns = self._class(demand.priority)
-        own = turns.busy_lane(demand.tenant)
-        return before + turns.share_ahead_s(own.cost_s if own else 0.0, demand.tenant, self.weight_of(demand.tenant))
+        return before + turns.ahead_s(demand.tenant, demand.model, self.weight_of(demand.tenant))
 
     def walk(self, cost_of: Callable[[Demand], float]) -> Iterator[tuple[Waiting, float]]:
         """Yield every request with the replica seconds of work before it, costs estimated anew by `cost_of`.
@@ -238,12 +241,15 @@ class Lanes:
             before += waiting.cost_s
         for priority in sorted(self._classes):
             turns = self._classes[priority]
-            for lane in turns.busy_lanes():
-                own_s = 0.0
-                for waiting in list(lane.waiting.values()):
-                    yield waiting, before + turns.share_ahead_s(own_s, lane.tenant, lane.weight)
-                    own_s += waiting.cost_s if waiting.ticket in self._waiting else 0.0
+            for waiting, ahead_s in turns.walk():
+                yield waiting, (0.0 if waiting.demand.model in self._stalled else before) + ahead_s
             before += turns.cost_s
+
+    def set_stalled(self, models: Collection[str]) -> None:
+        """Count on replicas for all models but these."""
+        self._stalled = frozenset(models)
+        for turns in self._classes.values():
+            turns.set_stalled(self._stalled)
 
     def reweigh(self) -> None:
         """Read the weights anew."""
@@ -255,7 +261,7 @@ class Lanes:
     def _least_urgent(self, tenant: str, model: str | None, priority: int) -> Waiting | None:
         """Return the newest of a tenant's least urgent requests, of those that are less urgent than `priority`."""
         for each in sorted(self._classes, reverse=True):
-            if each > priority and (lane := self._classes[each].busy_lane(tenant)) is not None:
+            if each > priority and (lane := self._classes[each].waiting_lane(tenant)) is not None:
                 line = lane.waiting if model is None else lane.models.get(model)
                 if line and (found := newest(line)) is not None:
                     return found
@@ -264,7 +270,7 @@ class Lanes:
     def _class(self, priority: int) -> TenantTurns:
         turns = self._classes.get(priority)
         if turns is None:
-            turns = self._classes[priority] = TenantTurns(self.weight_of)
+            turns = self._classes[priority] = TenantTurns(self.weight_of, self._stalled)
         return turns
 
     def _lane(self, demand: Demand) -> Lane:
@@ -272,24 +278,24 @@ class Lanes:
 
 
 class _FairWait:
-    """The longest wait that lets requests of all kinds in.
+    """The longest wait that lets requests of all kinds in that a tenant sends.
 
     In an overload, short requests would be let in until only they can still be in time. So no request may wait for a
     larger part of its time than the longest requests that come can. Those that could hardly wait at all do not count.
     """
 
     def __init__(self) -> None:
-        self._share = 1.0
-        self._noted_s = -math.inf
+        self._shares: Recent[str, tuple[float, float]] = Recent(MAX_CLOCKS)  # by tenant, and when that was
 
-    def bound_s(self, budget_s: float, latency_s: float, now_s: float) -> float:
+    def bound_s(self, tenant: str, budget_s: float, latency_s: float, now_s: float) -> float:
         """Return how long a request that comes now may wait that has `budget_s` and takes `latency_s` of them."""
         own = 1 - latency_s / budget_s
-        self._share += (1 - self._share) * -math.expm1(min(0.0, self._noted_s - now_s) / _FADES_IN_S)
-        self._noted_s = now_s
+        share, noted_s = self._shares.get(tenant) or (1.0, now_s)
+        share += (1 - share) * -math.expm1(min(0.0, noted_s - now_s) / _FADES_IN_S)
         if own >= _LEAST_SHARE:
-            self._share = min(self._share, own)
-        return min(own, self._share) * budget_s
+            share = min(share, own)
+        self._shares.note(tenant, (share, now_s))
+        return min(own, share) * budget_s
 
 
 class Pool:
@@ -347,15 +353,25 @@ class Forecast:
         times = self._times.times(demand.model)
         if times is None or budget_s == math.inf:
             return None
-        is_idle = not len(pool.lanes) and not pool.slots.num_running
         if times.is_stale(now_s) and not pool.is_at_hand(demand.model):
             return None  # one at a time tells whether the model is as slow as it was
-        if times.num_measured >= _ENOUGH and times.fastest_s * demand.work > budget_s:
-            return Refusal("hopeless", needs_s=times.fastest_s * demand.work)
         ahead_s = pool.lanes.ahead_s(demand)
-        late_s = times.late_s(demand.work, pool.slots.num_sharing(demand.share, ahead_s))
-        longest_s = pool.fair_wait.bound_s(budget_s, late_s, now_s)
         wait_s = pool.slots.start_in_s(demand.share, ahead_s, now_s) * _MARGIN
+        refusal = self._why_late(pool, times, demand, ahead_s, wait_s, now_s)
+        return None if refusal and not wait_s and times.lets_try(demand.work, now_s) else refusal
+
+    def _why_late(
+        self, pool: Pool, times: ModelTimes, demand: Demand, ahead_s: float, wait_s: float, now_s: float
+    ) -> Refusal | None:
+        budget_s = demand.deadline_s - now_s
+        least_s = times.least_s(demand.work)
+        if times.num_measured >= _ENOUGH and least_s > budget_s:
+            return Refusal("hopeless", needs_s=least_s)
+        late_s = times.late_s(demand.work, pool.slots.num_sharing(demand.share, ahead_s))
+        if not times.is_known(demand.work):
+            late_s = min(late_s, least_s)
+        longest_s = pool.fair_wait.bound_s(demand.tenant, budget_s, late_s, now_s)
+        is_idle = not len(pool.lanes) and not pool.slots.num_running
         if is_idle or wait_s <= longest_s or wait_s == math.inf:
             return None
         needs_s = wait_s + late_s
@@ -375,10 +391,10 @@ class Forecast:
             budget_s = demand.deadline_s - now_s
             if budget_s <= 0:
                 yield waiting, Refusal("expired")
-            elif budget_s < math.inf and (times := self._times.times(demand.model)):
+            elif budget_s < math.inf and waiting.arrived_s < now_s and (times := self._times.times(demand.model)):
                 kind = demand.model, demand.work, pool.slots.num_sharing(demand.share, ahead_s)
                 if kind not in late_s:
-                    late_s[kind] = times.late_s(*kind[1:])
+                    late_s[kind] = times.late_s(*kind[1:]) if times.is_known(demand.work) else 0.0
                 needs_s = pool.slots.start_in_s(demand.share, ahead_s, now_s) + late_s[kind]
                 is_known = not times.is_stale(now_s) or pool.slots.num_of(demand.model)
                 if budget_s < needs_s < math.inf and is_known:

@@ -130,6 +130,7 @@ class AdmissionQueue:
         pool.lanes.add(waiting)
         pool.note_waiting(demand.model)
         self._pool_of[ticket] = demand.pool
+        self._counts.hold(demand.model, demand.pool)
 
     def give_back(self, ticket: int, now_s: float) -> tuple[str, str]:
         """Let a running request wait again, before all others: its replica died, or could not load its model.
@@ -167,9 +168,12 @@ class AdmissionQueue:
             return
         pool = self._pools[name]
         if ticket in pool.lanes:
-            pool.forget_waiting(pool.lanes.remove(ticket).demand.model)
+            model = pool.lanes.remove(ticket).demand.model
+            pool.forget_waiting(model)
+            self._counts.release(model)
             return
         ended = pool.slots.end(ticket, now_s)
+        self._counts.release(ended.waiting.demand.model)
         pool.lanes.settle(ended.waiting, ended.busy_s)
         self._note_room(pool, ended)
         if is_answered:
@@ -307,8 +311,9 @@ class AdmissionQueue:
         for (pool_name, model), replicas in placement.replicas.items():
             for replica in replicas:
                 self._allowed.setdefault((pool_name, replica), []).append(model)
-        for pool in self._pools.values():
+        for name, pool in self._pools.items():
             pool.slots.set_resident(placement.ready)
+            pool.lanes.set_stalled(placement.unplaced(name))
             pool.look_at_all()
 
     def is_unplaced(self, demand: Demand, now_s: float) -> bool:
@@ -335,6 +340,7 @@ class AdmissionQueue:
         if self._holds and now_s >= self._placement.until_s:
             self._holds = False
             for pool in self._pools.values():
+                pool.lanes.set_stalled(())
                 pool.look_at_all()
         for name, pool in self._pools.items():
             happened += self._start_all(name, pool, now_s)
@@ -517,6 +523,7 @@ class AdmissionQueue:
         pool.lanes.remove(waiting.ticket)
         pool.forget_waiting(waiting.demand.model)
         del self._pool_of[waiting.ticket]
+        self._counts.release(waiting.demand.model)
         self._counts.counts_of(waiting.demand.model, waiting.demand.pool).refused += 1
         self._tenant_counts.note_refusal(waiting.demand)
         self._refused.append(Refused(waiting.ticket, refusal))
@@ -524,4 +531,5 @@ class AdmissionQueue:
     def _pool(self, name: str) -> Pool:
         if name not in self._pools:
             self._pools[name] = Pool(self._config, is_shared=self._is_shared)
+            self._pools[name].lanes.set_stalled(self._placement.unplaced(name) if self._holds else ())
         return self._pools[name]

@@ -216,6 +216,10 @@ class Placement:
         """Return the replicas for a model; None for all."""
         return self.replicas.get((pool, model)) if now_s < self.until_s else None
 
+    def unplaced(self, pool: str) -> list[str]:
+        """Return the models that may start nowhere yet."""
+        return [model for (name, model), replicas in self.replicas.items() if name == pool and not replicas]
+
     def models_of(self, pool: str, replica: str, models: Iterable[str], now_s: float) -> list[str]:
         """Return those of the models that may start on the replica."""
         allowed = [(model, self.replicas_of(pool, model, now_s)) for model in models]

@@ -15,7 +15,12 @@ SHORT_S: Final = 5.0
 LONG_S: Final = 60.0
 _NEW: Final = 0.15  # weight of a new measurement in the present level
 _NEW_SHAPE: Final = 0.02  # and in how times depend on work, which takes many to tell
+_FAR: Final = 2  # sizes: of what is so much larger than all that was measured nobody knows how long it takes
+_TRY_TIMES: Final = 10.0  # its latency: so often a size that is refused is let through, to be measured anew
+_TRY_S: Final = 5.0  # and no more often
+_FORGOTTEN: Final = 1.02  # by each measurement: what was once possible
 _PRIOR: Final = 0.01  # relative variance of work: below it, times count as proportional to work
+_TELLING: Final = 0.1  # from here on, what was measured last says how times depend on work
 _MAX_FACTOR: Final = 4.0  # of the prediction: what takes longer was held up by something else
 _NEW_EXCESS: Final = 0.1
 _EXCESSES: Final = 5.0  # few requests exceed the prediction by so many times the mean excess
@@ -28,10 +33,16 @@ WORK_BOUNDS: Final = (1e-9, 1e18)  # squares of what lies between are numbers
 _LONGEST_S: Final = 1e9
 
 
+def _size_of(work: float) -> int:
+    """Return the class of sizes: those of a class are less than twice as large as the least of it."""
+    return math.frexp(work)[1]
+
+
 @dataclass(slots=True)
 class Estimate:
     """Seconds as a function of work: a fixed part, and one that grows with work. The line through what was measured
-    moves slowly, and its level, a factor, soon.
+    moves slowly, and its level, a factor, soon. Where all are of about one size, the parts are still those that sizes
+    had when they differed, and at first proportional to work.
     """
 
     _num: int = 0
@@ -40,6 +51,7 @@ class Estimate:
     _seconds: float = 0.0  # mean
     _variance: float = 0.0  # of work
     _covariance: float = 0.0
+    _fixed: float = 0.0  # part, as the work that takes as long
 
     def seconds_of(self, work: float) -> float:
         """Return the seconds that a request of that work takes; 0 before the first one."""
@@ -60,17 +72,25 @@ class Estimate:
         self._seconds += new * off_s
         self._variance = (1 - new) * (self._variance + new * off * off)
         self._covariance = (1 - new) * (self._covariance + new * off * off_s)
+        if self._is_telling and self._covariance > 0:
+            fixed = self._seconds * self._variance / self._covariance - self._work
+            self._fixed = min(max(0.0, fixed), WORK_BOUNDS[1])
         if (line_s := self._line(work)) > 0:
             self._level += max(new_level, 1 / self._num) * (seconds / line_s - self._level)
 
-    def _line(self, work: float) -> float:
-        """Return the least squares line, kept between one of constant and one of proportional seconds."""
-        if not self._num:
-            return 0.0
-        proportional = self._seconds / self._work
+    @property
+    def _is_telling(self) -> bool:
+        return self._variance > _TELLING * self._work * self._work
+
+    def _slope(self) -> float:
+        """Return that of the least squares line, kept between one of constant and one of proportional seconds."""
         prior = _PRIOR * self._work * self._work
-        slope = (self._covariance + prior * proportional) / (self._variance + prior)
-        return max(0.0, self._seconds + min(max(slope, 0.0), proportional) * (work - self._work))
+        known = self._seconds / (self._work + (0.0 if self._is_telling else self._fixed))
+        slope = (self._covariance + prior * known) / (self._variance + prior)
+        return min(max(slope, 0.0), self._seconds / self._work)
+
+    def _line(self, work: float) -> float:
+        return max(0.0, self._seconds + self._slope() * (work - self._work)) if self._num else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +179,7 @@ class ModelTimes:
 
     `busy` are seconds of a whole replica: a request that ran beside others has its part of them. `latency`, from
     start to end, is a function of work that counts the more, the more share the replica: by `slowdown`.
-    `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica, and
-    `fastest_s` the shortest latency, by unit of work, that one alone would have had.
+    `usual_s` is the mean latency of late, `usual_sharing` the mean number of those that shared the replica.
     """
 
     busy: Estimate = field(default_factory=Estimate)
@@ -169,12 +188,13 @@ class ModelTimes:
     excess: float = 0.02  # mean, relative to what was to be expected at the same size; who is faster has none
     usual_s: float = 0.0
     usual_sharing: float = 1.0
-    fastest_s: float = 0.0
     switch_s: float = 0.0
     measured_s: float = -math.inf
     num_measured: int = 0
     _num_fresh: int = 0  # since the times were stale
     _factors: tuple[float, ...] = BATCH_SIZES  # those of `slowdown`
+    _fastest: dict[int, tuple[float, float]] = field(default_factory=dict)  # by size: work, and latency alone
+    _tried_s: dict[int, float] = field(default_factory=dict)  # by size: when one was measured, or let through for it
 
     @property
     def _late_factor(self) -> float:
@@ -184,6 +204,23 @@ class ModelTimes:
     def is_stale(self, now_s: float) -> bool:
         """Return whether it is time to measure anew: then what was measured says little about now."""
         return now_s - self.measured_s > max(_STALE_S, 2 * self.usual_s)
+
+    def is_known(self, work: float) -> bool:
+        """Return whether something that was not much smaller was ever measured."""
+        return any(size >= _size_of(work) - _FAR for size in self._fastest)
+
+    def least_s(self, work: float) -> float:
+        """Return what a request takes at the least: no less than one of no more work did."""
+        found = [(one, least_s) for size, (one, least_s) in self._fastest.items() if size <= _size_of(work)]
+        return max([least_s * min(1.0, work / one) for one, least_s in found], default=0.0)
+
+    def lets_try(self, work: float, now_s: float) -> bool:
+        """Return whether to let a request through that would be refused, because its size is to be measured anew."""
+        again_s = max(_TRY_S, _TRY_TIMES * self._expected_s(work, 1.0))
+        if now_s - self._tried_s.get(_size_of(work), -math.inf) < again_s:
+            return False
+        self._tried_s[_size_of(work)] = now_s
+        return True
 
     def joining_s(self, work: float) -> float:
         """Return by how much a request of that work delays those whose batch it joins, and each of them it."""
@@ -233,10 +270,17 @@ class ModelTimes:
         self.latency.note_seconds(self._weighed(work, num_sharing), latency_s, new)
         self.usual_s += new * (latency_s - self.usual_s)
         self.usual_sharing += new * (num_sharing - self.usual_sharing)
-        fastest = self.fastest_s * 1.02 if self.num_measured else math.inf  # forgets what was once possible
-        self.fastest_s = min(fastest, latency_s / self._weighed(work, num_sharing))
+        self._note_fastest(now_s, work, num_sharing, latency_s)
         self.num_measured += 1
         self.measured_s = now_s
+
+    def _note_fastest(self, now_s: float, work: float, num_sharing: float, latency_s: float) -> None:
+        there_s = self._expected_s(work, num_sharing)
+        alone_s = latency_s * self._expected_s(work, 1.0) / there_s if there_s else latency_s
+        before, before_s = self._fastest.get(_size_of(work), (work, math.inf))
+        before_s *= _FORGOTTEN
+        self._fastest[_size_of(work)] = (work, alone_s) if alone_s < before_s else (before, before_s)
+        self._tried_s[_size_of(work)] = now_s
 
     def _weighed(self, work: float, num_sharing: float) -> float:
         """Return the work that takes as long alone as this work does where so many share the replica."""
@@ -315,6 +359,7 @@ class RequestCounts:
     started: int = 0
     started_s: float = -math.inf  # the last one
     refused: int = 0
+    num_here: int = 0
 
 
 class ModelCounts:
@@ -322,10 +367,23 @@ class ModelCounts:
 
     def __init__(self) -> None:
         self._models: Recent[str, RequestCounts] = Recent(MAX_MODELS)
+        self._here: dict[str, RequestCounts] = {}  # those with requests that wait or run: they stay
 
     def __iter__(self) -> Iterator[tuple[str, RequestCounts]]:
-        return iter(self._models.items())
+        return iter({**self._models, **self._here}.items())
 
     def counts_of(self, model: str, pool: str) -> RequestCounts:
         """Return the counts of a model that a request came for."""
-        return self._models.used(model, lambda: RequestCounts(pool))
+        return self._models.used(model, lambda: self._here.get(model) or RequestCounts(pool))
+
+    def hold(self, model: str, pool: str) -> None:
+        """Count a request for the model that is here."""
+        counts = self._here[model] = self.counts_of(model, pool)
+        counts.num_here += 1
+
+    def release(self, model: str) -> None:
+        """Count one less."""
+        counts = self._here[model]
+        counts.num_here -= 1
+        if not counts.num_here:
+            del self._here[model]

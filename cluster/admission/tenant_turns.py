@@ -20,12 +20,20 @@ MAX_CLOCKS: Final = 1024  # of tenants that wait for nothing
 FEW: Final = 16  # tenants or models that are all looked at
 
 
+class Line(OrderedDict[int, Waiting]):
+    """Requests of one tenant for one model. `cost_s`: what they may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cost_s = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Lane:
     """The requests of one tenant at one priority, in the order of arrival: all, and those of each model.
 
-    `clock_s` never goes back while it has requests: `refund_s` is what it was charged too much, and is set off against
-    the next one.
+    `num_startable` of them, which may take `cost_s`, are for models that have a replica. `clock_s` never goes back
+    while it has such: `refund_s` is what it was charged too much, and is set off against the next one.
     """
 
     tenant: str
@@ -33,8 +41,9 @@ class Lane:
     clock_s: float = 0.0
     refund_s: float = 0.0
     cost_s: float = 0.0
+    num_startable: int = 0
     waiting: OrderedDict[int, Waiting] = field(default_factory=OrderedDict)
-    models: dict[str, OrderedDict[int, Waiting]] = field(default_factory=dict)
+    models: dict[str, Line] = field(default_factory=dict)
     turn: tuple[float, int, int] | None = None  # its entry in the heap of turns
 
     def key(self) -> tuple[float, int]:
@@ -81,18 +90,24 @@ class OpenModels:
 
 
 class TenantTurns:
-    """The lanes of one priority. `floor_s` is the clock of who was served last: nobody saves up turns."""
+    """The lanes of one priority. `floor_s` is the clock of who was served last: nobody saves up turns.
 
-    def __init__(self, weight_of: Callable[[str], float]) -> None:
+    Models in `stalled` have no replica. A lane that waits for nothing else is not busy, and its clock goes on.
+    """
+
+    def __init__(self, weight_of: Callable[[str], float], stalled: Collection[str] = ()) -> None:
         self._weight_of = weight_of
+        self._stalled = set(stalled)
+        self._waiting: dict[str, Lane] = {}
         self._lanes: dict[str, Lane] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()
         self._busy: dict[str, Lane] = {}
         self._by_model: dict[str, dict[str, Lane]] = {}  # those that wait for it, by tenant
         self._turns: list[tuple[tuple[float, int, int], Lane]] = []  # a heap
         self._num_turns = 0
-        self._weight = 0.0  # of those that wait
+        self._weight = 0.0  # of those that are busy
         self.cost_s = 0.0
+        self.stalled_s = 0.0  # what requests for stalled models may take
         self.floor_s = 0.0
 
     def lane(self, tenant: str) -> Lane:
@@ -108,49 +123,85 @@ class TenantTurns:
     @property
     def has_work(self) -> bool:
         """True while any tenant waits."""
-        return bool(self._busy)
+        return bool(self._waiting)
 
-    def busy_lane(self, tenant: str) -> Lane | None:
+    def waiting_lane(self, tenant: str) -> Lane | None:
         """Return the lane of a tenant that waits."""
-        return self._busy.get(tenant)
+        return self._waiting.get(tenant)
+
+    def ahead_s(self, tenant: str, model: str, weight: float) -> float:
+        """Return the work that is done before the next request of a tenant for a model.
+
+        While the model has no replica that is what waits for it: nothing else competes for those that it will have.
+        """
+        lane = self._waiting.get(tenant)
+        if model in self._stalled:
+            return lane.models[model].cost_s if lane and model in lane.models else 0.0
+        return self.share_ahead_s(lane.cost_s if lane else 0.0, tenant, weight)
 
     def add(self, waiting: Waiting) -> None:
         """Add a request behind the others of its tenant."""
         lane, model = self.lane(waiting.demand.tenant), waiting.demand.model
         lane.waiting[waiting.ticket] = waiting
-        line = lane.models.setdefault(model, OrderedDict())
+        line = lane.models.setdefault(model, Line())
         line[waiting.ticket] = waiting
+        line.cost_s += waiting.cost_s
         if len(line) == 1:
             self._by_model.setdefault(model, {})[lane.tenant] = lane
-        lane.cost_s += waiting.cost_s
-        self.cost_s += waiting.cost_s
         if len(lane.waiting) == 1:
-            lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
-            self._busy[lane.tenant] = lane
+            self._waiting[lane.tenant] = lane
             self._idle.pop(lane.tenant, None)
-            self._weight += lane.weight
-            self._take_turn(lane)
+        self._count(lane, model, 1, waiting.cost_s)
 
     def remove(self, waiting: Waiting) -> None:
         """Take a request out."""
-        lane, model = self._busy[waiting.demand.tenant], waiting.demand.model
+        lane, model = self._waiting[waiting.demand.tenant], waiting.demand.model
         del lane.waiting[waiting.ticket]
         line = lane.models[model]
         del line[waiting.ticket]
+        line.cost_s -= waiting.cost_s
         if not line:
             del lane.models[model], self._by_model[model][lane.tenant]
             if not self._by_model[model]:
                 del self._by_model[model]
-        lane.cost_s = max(0.0, lane.cost_s - waiting.cost_s) if lane.waiting else 0.0
-        self.cost_s = max(0.0, self.cost_s - waiting.cost_s)
         if not lane.waiting:
-            del self._busy[lane.tenant]
+            del self._waiting[lane.tenant]
             self._idle[lane.tenant] = None
+        self._count(lane, model, -1, -waiting.cost_s)
+
+    def _count(self, lane: Lane, model: str, num: int, cost_s: float) -> None:
+        """Count so many requests of the lane more, or less, that the replicas are for, or that are stalled."""
+        if model in self._stalled:
+            self.stalled_s = max(0.0, self.stalled_s + cost_s)
+        else:
+            lane.num_startable += num
+            lane.cost_s = max(0.0, lane.cost_s + cost_s) if lane.num_startable else 0.0
+            self.cost_s = max(0.0, self.cost_s + cost_s)
+        is_busy = lane.tenant in self._busy
+        if lane.num_startable and not is_busy:
+            lane.clock_s, lane.refund_s = max(lane.clock_s - lane.refund_s, self.floor_s), 0.0
+            self._busy[lane.tenant] = lane
+            self._weight += lane.weight
+            self._take_turn(lane)
+        elif is_busy and not lane.num_startable:
+            del self._busy[lane.tenant]
             self._weight -= lane.weight
             lane.turn = None
         if not self._busy:  # what roundings have left
             self._weight = self.cost_s = 0.0
             self._turns.clear()
+        if not self._waiting:
+            self.stalled_s = 0.0
+
+    def set_stalled(self, models: Collection[str]) -> None:
+        """Count on replicas for all models but these."""
+        changed = [model for model in self._stalled.symmetric_difference(models) if model in self._by_model]
+        lines = [(lane, model, lane.models[model]) for model in changed for lane in self._by_model[model].values()]
+        for lane, model, line in lines:
+            self._count(lane, model, -len(line), -line.cost_s)
+        self._stalled = set(models)
+        for lane, model, line in lines:
+            self._count(lane, model, len(line), line.cost_s)
 
     def first(self, open_models: OpenModels) -> Waiting | None:
         """Return the request to start next, of the models that may."""
@@ -182,18 +233,41 @@ class TenantTurns:
         )
         return own_s + min(max(0.0, cost_s), own_s * others_weight / weight)
 
-    def busy_lanes(self) -> Iterator[Lane]:
+    def waiting_lanes(self) -> Iterator[Lane]:
         """Yield the lanes that wait, as they were when this began."""
-        yield from list(self._busy.values())
+        yield from list(self._waiting.values())
+
+    def walk(self) -> Iterator[tuple[Waiting, float]]:
+        """Yield all that waits with the work that is done before it; who removes a request does so before the next."""
+        for lane in self.waiting_lanes():
+            own_s = 0.0
+            lines_s: dict[str, float] = {}
+            for waiting in list(lane.waiting.values()):
+                model = waiting.demand.model
+                is_stalled = model in self._stalled
+                yield (
+                    waiting,
+                    lines_s.get(model, 0.0) if is_stalled else self.share_ahead_s(own_s, lane.tenant, lane.weight),
+                )
+                cost_s = waiting.cost_s if waiting.ticket in lane.waiting else 0.0
+                if is_stalled:
+                    lines_s[model] = lines_s.get(model, 0.0) + cost_s
+                else:
+                    own_s += cost_s
 
     def count_again(self, cost_of: Callable[[Waiting], float]) -> None:
         """Estimate the costs of all that wait anew."""
-        self.cost_s = 0.0
-        for lane in self._busy.values():
+        self.cost_s = self.stalled_s = 0.0
+        for lane in self._waiting.values():
             lane.cost_s = 0.0
-            for waiting in lane.waiting.values():
-                waiting.cost_s = cost_of(waiting)
-                lane.cost_s += waiting.cost_s
+            for model, line in lane.models.items():
+                for waiting in line.values():
+                    waiting.cost_s = cost_of(waiting)
+                line.cost_s = sum([waiting.cost_s for waiting in line.values()])
+                if model in self._stalled:
+                    self.stalled_s += line.cost_s
+                else:
+                    lane.cost_s += line.cost_s
             self.cost_s += lane.cost_s
 
     def reweigh(self, weight_of: Callable[[str], float]) -> None:

@@ -10,6 +10,7 @@ Threads read: they bring extents into the node's shared memory, from storage or 
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import uuid
 from collections import Counter
@@ -46,12 +47,15 @@ from configs.cluster import LogFormat
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import DELTA_KEY, DeltaRef, ExtentRef
 from weights.memory.host_pool import ByteArray, HostBufferPool
+from weights.panics import as_error
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Resident, reading_order
 from weights.reading.planning import ReadPlanner
 from weights.reading.report import StageClock, StageFigures
 
 __all__ = ["KeeperSettings", "KeeperStats", "NodeKeeper", "Reading", "keeper_class"]
+
+logger = logging.getLogger("atelier.keeper")
 
 
 class Reading:
@@ -134,7 +138,13 @@ class Reading:
 
     def _load_next(self, memory: NodeMemory) -> None:
         """Load one extent, in a reader thread. Whatever happens, those who wait are notified."""
-        loaded = self.loader.load_next(memory.writer.begin_writing)
+        try:
+            loaded = self.loader.load_next(memory.writer.begin_writing)
+        except BaseException as error:  # nobody reads what a pool's thread raises
+            logger.exception("an extent could not be loaded")
+            if extent := self.loader.withdraw():
+                memory.held.failed(extent.id, as_error(error))
+            return
         if loaded is None:
             return
         id_, nbytes = loaded.extent.id, loaded.extent.nbytes
@@ -258,7 +268,7 @@ class NodeKeeper:
         )
         self.memory.start(populate=settings.populate)
         if self.peering:
-            self.peering.start(self._shown, self._held.ids)
+            self.peering.start(self._shown, self._held.ids, self.memory.audit.look_soon)
 
     def acquire(self, extents: Sequence[ExtentRef], holder: str) -> LeasedRefs:
         """Return references to the extents by id, each leased to `holder` once more until `release`.

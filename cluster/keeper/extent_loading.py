@@ -22,6 +22,7 @@ from cluster.peers.sources import FetchOutcome, FromPeers
 from weights.errors import ExtentCorrupt, StoreError
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import ByteArray, HostBufferPool
+from weights.panics import as_error
 from weights.reading.blocks import resolve_pack
 from weights.reading.extents import ExtentReader, Place
 from weights.reading.planning import ReadPlan, ReadPlanner
@@ -109,6 +110,10 @@ class Peers(Protocol):
 
     def locate(self, question: Question) -> Located | None:
         """Return who has the extents, or is to read them; None when nobody can be asked. May block for a moment."""
+        ...
+
+    def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
+        """Report what came and what went, and claims that will not be used. Never blocks."""
         ...
 
 
@@ -232,8 +237,11 @@ class ExtentLoader:
                 answer = self._peers.locate(question)
         except Exception:
             logger.exception("nobody says which node has an extent")
-        with self._notifying():
-            self._queue.apply_answer(question, answer, self._clock())
+        finally:  # whatever it was: as long as one asks, the others wait
+            with self._notifying():
+                unused = self._queue.apply_answer(question, answer, self._clock())
+        if unused and self._peers:
+            self._peers.changed([], unused)
 
     def _give_up(self, id_: str) -> Loaded:
         with self._notifying():
@@ -257,8 +265,8 @@ class ExtentLoader:
                     return None
                 loaded = Loaded(extent, writing.seal(), "peer")
             stages.came_from("peer", extent.nbytes)
-        except Exception as error:
-            loaded = Loaded(extent, error=error)
+        except BaseException as error:  # a pool's thread: whoever waits for the extent is told
+            loaded = Loaded(extent, error=as_error(error))
         with self._notifying():
             del self._wanted[extent.id]
             self._queue.end_fetch(extent.id, fetched, self._clock())
@@ -288,7 +296,7 @@ class ExtentLoader:
                 with reading:
                     return client.fetch_extent(plan.addresses, extent, place, min_gbps=plan.min_gbps), True
         except FetchFailed as error:
-            if error.fetched.failed:
+            if error.fetched.failed or error.fetched.corrupt:
                 logger.warning("peers do not give it: %s", error)
             return error.fetched, False
         except Exception as error:
@@ -347,8 +355,8 @@ class ExtentLoader:
                 loaded = Loaded(extent, writing.seal())
             read_s = elapsed_s
             stages.came_from("storage", extent.nbytes)
-        except Exception as error:
-            loaded = Loaded(extent, error=error)
+        except BaseException as error:  # a pool's thread: whoever waits for the extent is told
+            loaded = Loaded(extent, error=as_error(error))
         with self._notifying():
             del self._wanted[extent.id]
             self._queue.end_read(extent.id, read_s, self._clock())

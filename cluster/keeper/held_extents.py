@@ -167,18 +167,22 @@ class HeldExtents:
         with self._changed:
             extent, arrival = self._coming.pop(id_)
             held = HeldExtent(extent, ref, view, source)
-            self._table.arrive(self._table.entries[id_], held, source)
-            self._on_change([id_], [])
-            self._serve()
-        arrival.set_result(held)
+            try:
+                self._table.arrive(self._table.entries[id_], held, source)
+                self._on_change([id_], [])
+                self._serve()
+            finally:
+                arrival.set_result(held)
 
     def failed(self, id_: str, error: Exception) -> None:
         with self._changed:
             _, arrival = self._coming.pop(id_)
-            self._table.fail(self._table.entries[id_])
-            self._on_change([], [id_])  # who waits for this node to have it need not
-            self._serve()
-        arrival.set_exception(error)
+            try:
+                self._table.fail(self._table.entries[id_])
+                self._on_change([], [id_])  # who waits for this node to have it need not
+                self._serve()
+            finally:
+                arrival.set_exception(error)
 
     def lease_same(self, id_: str, ref: Any, holder: str, num_leases: int) -> bool:
         """Lease that very copy. Return False, with nothing done, when it is not the one that is here."""

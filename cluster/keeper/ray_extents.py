@@ -27,6 +27,7 @@ HEARTBEAT_S: Final = 1.0
 RETRY_FOR_S: Final = 60.0  # a keeper that was killed is back within seconds
 RETRY_PAUSE_S: Final = 0.1
 GET_TIMEOUT_S: Final = 10.0
+LOOK_S: Final = 5.0  # so often who waits for an answer looks whether its keeper is the one that was asked
 MAX_REMEMBERED: Final = 65_536  # copies that this replica was given, and perhaps made something of
 
 
@@ -84,7 +85,7 @@ class RayExtents:
         self._uses: Counter[str] = Counter()  # since the last heartbeat, of what was kept
         self._answering = threading.local()
         self._given: Recent[str, str] = Recent(MAX_REMEMBERED)  # extent ids by copy
-        self._generation = ""
+        self.generation = ""  # of the leases with the keeper that runs, as far as it is known here
         self._process = ProcessMark.this()
         self._heart: threading.Thread | None = None
         self._ear: threading.Thread | None = None
@@ -132,7 +133,7 @@ class RayExtents:
                 if mapped and mapped.num_uses:
                     mapped.num_uses -= 1
                     given_back += self._surplus(mapped)
-            generation = self._generation
+            generation = self.generation
         self._give_back(given_back, generation)
 
     def note_uses(self, extents: Sequence[ExtentRef]) -> None:
@@ -194,7 +195,7 @@ class RayExtents:
         """Give back what the keeper wants and nobody uses. Returns the answer."""
         with self._lock:
             self._called.update(id_ for id_ in recall.ids if id_ in self._mapped)
-            generation = self._generation
+            generation = self.generation
         self._answering.generation = generation
         self._answering.given_back = given_back = list[str]()  # what this thread gives back goes with the answer
         try:
@@ -206,7 +207,7 @@ class RayExtents:
             del self._answering.given_back
         with self._lock:
             surplus = [id_ for mapped in map(self._mapped.get, recall.ids) if mapped for id_ in self._surplus(mapped)]
-            now = self._generation
+            now = self.generation
         if now == generation:
             given_back += surplus
         else:  # the keeper was restarted meanwhile
@@ -249,7 +250,7 @@ class RayExtents:
                 if mapped := self._mapped.get(id_):
                     mapped.is_damaged = True
                     given_back += self._surplus(mapped)
-            generation = self._generation
+            generation = self.generation
         self._send_release(given_back, generation)
 
     def _note_given(self, refs: Mapping[str, Any]) -> None:
@@ -265,7 +266,7 @@ class RayExtents:
     def _keep(self, extents: Sequence[ExtentRef], acquired: LeasedRefs, found: Mapping[str, ByteArray]) -> bool:
         """False when the keeper that gave the leases was replaced since: they are gone with it."""
         with self._lock:
-            if self._generation != acquired.generation:
+            if self.generation != acquired.generation:
                 return False
             surplus: list[str] = []
             for extent in extents:
@@ -286,7 +287,8 @@ class RayExtents:
         deadline_s = time.monotonic() + RETRY_FOR_S
         while True:
             try:
-                return get(call())
+                asked = self.generation
+                return _answer_of(call(), asked, lambda: self.generation)
             except ray.exceptions.RayActorError:
                 if time.monotonic() > deadline_s:
                     raise
@@ -298,20 +300,20 @@ class RayExtents:
 
         Leases are only ever recorded for the epoch that is known here, so what is offered is of epochs before.
         """
-        if generation == self._generation:
+        if generation == self.generation:
             return
         with self._meeting:
             # Asked again: `generation` may be of an answer that comes late, from an epoch before the one known here.
-            if self._greet(timeout_s=None).generation == self._generation:
+            if self._greet(timeout_s=None).generation == self.generation:
                 return
             with self._lock:
-                self._generation = ""  # an answer of the epoch before that comes now is not recorded any more
+                self.generation = ""  # an answer of the epoch before that comes now is not recorded any more
                 offered = {id_: mapped.num_leases for id_, mapped in self._mapped.items()}
                 offers = [HeldOffer(mapped.extent, mapped.ref, mapped.num_leases) for mapped in self._mapped.values()]
             # It may be yet another one that answers.
             generation = get(self._keeper.adopt.remote(self._holder, offers))
             with self._lock:
-                self._generation = generation
+                self.generation = generation
                 # Given back while the offer was on its way: the keeper counts those leases still.
                 surplus = [
                     id_
@@ -357,16 +359,38 @@ def _follow_recalls(found: weakref.ref[RayExtents], closed: threading.Event) -> 
         extents = found()
         if extents is None or not ray.is_initialized():
             return
-        asked = extents.wait_for_recall(answer)
-        del extents
-        answer = None
         try:
-            answer = _answer(found, get(asked))
+            generation, asked = extents.generation, extents.wait_for_recall(answer)
+            del extents
+            answer = None
+            answer = _answer(found, _answer_of(asked, generation, lambda: _generation_of(found)))
         except ray.exceptions.RayActorError:  # it is being restarted; the next heartbeat finds the one after it
             closed.wait(RETRY_PAUSE_S)
         except Exception as error:  # the process is ending, or Ray is
             logger.debug("the recalls of the keeper could not be fetched: %s", error)
             closed.wait(RETRY_PAUSE_S)
+
+
+def _answer_of(ref: Any, asked: str, now: Callable[[], str]) -> Any:
+    """Return the answer to a call of the keeper with the generation `asked`; `now` is that of the one that runs.
+
+    Raises RayActorError when the keeper dies, or another one is in its place.
+    HAZARD: Ray's timers go by the wall clock. Where that was set back they stand still, and Ray does not say of a call
+    that it died with its actor: for minutes after the clock is right again, or for as long as it was set back.
+    """
+    while True:
+        try:
+            return get(ref, LOOK_S)
+        except ray.exceptions.GetTimeoutError:
+            known = now()
+            if asked and known and known != asked:
+                raise ray.exceptions.ActorUnavailableError("another keeper is in its place", None) from None
+            asked = asked or known
+
+
+def _generation_of(found: weakref.ref[RayExtents]) -> str:
+    extents = found()
+    return extents.generation if extents else ""
 
 
 def _answer(found: weakref.ref[RayExtents], recall: Recall) -> RecallAnswer | None:

@@ -142,6 +142,7 @@ class Audit:
     """A thread that hashes one extent after the other, at most `bytes_per_s`. `damaged` gets wrong checksums.
 
     `ids` and `held` say what is in memory. Between two blocks nothing is kept, so that what is evicted goes at once.
+    What `look_soon` names comes first.
     """
 
     def __init__(
@@ -159,7 +160,13 @@ class Audit:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._closed = threading.Event()
+        self._doubted: dict[str, None] = {}
         self.audited_bytes = 0
+
+    def look_soon(self, id_: str) -> None:
+        """Check this extent next, where it is here: somebody got other bytes of it. From any thread; never blocks."""
+        if self._held(id_) is not None:
+            self._doubted[id_] = None
 
     def start(self) -> None:
         threading.Thread(target=self._run, name="audit", daemon=True).start()
@@ -168,11 +175,14 @@ class Audit:
         self._closed.set()
 
     def round(self) -> None:
-        """Check every extent that is here now, once."""
-        for id_ in self._ids():
+        """Check every extent that is here now, once, and before each one those that are doubted."""
+        for id_ in [None, *self._ids()]:
+            while self._doubted and not self._closed.is_set():
+                self._check(self._doubted.popitem()[0])
             if self._closed.is_set():
                 return
-            self._check(id_)
+            if id_ is not None:
+                self._check(id_)
 
     def _run(self) -> None:
         while not self._closed.wait(IDLE_S):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -72,47 +74,43 @@ class PeerClient:
         does not count against the peer. HAZARD: the peer holds the slot for `server.LINGER_S` meanwhile, no longer.
         `min_gbps` raises the client's own floor for this fetch.
 
+        A peer whose bytes do not have the manifest's checksum is told, and the next one is asked for all of them. Where
+        several gave some, the last one is asked again alone: which of them is damaged is not known.
+
         Raises:
             FetchFailed: no peer is left; the message has each peer's reason.
-            ExtentCorrupt: the bytes do not have the manifest's checksum; the message names the peers.
+            ExtentCorrupt: the extent is empty, and the manifest's checksum is another.
             ValueError: the place is not writable, contiguous bytes of the extent's size.
             Exception: whatever `place` raises.
         """
-        ranges: ExtentRanges | None = None
-        missing_bytes = extent.nbytes
+        arriving = _Arriving(extent, place, self._range_bytes)
         min_bytes_per_s = max(min_gbps, self._min_gbps) * 1e9 / self._num_connections
-        fetched = FetchOutcome()
-        reasons: list[str] = []
-        for address in addresses:
-            if not missing_bytes:
-                break
+        fetched, reasons, left = FetchOutcome(), list[str](), deque(addresses)
+        while left and arriving.missing_bytes:
+            address = left.popleft()
             source = _Source(self._connections, address, extent.id, min_bytes_per_s, self._grace_s)
-            start_s = self._clock()
-            try:
-                source.take_slot()
-            except PeerUnavailable as error:
-                reasons.append(str(error))
-            else:
-                slot_s = self._clock()
-                ranges = ranges or self._ranges_in(place(), extent)
-                start_s += self._clock() - slot_s
-                reasons += self._fetch_from(source, ranges)
-                if arrived_bytes := missing_bytes - ranges.missing_bytes:
-                    fetched.shares.append(PeerShare(address, arrived_bytes, self._clock() - start_s, source.load))
-                missing_bytes = ranges.missing_bytes
-            if missing_bytes and source.is_busy:
+            reasons += self._fetch_share(source, arriving, fetched)
+            if not arriving.missing_bytes:
+                if checksum := arriving.wrong_checksum():
+                    if arriving.begin_again() == {address}:
+                        reasons.append(f"peer {address}: its bytes have checksum {checksum}, not {extent.checksum}")
+                        fetched.corrupt.append(address)
+                        source.doubt()
+                    else:
+                        left.appendleft(address)
+            elif source.is_busy:
                 fetched.busy.append(address)
-            elif missing_bytes:
+            else:
                 self._connections.drop_idle(address)
                 fetched.failed.append(address)
-        if missing_bytes:
+        if arriving.missing_bytes:
             raise FetchFailed(
-                f"extent {extent.id}: {missing_bytes} of {extent.nbytes} bytes are missing; "
+                f"extent {extent.id}: {arriving.missing_bytes} of {extent.nbytes} bytes are missing; "
                 f"{'; '.join(dict.fromkeys(reasons)) or 'no peer was offered'}",
                 fetched,
             )
-        ranges = ranges or self._ranges_in(place(), extent)  # an empty extent needs no peer
-        _check_sum(extent, ranges.checksum(), fetched)
+        if not extent.nbytes and (checksum := arriving.wrong_checksum()):  # an empty extent needs no peer
+            raise ExtentCorrupt(f"extent {extent.id}: no bytes have checksum {checksum}, not {extent.checksum}")
         return fetched
 
     def close(self) -> None:
@@ -125,8 +123,21 @@ class PeerClient:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _ranges_in(self, out: ByteArray, extent: ExtentRef) -> ExtentRanges:
-        return ExtentRanges(_writable(out, extent), self._range_bytes)
+    def _fetch_share(self, source: _Source, arriving: _Arriving, fetched: FetchOutcome) -> list[str]:
+        """Fetch what this peer gives of what is missing. Return the reasons why it did not give all."""
+        start_s = self._clock()
+        try:
+            source.take_slot()
+        except PeerUnavailable as error:
+            return [str(error)]
+        slot_s, missing_bytes = self._clock(), arriving.missing_bytes
+        ranges = arriving.ranges()
+        start_s += self._clock() - slot_s
+        reasons = self._fetch_from(source, ranges)
+        if arrived_bytes := missing_bytes - ranges.missing_bytes:
+            arriving.givers.add(source.address)
+            fetched.shares.append(PeerShare(source.address, arrived_bytes, self._clock() - start_s, source.load))
+        return reasons
 
     def _fetch_from(self, source: _Source, ranges: ExtentRanges) -> list[str]:
         """Fetch as many ranges as this peer gives. Return the reasons why connections failed."""
@@ -230,6 +241,44 @@ class ExtentRanges:
             return self._parts[index]
 
 
+class _Arriving:
+    """An extent on its way into its place, which is made once, and the peers that gave of it what is there.
+
+    Not thread-safe, but for its ranges.
+    """
+
+    def __init__(self, extent: ExtentRef, place: Place, range_bytes: int) -> None:
+        self._extent = extent
+        self._place = place
+        self._range_bytes = range_bytes
+        self._view: memoryview | None = None
+        self._ranges: ExtentRanges | None = None
+        self.givers: set[PeerAddress] = set()
+
+    @property
+    def missing_bytes(self) -> int:
+        """Bytes that have not arrived, right or wrong."""
+        return self._extent.nbytes if self._ranges is None else self._ranges.missing_bytes
+
+    def ranges(self) -> ExtentRanges:
+        """Return what is missing, in the extent's place. Raises what making it does, and ValueError when it is none."""
+        if self._ranges is None:
+            if self._view is None:
+                self._view = _writable(self._place(), self._extent)
+            self._ranges = ExtentRanges(self._view, self._range_bytes)
+        return self._ranges
+
+    def wrong_checksum(self) -> str:
+        """Return the checksum of the bytes that arrived where it is not the manifest's, else ""."""
+        checksum = self.ranges().checksum()
+        return "" if checksum == self._extent.checksum else checksum
+
+    def begin_again(self) -> set[PeerAddress]:
+        """Count all bytes as missing. Return who gave those that are given up."""
+        givers, self.givers, self._ranges = self.givers, set(), None
+        return givers
+
+
 class _Source:
     """One extent at one peer, fetched as one transfer. Thread-safe."""
 
@@ -237,7 +286,7 @@ class _Source:
         self, connections: PeerConnections, address: PeerAddress, id_: str, min_bytes_per_s: float, grace_s: float
     ) -> None:
         self._connections = connections
-        self._address = address
+        self.address = address
         self._id = id_
         self._min_bytes_per_s = min_bytes_per_s
         self._grace_s = grace_s
@@ -254,29 +303,25 @@ class _Source:
         """Begin the transfer, before more connections are opened. Raises PeerUnavailable when the peer refuses."""
         self.fetch_range(0, memoryview(b""))
 
+    def doubt(self) -> None:
+        """Tell the peer that its copy is damaged. A peer that cannot be told goes on as it is."""
+        request = Request(self._id, 0, 0, self._transfer, is_doubt=True)
+        with contextlib.suppress(PeerUnavailable):
+            self._connections.fetch_range(self.address, request, memoryview(b""), self._min_bytes_per_s, self._grace_s)
+
     def fetch_range(self, offset: int, view: memoryview) -> None:
         """Fill `view` with the extent's bytes from `offset`. Raises PeerUnavailable, also when the peer refuses."""
         request = Request(self._id, offset, view.nbytes, self._transfer)
         try:
-            reply = self._connections.fetch_range(self._address, request, view, self._min_bytes_per_s, self._grace_s)
+            reply = self._connections.fetch_range(self.address, request, view, self._min_bytes_per_s, self._grace_s)
             if reply.status == Status.BUSY:
-                raise PeerBusy(f"peer {self._address}: has no slot for extent {self._id}: BUSY")
+                raise PeerBusy(f"peer {self.address}: has no slot for extent {self._id}: BUSY")
         except PeerBusy:
             self.is_busy = True
             raise
         if reply.status != Status.OK:
-            raise PeerUnavailable(f"peer {self._address}: refuses {request}: {reply.status.name}")
+            raise PeerUnavailable(f"peer {self.address}: refuses {request}: {reply.status.name}")
         self._loads.append(min(max(reply.load, 1), MAX_TRANSFERS))  # whatever it says
-
-
-def _check_sum(extent: ExtentRef, checksum: str, fetched: FetchOutcome) -> None:
-    """Raise ExtentCorrupt when the bytes are not the manifest's."""
-    if checksum == extent.checksum:
-        return
-    peers = ", ".join(str(share.address) for share in fetched.shares) or "nobody"
-    raise ExtentCorrupt(
-        f"extent {extent.id} from {peers} has checksum {checksum}, expected {extent.checksum}", extent.id
-    )
 
 
 def _writable(out: ByteArray, extent: ExtentRef) -> memoryview:

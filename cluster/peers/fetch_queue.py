@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from cluster.peers.protocol import MAX_TRANSFERS, Located, PeerAddress, PeerOffer, Question
 from cluster.peers.sources import (
+    DAMAGED_S,
     MAX_OFFERS,
     STORAGE_MARGIN,
     AllBusy,
@@ -96,6 +97,8 @@ class FetchQueue:
         self._reading: set[str] = set()
         self._asked_twice: set[str] = set()  # because the first that were offered had all failed
         self._refused_s: dict[str, float] = {}  # by id: since when peers that have it do not give it
+        # By id: until when no peer is asked for it whose copy was damaged. The other extents of that peer may be sound.
+        self._damaged_until_s: dict[str, dict[PeerAddress, float]] = {}
         self._num_at_start: dict[str, int] = {}  # of those: how many there were when it began
         self._is_asking = False
         self._has_gained = True
@@ -144,10 +147,11 @@ class FetchQueue:
             return step
         return self._ask(now_s) or (Wait(min(step.until_s, self._ask_at_s)) if self._waiting else step)
 
-    def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> None:
-        """Take in the answer to a question.
+    def apply_answer(self, question: Question, answer: Located | None, now_s: float) -> list[str]:
+        """Take in the answer to a question. Return the claims in it that this node has no use for any more.
 
-        None: the registry cannot be asked, so the extents are read from storage.
+        None: the registry cannot be asked, so the extents are read from storage. An answer may come late: what was
+        given up or withdrawn meanwhile stays so.
         """
         self._is_asking = False
         self._num_in_vain = 0 if self._has_gained else self._num_in_vain + 1
@@ -158,13 +162,16 @@ class FetchQueue:
         ]
         if answer is None:
             self._move(asked, self._mine if self.can_read else self._waiting)
-            return
+            return []
         if not self.can_read:
             self._move(asked, self._waiting)  # those that nobody has are asked for again after a pause
         self._move([id_ for id_ in asked if id_ in answer.claimed], self._mine)
-        for id_, offers in answer.offers.items():
-            self._move([id_], self._offered, offers)
-        self._move(answer.reading, self._mine if self._is_storage_best(now_s) else self._waiting)
+        for id_ in asked:
+            if id_ in answer.offers:
+                self._move([id_], self._offered, answer.offers[id_])
+        read_elsewhere = [id_ for id_ in asked if id_ in answer.reading]
+        self._move(read_elsewhere, self._mine if self._is_storage_best(now_s) else self._waiting)
+        return [id_ for id_ in answer.claimed if id_ not in self._mine]
 
     def end_fetch(self, id_: str, fetched: FetchOutcome, now_s: float) -> None:
         """End a fetch that brought the extent."""
@@ -199,7 +206,9 @@ class FetchQueue:
         for id_ in sorted(self._offered, key=lambda id_: len(self._offered[id_])):
             offers, nbytes = self._offered[id_], self._sizes[id_]
             num_sharing = max(len(self._fetching) + 1, MAX_TRANSFERS)
-            choice = choose_source(nbytes, self.storage, offers, self.peers, now_s, num_sharing)
+            damaged = self._damaged_until_s.get(id_, {})
+            sound = [offer for offer in offers if damaged.get(offer.address, -math.inf) <= now_s]
+            choice = choose_source(nbytes, self.storage, sound, self.peers, now_s, num_sharing)
             match choice:
                 case FromPeers():
                     del self._offered[id_]
@@ -261,6 +270,8 @@ class FetchQueue:
             self.peers[share.address] = record.observe(share.nbytes, share.seconds, max(num_sharing, share.load), now_s)
         for address in fetched.failed:
             self.peers[address] = self.peers.get(address, PeerRecord()).failed(now_s)
+        for address in fetched.corrupt:
+            self._damaged_until_s.setdefault(id_, {})[address] = now_s + DAMAGED_S
         for address in fetched.busy:
             until_s = now_s + ask_again_s(0, self._chance.random())
             self.peers[address] = self.peers.get(address, PeerRecord()).busy(until_s)
@@ -287,6 +298,7 @@ class FetchQueue:
     def _forget(self, id_: str) -> None:
         del self._sizes[id_]
         self._refused_s.pop(id_, None)
+        self._damaged_until_s.pop(id_, None)
         self._asked_twice.discard(id_)
 
     def _move(self, ids: Iterable[str], to: dict[str, Any], value: Any = None) -> None:

@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import ray
 
 from cluster.peers.client import PeerClient
 from cluster.peers.protocol import Located, Question, ResidencyReport
-from cluster.peers.server import Lookup, PeerServer
+from cluster.peers.server import Lookup, OnDoubt, PeerServer
 from cluster.ray_calls import get
 from cluster.registry.extent_locations import RENEW_S
 
@@ -85,9 +86,14 @@ class PeerLink:
         self._renewed_s = -float("inf")
         self._thread: threading.Thread | None = None
 
-    def start(self, lookup: Lookup, resident_ids: Callable[[], list[str]]) -> None:
-        """Serve and report what they say is resident. They are never called from within `changed`."""
-        arguments = (lookup, resident_ids)
+    def start(
+        self, lookup: Lookup, resident_ids: Callable[[], list[str]], on_doubt: OnDoubt = lambda id_: None
+    ) -> None:
+        """Serve and report what they say is resident. They are never called from within `changed`.
+
+        `on_doubt` hears of extents that had other bytes than they should have when a peer got them from here.
+        """
+        arguments = (partial(PeerServer, lookup, on_doubt=on_doubt), resident_ids)
         self._open_by_s = self._clock() + OPEN_WITHIN_S
         self._thread = threading.Thread(target=self._report_until_closed, args=arguments, name="peer-link", daemon=True)
         self._thread.start()
@@ -145,7 +151,7 @@ class PeerLink:
             client.close()
             server.close()
 
-    def _report_until_closed(self, lookup: Lookup, resident_ids: Callable[[], list[str]]) -> None:
+    def _report_until_closed(self, serve: Callable[..., PeerServer], resident_ids: Callable[[], list[str]]) -> None:
         wait_s = 0.0
         while not self._closed.is_set():
             self._wake.wait(wait_s)
@@ -153,7 +159,7 @@ class PeerLink:
             if self._closed.is_set():
                 return
             try:
-                self._ends = self._ends or self._open(lookup)
+                self._ends = self._ends or self._open(serve)
                 self._opened.set()
                 wait_s = RENEW_S if self._report(resident_ids) else _FULL_REPORT_S
             except Exception as error:
@@ -162,9 +168,9 @@ class PeerLink:
                 self._closed.wait(RETRY_S)
                 wait_s = 0.0
 
-    def _open(self, lookup: Lookup) -> tuple[PeerServer, PeerClient]:
+    def _open(self, serve: Callable[..., PeerServer]) -> tuple[PeerServer, PeerClient]:
         secret = self._registry.peer_secret()
-        return PeerServer(lookup, secret, host=self._host), PeerClient(secret)
+        return serve(secret, host=self._host), PeerClient(secret)
 
     def _report(self, resident_ids: Callable[[], list[str]]) -> bool:
         """Report what is new. Return True while there are claims, which must be renewed soon."""

@@ -4,13 +4,14 @@
     Greeting  magic version status nonce         ->
                                                  <-   Hello    magic version nonce proof
     Welcome   magic version status proof         ->
-                                                 <-   Request  magic, version, length of the id, transfer, offset,
-                                                               nbytes, id
+                                                 <-   Request  magic, version, purpose, length of the id, transfer,
+                                                               offset, nbytes, id
     Reply     magic version status load nbytes   ->   and then nbytes raw bytes, when the status is OK
 
 Requests and replies alternate until one side closes. Both sides prove that they know the cluster's secret without
 sending it (HMAC-SHA256 over both nonces). A transfer is one extent to one node, over several connections under one
-number that the client draws; the load is how many transfers a server has under way.
+number that the client draws; the load is how many transfers a server has under way. A request may also say, without
+asking for bytes, that what came of an extent was not what it has to be: the server looks at its own copy.
 
 HAZARD: nothing is encrypted and the bytes carry no signature of their own. This keeps strangers out, not an attacker
 who can rewrite the network's traffic.
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 MAGIC: Final = b"ATPX"
-VERSION: Final = 2
+VERSION: Final = 3
 NONCE_BYTES: Final = 32
 _MIN_SECRET_BYTES: Final = 16
 MAX_RANGE_BYTES: Final = 64 * 2**20  # a reply is sent under one timeout
@@ -45,7 +46,7 @@ MAX_TRANSFERS: Final = 4
 _ID: Final = re.compile(rb"[A-Za-z0-9_-]{1,64}")
 _SIGNED: Final = struct.Struct("!4sHH32s")
 _HELLO: Final = struct.Struct("!4sHxx32s32s")
-_REQUEST: Final = struct.Struct("!4sHHQQQ64s")
+_REQUEST: Final = struct.Struct("!4sHBBQQQ64s")
 _REPLY: Final = struct.Struct("!4sHHHQ")
 
 GREETING_BYTES: Final = _SIGNED.size
@@ -83,12 +84,16 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A request for bytes `offset` to `offset + nbytes` of an extent, as part of a transfer."""
+    """A request for bytes `offset` to `offset + nbytes` of an extent, as part of a transfer.
+
+    With `is_doubt` it is none for bytes: those that came had another checksum than the extent's.
+    """
 
     extent_id: str
     offset: int
     nbytes: int
     transfer: int
+    is_doubt: bool = False
 
 
 class Reply(NamedTuple):
@@ -146,17 +151,20 @@ def decode_hello(frame: bytes) -> tuple[bytes, bytes]:
 def encode_request(request: Request) -> bytes:
     """Encode a request for one range."""
     id_ = request.extent_id.encode("ascii")
-    return _REQUEST.pack(MAGIC, VERSION, len(id_), request.transfer, request.offset, request.nbytes, id_)
+    numbers = request.transfer, request.offset, request.nbytes
+    return _REQUEST.pack(MAGIC, VERSION, request.is_doubt, len(id_), *numbers, id_)
 
 
 def decode_request(frame: bytes) -> Request:
-    """Return the request. Raises ValueError also for an id that is not an extent's."""
-    magic, version, id_length, transfer, offset, nbytes, padded = _unpack(_REQUEST, frame)
+    """Return the request. Raises ValueError also for an id that is not an extent's, and for an unknown purpose."""
+    magic, version, purpose, id_length, transfer, offset, nbytes, padded = _unpack(_REQUEST, frame)
     _check(magic, version)
+    if purpose not in (0, 1):
+        raise ValueError(f"purpose {purpose} of a request, expected 0 for bytes or 1 for a doubt")
     id_, padding = padded[:id_length], padded[id_length:]
     if not _ID.fullmatch(id_) or id_length > len(padded) or padding.strip(b"\0"):
         raise ValueError(f"{padded!r} of length {id_length} is no extent id")
-    return Request(id_.decode("ascii"), offset, nbytes, transfer)
+    return Request(id_.decode("ascii"), offset, nbytes, transfer, bool(purpose))
 
 
 def encode_reply(status: Status, nbytes: int, load: int) -> bytes:

@@ -35,7 +35,16 @@ from cluster.peers.protocol import (
 )
 from weights.memory.host_pool import ByteArray
 
-__all__ = ["LINGER_S", "Lookup", "PeerServer", "PeerServerStats", "ServerLimits", "StoredBytes", "TransferSlots"]
+__all__ = [
+    "LINGER_S",
+    "Lookup",
+    "OnDoubt",
+    "PeerServer",
+    "PeerServerStats",
+    "ServerLimits",
+    "StoredBytes",
+    "TransferSlots",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,8 @@ class StoredBytes:
 # Returns all bytes of an extent as a 1-D array, or where they are stored, or None when it is not resident. The array is
 # referenced until the range is sent, so that an eviction meanwhile does no harm. Called from many threads.
 Lookup = Callable[[str], ByteArray | StoredBytes | None]
+# Hears that a peer got other bytes of an extent than it should have. Called from many threads; it must not block.
+OnDoubt = Callable[[str], object]
 
 _ACCEPT_RETRY_S: Final = 0.1
 MAX_STRANGERS: Final = 32  # connections that have not proved the secret yet
@@ -142,8 +153,10 @@ class PeerServer:
         host: str,
         port: int = 0,
         limits: ServerLimits = _LIMITS,
+        on_doubt: OnDoubt = lambda id_: None,
     ) -> None:
         self._lookup = lookup
+        self._on_doubt = on_doubt
         self._secret = check_secret(secret)
         self._limits = limits
         self._slots = TransferSlots(limits.max_transfers, limits.linger_s)
@@ -286,8 +299,12 @@ class PeerServer:
         connection.idle_since_s = time.monotonic()
         request = decode_request(receive_frame(stream, REQUEST_BYTES, self._limits.idle_timeout_s))
         connection.idle_since_s = None
-        found = self._lookup(request.extent_id)
         stream.settimeout(self._limits.timeout_s)
+        if request.is_doubt:
+            self._on_doubt(request.extent_id)
+            stream.sendall(encode_reply(Status.OK, 0, self._slots.num_active))
+            return
+        found = self._lookup(request.extent_id)
         if found is None:
             self._refuse(stream, Status.UNKNOWN_EXTENT)
         elif request.nbytes > MAX_RANGE_BYTES or request.offset + request.nbytes > found.nbytes:

@@ -25,6 +25,7 @@ STORAGE_MARGIN: Final = 1.5
 MIN_SHARE: Final = 0.25
 FORGET_S: Final = 60.0  # a bandwidth that is older says nothing about now
 AVOID_S: Final = 30.0  # after a failure, a peer is not asked for this long
+DAMAGED_S: Final = 5.0  # and not for this long for an extent of which its copy was damaged: it was told
 _FIRST_WAIT_S: Final = 0.1
 MAX_WAIT_S: Final = 0.5
 PATIENCE_S: Final = 10.0
@@ -72,11 +73,14 @@ class PeerShare:
 
 @dataclass(slots=True)
 class FetchOutcome:
-    """The outcome of a fetch, by peer: who gave bytes, who had no slot, and who failed or did not have the extent."""
+    """The outcome of a fetch, by peer: who gave bytes, who had no slot, who failed or did not have the extent, and
+    whose bytes of it, alone, were not what they have to be.
+    """
 
     shares: list[PeerShare] = field(default_factory=list)
     busy: list[PeerAddress] = field(default_factory=list)
     failed: list[PeerAddress] = field(default_factory=list)
+    corrupt: list[PeerAddress] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
 """The number of workers, and what those that come and go have to do with models. Pure.
 
-The target is the workers that the arriving work keeps busy at `target_utilization`, plus those that drain what waits
-within `drain_s`, plus one for each model that is due and finds none. Up at once; down only after the target was
-lower for `downscale_delay_s`, by the highest target of that time. To zero only after `to_zero_delay_s` without any
-request, and from zero as soon as one waits.
+The target is the workers that the arriving work keeps busy at `target_utilization`, plus those that drain within
+`drain_s` what would still wait when they come: no more than could each start one. Work arrives at the mean rate over
+some times of what a request takes; less says nothing. Up where what is there would be busier than halfway from
+`target_utilization` to all the time; down only after the target was lower for `downscale_delay_s`, by the highest
+target of that time. To zero only after `to_zero_delay_s` without any request, and from zero as soon as one waits.
 
 `Scaling` is the way there. More are asked for at once. Fewer are asked for when those that Serve would stop next may
 go: until then they drain, so that their requests end and what only they have gets ready elsewhere. When demand comes
@@ -26,12 +27,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from cluster.admission.service_times import LONG_S, SHORT_S
 from cluster.placement.state import ClusterState, Decision, ModelState, WorkerState
 from configs.admission import ScalingConfig
 
 MAX_PRELOADS: Final = 128  # that one plan names; the next plan is a moment away
 JUST_ASKED_RATE: Final = 0.15  # `rate_short` with one request within the last seconds
+_WINDOW_REQUESTS: Final = 8.0
 NEEDED_RATE: Final = 1e-3  # requests per second from which on a model must not lose its last worker
+LONGEST_START_S: Final = 120.0  # that is believed: what takes longer lacked room, perhaps
 STOP_S: Final = 20.0  # one that was released and is still there then was not the one that Serve stopped
 LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has
 
@@ -40,12 +44,17 @@ LONGEST_DRAIN_S: Final = 60.0  # then a worker leaves whatever only it has
 class ScalingMemory:
     """The past of the target: since when it is below the workers, its highest value since, and since when nobody asks.
 
-    Times are on the clock that `now_s` of the next call is on. Fits into Serve's `policy_state`.
+    `offered` are the workers that long requests keep busy in the mean, as of `seen_s`, and `start_s` what a worker
+    took from being asked for to being here, 0 before one did. Times are on the clock that `now_s` of the next call is
+    on. Fits into Serve's `policy_state`.
     """
 
     below_since_s: float | None = None
     highest_since: int = 0
     idle_since_s: float | None = None
+    offered: float = 0.0
+    seen_s: float | None = None
+    start_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +76,13 @@ class ScalePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """The load: the workers that arriving work and switches keep busy, and the seconds of what waits."""
+    """The load: the workers that arriving work and switches keep busy, the seconds of what waits, and its requests by
+    the slots of a worker.
+    """
 
     arriving: float
     waiting_s: float
+    waiting: float
     switching: float
     is_used: bool
 
@@ -89,9 +101,10 @@ def target_replicas(
 
     `state` comes from `usable_state`. A clock that went back starts delays anew.
     """
-    load, memory = _load_of(state), _checked(memory, now_s)
+    memory = _with_offered(state, _checked(memory, now_s), now_s)
+    load = _load_of(state, memory.offered)
     is_silent = not load.is_used and _is_past(memory.idle_since_s, policy.to_zero_delay_s, now_s)
-    wanted, why_wanted = (0, "") if is_silent else _apply_load(state, load, policy, current)
+    wanted, why_wanted = (0, "") if is_silent else _apply_load(state, load, policy, current, memory.start_s)
     bounded = min(max(wanted, policy.min_workers), policy.max_workers)
     if not (load.is_used or is_silent) and bounded < 1 <= current:
         bounded = min(1, policy.max_workers)
@@ -106,12 +119,33 @@ def target_replicas(
     return ScalePlan(target, reason, memory, preloads, leaving, _hand_overs(state, leaving))
 
 
-def _load_of(state: ClusterState) -> _Load:
+def _window_s(model: ModelState) -> float:
+    """Return the time over which the model's arrivals say how much work comes."""
+    return _WINDOW_REQUESTS * model.service_s
+
+
+def _with_offered(state: ClusterState, memory: ScalingMemory, now_s: float) -> ScalingMemory:
+    """Return the memory with the mean work of those requests that take long beside the windows of their rates."""
+    slow = [model for model in state.models.values() if model.rate_long > 0 and _window_s(model) > LONG_S]
+    offered = sum([model.rate_long * model.service_s for model in slow])
+    window_s = (
+        sum([model.rate_long * model.service_s * _window_s(model) for model in slow]) / offered if offered else 0.0
+    )
+    passed_s = 0.0 if memory.seen_s is None else now_s - memory.seen_s
+    part = -math.expm1(-passed_s / max(window_s - LONG_S, LONG_S))
+    return replace(memory, offered=memory.offered + part * (offered - memory.offered), seen_s=now_s)
+
+
+def _load_of(state: ClusterState, offered: float) -> _Load:
     models = state.models.values()
-    waiting_s = sum([model.waiting * model.service_s for model in models if model.waiting])
+    waiting = [model for model in models if model.waiting]
+    waiting_s = sum([model.waiting * model.service_s for model in waiting])
+    quick = [model for model in models if _window_s(model) <= LONG_S]
+    slots = max([worker.slots for worker in state.workers.values()], default=1)
     return _Load(
-        sum([model.rate * model.service_s for model in models]),
+        offered + sum([(m.rate if _window_s(m) <= SHORT_S else m.rate_long) * m.service_s for m in quick]),
         waiting_s,
+        sum([model.waiting for model in waiting]) / slots,
         _switching_load(state),
         waiting_s > 0
         or any(any(worker.running.values()) for worker in state.workers.values())
@@ -119,13 +153,19 @@ def _load_of(state: ClusterState) -> _Load:
     )
 
 
-def _apply_load(state: ClusterState, load: _Load, policy: ScalingConfig, current: int) -> tuple[int, str]:
+def _apply_load(
+    state: ClusterState, load: _Load, policy: ScalingConfig, current: int, start_s: float
+) -> tuple[int, str]:
     """Return the workers that the load keeps busy at the utilization of the policy, and what else speaks for them."""
     speeds = [worker.speed for worker in state.workers.values()]
     speed = sum(speeds) / len(speeds) if speeds else 1.0
-    work = load.arriving / policy.target_utilization + load.waiting_s / policy.drain_s + load.switching
+    still_s = max(0.0, load.waiting_s - start_s * len(speeds) * speed)  # when those come that are asked for now
+    draining = min(still_s / policy.drain_s, load.waiting * speed)
+    arriving = load.arriving / policy.target_utilization
+    if load.arriving <= current * speed * (1 + policy.target_utilization) / 2:
+        arriving = min(arriving, current * speed)
     # What arrived long ago fades from the rates, and is never quite gone.
-    wanted = max(math.ceil(min(work / speed, 1e9) - 1e-9), 1 if load.is_used else 0)
+    wanted = max(math.ceil(min((arriving + draining + load.switching) / speed, 1e9) - 1e-9), 1 if load.is_used else 0)
     if load.is_used and wanted < current and (least_models := _workers_by_bytes(state)) > wanted:
         return min(current, least_models), f"; models in use fill {least_models}"  # what is used now stays resident
     return wanted, ""
@@ -135,7 +175,7 @@ def _apply_delay(
     wanted: int, policy: ScalingConfig, memory: ScalingMemory, current: int, now_s: float
 ) -> tuple[int, ScalingMemory, str]:
     """Return the target and what to remember: up at once, down by the most that was wanted during the delay."""
-    settled = ScalingMemory(None, 0, memory.idle_since_s)
+    settled = replace(memory, below_since_s=None, highest_since=0)
     if wanted >= current:
         return wanted, settled, ""
     since_s = now_s if memory.below_since_s is None else memory.below_since_s
@@ -143,7 +183,7 @@ def _apply_delay(
     if now_s - since_s >= policy.downscale_delay_s:
         return min(highest, current), settled, ""
     why = f"; {wanted} would do, seen for {now_s - since_s:.0f} s of {policy.downscale_delay_s:.0f}"
-    return current, ScalingMemory(since_s, highest, memory.idle_since_s), why
+    return current, replace(memory, below_since_s=since_s, highest_since=highest), why
 
 
 def _can_leave(state: ClusterState, worker: WorkerState) -> bool:
@@ -254,9 +294,8 @@ def _is_wanted(model: ModelState) -> bool:
 
 
 def _checked(memory: ScalingMemory, now_s: float) -> ScalingMemory:
-    if any(since is not None and not 0 <= now_s - since < 1e9 for since in (memory.below_since_s, memory.idle_since_s)):
-        return ScalingMemory()
-    return memory
+    points = memory.below_since_s, memory.idle_since_s, memory.seen_s
+    return memory if all(point is None or 0 <= now_s - point < 1e9 for point in points) else ScalingMemory()
 
 
 def _is_past(since_s: float | None, delay_s: float, now_s: float) -> bool:
@@ -283,6 +322,8 @@ class Scaling:
     _memory: ScalingMemory = field(default_factory=ScalingMemory)
     _here: set[str] = field(default_factory=set)
     _seen: set[str] = field(default_factory=set)
+    _came: set[str] = field(default_factory=set)
+    _asked_s: float | None = None  # since when workers are asked for that are not here
 
     def __post_init__(self) -> None:
         self.num_spares = min(self.policy.spare_workers, max(0, self.target - max(1, self.policy.min_workers)))
@@ -324,6 +365,7 @@ class Scaling:
         self.released = {
             name: since_s for name, since_s in self.released.items() if name in here and now_s - since_s < STOP_S
         }
+        self._measure_start(state, now_s)
         plan = target_replicas(state, self.policy, self._memory, self._num_working, now_s)
         self._memory, self.reason = plan.memory, plan.reason
         if plan.target > self._num_working:
@@ -359,6 +401,15 @@ class Scaling:
                     switch_s = state.switch_s(model, worker)
                     orders.append(Decision("switch", worker.id, model.id, reason, (), switch_s))
         return orders
+
+    def _measure_start(self, state: ClusterState, now_s: float) -> None:
+        """Learn how long a worker takes from being asked for until it is here."""
+        if self._asked_s is not None and not state.workers.keys() <= self._came:
+            start_s = min(max(0.0, now_s - self._asked_s), LONGEST_START_S)
+            self._memory = replace(self._memory, start_s=start_s)
+        self._came = set(state.workers)
+        since_s = now_s if self._asked_s is None else self._asked_s
+        self._asked_s = since_s if self._num_coming(state) else None
 
     def _num_coming(self, state: ClusterState) -> int:
         return max(0, self.target - len(state.workers.keys() - self.released.keys()))

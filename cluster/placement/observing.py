@@ -71,23 +71,64 @@ class CatalogEntry:
     is_unloaded: bool = False
 
 
+class DescribedModels:
+    """The needs of models, and which of them a worker has ready: looked up by one component that few others need."""
+
+    def __init__(self) -> None:
+        self.needs: dict[str, ModelNeed] = {}
+        self._by_part: dict[str, dict[str, None]] = {}  # models
+        self._part_of: dict[str, str] = {}
+        self._revision = 0
+        self._ready: dict[str, tuple[Mapping[str, int], int, tuple[str, ...]]] = {}  # by worker, as of a revision
+
+    def note_need(self, model: str, need: ModelNeed) -> None:
+        """Take in what a version of a model needs."""
+        self.forget(model)
+        self.needs[model] = need
+        self._revision += 1
+        if need.sizes:
+            part = min(need.sizes, key=lambda key: len(self._by_part.get(key, ())))
+            self._part_of[model] = part
+            self._by_part.setdefault(part, {})[model] = None
+
+    def forget(self, model: str) -> None:
+        """Know nothing of a model."""
+        self.needs.pop(model, None)
+        if (part := self._part_of.pop(model, None)) is not None:
+            del self._by_part[part][model]
+            if not self._by_part[part]:
+                del self._by_part[part]
+
+    def forget_worker(self, name: str) -> None:
+        """Know nothing of a worker."""
+        self._ready.pop(name, None)
+
+    def ready_models(self, name: str, ready: Mapping[str, int]) -> tuple[str, ...]:
+        """Return the models all of whose components are ready on a worker. Found anew only when something changed."""
+        last = self._ready.get(name)
+        if last is None or last[1] != self._revision or (last[0] is not ready and last[0].keys() != ready.keys()):
+            found = [model for part in ready for model in self._by_part.get(part, ())]
+            models = tuple(sorted(model for model in found if self.needs[model].sizes.keys() <= ready.keys()))
+            last = self._ready[name] = ready, self._revision, models
+        return last[2]
+
+
 class Observations:
     """The newest reports. `slo_of` gives the class of service of a model."""
 
     def __init__(self, slo_of: Callable[[str], SloClass], began_s: float) -> None:
         self._slo_of = slo_of
         self._began_s = began_s
-        self._workers: dict[str, tuple[WorkerReport, float]] = {}
+        self._workers: dict[str, WorkerReport] = {}  # the last report of each
+        self._reported_s: dict[str, float] = {}
         self._queues: dict[str, tuple[AdmissionSnapshot, float]] = {}
         self._seen_s: dict[str, float] = {}  # of workers and queues: the last sign of life
         self._busy_s: dict[str, float] = {}  # by worker: when it was last seen with work
         # By worker: the model that a request began to switch to, and when it is ready.
         self._begun: dict[str, tuple[str, float]] = {}
-        self._needs: dict[str, ModelNeed] = {}
         self._components: dict[str, Components] = {}  # of models
         self._resident: dict[str, Components] = {}  # by worker
-        self._ready: dict[str, tuple[frozenset[str], int, tuple[str, ...]]] = {}
-        self._needs_revision = 0
+        self._described = DescribedModels()
         self.catalog: Mapping[str, CatalogEntry] = {}
         self.held: Mapping[str, Collection[str]] = {}
 
@@ -97,12 +138,12 @@ class Observations:
         resident = {**report.coming, **report.ready}
         if name not in self._resident or self._resident[name].sizes != resident:
             self._resident[name] = Components(resident)
-        self._workers[name] = report, now_s
+        self._workers[name], self._reported_s[name] = report, now_s
         self._seen_s[name] = now_s
         for model, need in report.needs.items():
             if self._needs.get(model) != need:
-                self._needs[model], self._components[model] = need, needs[model]
-                self._needs_revision += 1
+                self._components[model] = needs[model]
+                self._described.note_need(model, need)
 
     def note_queue(self, name: str, snapshot: AdmissionSnapshot, now_s: float) -> None:
         """Take in the snapshot of a queue."""
@@ -121,15 +162,16 @@ class Observations:
     @property
     def is_at_rest(self) -> bool:
         """Return whether nothing waits, runs or gets ready anywhere."""
-        reports = [report.is_at_rest for report, _ in self._workers.values()]
-        return all(reports) and all(snapshot.is_at_rest for snapshot, _ in self._queues.values())
+        return all(report.is_at_rest for report in self._workers.values()) and all(
+            snapshot.is_at_rest for snapshot, _ in self._queues.values()
+        )
 
     def forget_silent(self, now_s: float) -> None:
         """Forget those that count as gone."""
         for name in list(self._workers):
             if now_s - self._seen_s[name] > LOST_S:
-                del self._workers[name], self._resident[name]
-                self._ready.pop(name, None)
+                del self._workers[name], self._reported_s[name], self._resident[name]
+                self._described.forget_worker(name)
                 self._begun.pop(name, None)
         for name in list(self._queues):
             if now_s - self._seen_s[name] > QUEUE_LOST_S:
@@ -141,12 +183,17 @@ class Observations:
         self._busy_s = {name: at_s for name, at_s in self._busy_s.items() if name in listed}
         if len(self._needs) > 2 * len(self.catalog) + MAX_DESCRIBED:
             for model in self._needs.keys() - self.catalog.keys():
-                del self._needs[model], self._components[model]
+                self._described.forget(model)
+                del self._components[model]
 
     @property
     def workers(self) -> Mapping[str, WorkerReport]:
         """The last report of each worker."""
-        return {name: report for name, (report, _) in self._workers.items()}
+        return self._workers
+
+    @property
+    def _needs(self) -> Mapping[str, ModelNeed]:
+        return self._described.needs
 
     @property
     def queues(self) -> Set[str]:
@@ -194,7 +241,7 @@ class Observations:
             return None
         if now_s - self._began_s < WARM_UP_S and not listed <= self._workers.keys():
             return None
-        kinds = frozenset().union(*(report.kinds for report, _ in self._workers.values()))
+        kinds = frozenset().union(*(report.kinds for report in self._workers.values()))
         names = [model for model, entry in self.catalog.items() if entry.kind in kinds]
         loads, running = self._loads(pool), self._running(pool)
         pinned = {model for models in overrides.pins.values() for model in models}
@@ -275,7 +322,7 @@ class Observations:
     def _switch_s(self, id_: str) -> float:
         """Return what a switch to the model takes on the slowest worker, from its node's memory."""
         nbytes = self._components[id_].total_bytes
-        found = [(report.fixed_switch_s, report.attach_bytes_per_s) for report, _ in self._workers.values()]
+        found = [(report.fixed_switch_s, report.attach_bytes_per_s) for report in self._workers.values()]
         return max([fixed_s + nbytes / per_s for fixed_s, per_s in found if per_s > 0], default=0.0)
 
     def _is_described(self, model: str) -> bool:
@@ -288,7 +335,7 @@ class Observations:
 
     def _failed(self, name: str, now_s: float) -> dict[str, Backoff]:
         """Return the backoff of each model that a worker could not load, and has not got ready since."""
-        report, at_s = self._workers[name]
+        report, at_s = self._workers[name], self._reported_s[name]
         found = {}
         for model in report.failures:
             if failure := self._failure(report, model):
@@ -309,9 +356,9 @@ class Observations:
         overrides: Overrides,
         unconfirmed: tuple[str, float] | None,
     ) -> WorkerState:
-        report, at_s = self._workers[name]
+        report, at_s = self._workers[name], self._reported_s[name]
         age_s = max(0.0, now_s - at_s)
-        models = tuple(model for model in self._ready_models(name, report) if model in known)
+        models = tuple(model for model in self._described.ready_models(name, report.ready) if model in known)
         switching_to, ready_in_s = report.switching_to, max(0.0, report.ready_in_s - age_s)
         if switching_to is None and unconfirmed is not None:
             switching_to, ready_in_s = unconfirmed
@@ -345,7 +392,7 @@ class Observations:
 
         No report says so: parts of the model are on their way, and the others are there.
         """
-        report, at_s = self._workers[name]
+        report, at_s = self._workers[name], self._reported_s[name]
         for model in running if report.coming else ():
             sizes = self._needs[model].sizes if model in known else {}
             coming = sizes.keys() & report.coming.keys()
@@ -359,19 +406,10 @@ class Observations:
         self._begun.pop(name, None)
         return None
 
-    def _ready_models(self, name: str, report: WorkerReport) -> tuple[str, ...]:
-        """Return the models all of whose components are ready there. Found anew only when something has changed."""
-        ready = frozenset(report.ready)
-        last = self._ready.get(name)
-        if last is None or last[:2] != (ready, self._needs_revision):
-            found = tuple(model for model, need in self._needs.items() if need.sizes and need.sizes.keys() <= ready)
-            last = self._ready[name] = ready, self._needs_revision, found
-        return last[2]
-
     # queues
 
     def _pool(self) -> str:
-        return next((report.pool for report, _ in self._workers.values()), WORKERS)
+        return next((report.pool for report in self._workers.values()), WORKERS)
 
     def _loads_of_replicas(self) -> Iterator[tuple[ReplicaLoad, ...]]:
         for snapshot, _ in self._queues.values():

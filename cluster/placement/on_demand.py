@@ -22,21 +22,19 @@ ON_DEMAND_REQUESTS: Final = 2.0  # a switch that takes no longer than so many us
 
 
 def longest_on_demand_s(state: ClusterState) -> float:
-    """Return how long a switch may take that needs no order: as some requests of the usual mix.
+    """Return how long a switch may take that needs no order: as some requests of the usual mix take in their batches.
 
-    A request counts with all its time in a batch, for so long may those wait that a switch lets go ahead. Where more
-    waits than that, work is what is short, and it counts with its part of the batch.
+    0 where more waits than that: then the order in which models are served counts, and that needs a plan.
     """
-    rates = works = latencies = 0.0
+    rates = latencies = 0.0
     for model in state.models.values():
         rate = model.rate_long
         rates += rate
-        works += rate * model.service_s
         latencies += rate * max(model.service_s, model.latency_s)
     if not rates:
         return 0.0
     calm_s = ON_DEMAND_REQUESTS * latencies / rates
-    return calm_s if state.queue_s() < calm_s else ON_DEMAND_REQUESTS * works / rates
+    return calm_s if state.queue_s() < calm_s else 0.0
 
 
 def on_demand_models(
@@ -52,7 +50,7 @@ def on_demand_models(
     `longest_s` is that of `longest_on_demand_s`, `serving` are the workers that have each model or get ready for it,
     `workers` those that may switch to one. A model whose bytes must come from storage first needs an order.
     """
-    if state.is_frozen:
+    if state.is_frozen or not longest_s:
         return frozenset()
     found = [
         model

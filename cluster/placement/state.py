@@ -79,11 +79,6 @@ class ModelState:
     unstarted_s: float = 0.0
 
     @property
-    def is_starving(self) -> bool:
-        """Return whether requests have waited so long without a start that nothing else counts."""
-        return self.waiting > 0 and self.unstarted_s >= MAX_WAIT_TARGETS * self.slo.target_s
-
-    @property
     def rate(self) -> float:
         """The greater of both rates: a burst counts at once, and is forgotten slowly."""
         return self.rate_short if self.rate_short > self.rate_long else self.rate_long

@@ -1,33 +1,33 @@
 """The policy of switching: which worker gets ready for which model, when, and what goes for it. Pure.
 
 `plan_switches` is asked several times a second and has no memory; what it must remember is in the state (a worker
-that drains for a model says so, `WorkerState.reserved_for`). It looks at each model that lacks a worker, the most
-urgent first, and decides in request-seconds, the time that requests wait, added up and weighted by class of service:
+that drains for a model says so, `WorkerState.reserved_for`). Each choice is the same question: of all that a worker
+could do next (go on, wait, switch to a model), what ends the most waiting per second of its time?
 
-    gain   the waiting of the model's requests that ends earlier: requests x (wait now - time until ready there)
-    harm   the waiting that others pay: requests of the models that go x the time until they could be back
+    to go on     1 / service time of what waits there
+    to switch    the model's requests / (the way there + their service + the way back to those that wait there)
+
+both weighted by class of service. For queues that are all here that is Smith's rule (1956) for batches with setups:
+what is loaded is served until it is empty, unless another's queue outweighs it by more than the switches.
 
 1.  *Need.* A model lacks a worker when requests wait and no worker has it, or when more wait than its workers have
     slots for, and longer than a switch of one more. A worker whose load failed is passed over for a while. Getting
     ready counts: a thousand requests are one load. A model that switches about as fast as it serves needs no order
-    (`on_demand.py`).
+    (`on_demand.py`). What ends the most waiting per second comes first.
 2.  *Where.* On the worker with the least harm and wait together: the wait is the end of what must end first, and a
     switch that moves only what the worker (and its node) lacks, so the model that differs least is the cheapest.
-3.  *What goes.* Free bytes first; then the models with the least harm, until the bytes suffice. Components that a
-    remaining model shares stay. What runs, is leased or pinned by hand never goes, nor what has got ready and whose
-    requests have not begun yet. The last worker of a model whose requests wait is not taken: a queue is served before
-    its worker switches away.
-4.  *Whether.* If the gain exceeds the harm by a margin: a model waits until its requests together weigh more than
-    what they would push aside. `throughput-first` also wants work for several times the switch's duration; of an idle
-    worker not, once the model is due.
-5.  *Bounded wait.* A model without a worker whose oldest request has waited for its patience, some switch times or
-    what its class of service and deadline leave, is *due*: the margin and rule 3's last sentence do not hold
-    against it. The longest overdue comes first. At most a quarter of the workers are on their way at a time because a
-    model is due, and patience grows with all that waits without a worker: where every model is due, to go by age alone
-    would take workers from long batches for a few requests each, until all requests are late. It ends where no request
-    of a model has started for `MAX_WAIT_TARGETS` times its class's target: the model *starves*, and is due before all
-    that do not, the one that waits longest for its target first. Of equal models none is without a start for longer
-    than that and a turn of each other one: what runs there ends, and a switch.
+    Harm is in request-seconds: what the requests of the models that go wait longer until those could be back.
+3.  *What goes.* Free bytes first; then the models with the least harm together that suffice, of few candidates the
+    best choice there is. Components that a remaining model shares stay. What runs, is leased or pinned by hand never
+    goes, nor what has got ready and whose requests have not begun yet.
+4.  *Whether.* A worker whose models' requests wait goes on with them, unless to switch ends more waiting per second.
+    One that nobody waits for switches once the model's requests have waited as long, together, as those that are
+    expected for what goes would wait. `throughput-first` also wants work for several times the switch's duration, for
+    as long as an idle worker would take for several switches.
+5.  *Bounded wait.* A model *starves* without a start of any request for `MAX_WAIT_TARGETS` times its class's target,
+    and for a whole round: a turn of each model that waits, with its switch. It then goes before all that do not, and
+    before a queue that lasts for longer than a few switches. So does one whose deadline is near, where those
+    that it pushes aside can wait for it. At most a quarter of the workers are on their way at a time because of that.
 6.  *How.* If what must go still runs requests, the worker *drains*: it starts nothing of that, its node prefetches
     what is missing, and a later plan orders the switch. Otherwise it switches now.
 7.  *Ahead.* A worker without work gets ready for the most wanted model that no worker has, if that is wanted twice as
@@ -40,8 +40,8 @@ workers have counts as without a worker, so it is handed over.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from itertools import islice
 from operator import attrgetter
@@ -49,26 +49,26 @@ from typing import Final
 
 from cluster.placement.on_demand import LEAST_RATE, on_demand_switches
 from cluster.placement.outlook import FEW, MAX_CANDIDATES, Candidates, Option, Outlook, outlook_of
-from cluster.placement.state import ClusterState, Decision, ModelState, SwitchPlan, WorkerState
+from cluster.placement.state import MAX_WAIT_TARGETS, ClusterState, Decision, ModelState, SwitchPlan, WorkerState
 
 MAX_NEEDS: Final = 128  # models that one plan looks at, the most urgent; the next plan is a moment away
+MAX_CHOICES: Final = 256  # of what goes, that are tried for one worker: all there are, of up to eight models
 WANTED_TWICE: Final = 2.0
-_EXTRA, _DUE, _STARVING = range(3)  # the order in which needs are looked at
+TURN_SWITCHES: Final = 4.0  # in a round each model has at least so many times its switch, if it has the work
+PUSH_SWITCHES: Final = 2.0  # a queue that lasts no longer than so many times there and back is not interrupted
+_USUAL, _DUE, _STARVING = range(3)  # the order in which needs are looked at
 
 
 @dataclass(frozen=True, slots=True)
 class SwitchingPolicy:
     """The weights of the policy.
 
-    `max_wait_switches` is the patience of a model without a worker, in times of its switch; it is no less than
-    `max_wait_queues` times what all workers need for all that waits without one. `margin` is the share by which a
-    gain must exceed what is paid for it. `amortization` is the work that a switch must bring, in times of its
-    duration. `max_due_share` of the workers at most are on their way to a model at once because it is due.
+    `margin` is the share by which a gain must exceed what is paid for it. `amortization` is the work that a switch must
+    bring, in times of its duration. `max_due_share` of the workers at most are on their way to a model at once because
+    it is due.
     """
 
     mode: str = "latency-first"
-    max_wait_switches: float = 3.0
-    max_wait_queues: float = 4.5
     margin: float = 0.25
     amortization: float = 0.0
     max_due_share: float = 0.25
@@ -101,7 +101,7 @@ def _follow_reservations(outlook: Outlook) -> Outlook:
         if worker.reserved_for is None or worker.reserved_for in worker.models:
             continue
         model = outlook.state.models[worker.reserved_for]
-        option = _option_for(outlook, model, worker, may_push=True)
+        option = _option_for(outlook, model, worker)
         if option is not None and model.waiting and not model.retry_in_s:
             elsewhere_s = min([outlook.busy_s(other) for other in outlook.serving(model.id)], default=math.inf)
             if option.ready_s < elsewhere_s:
@@ -117,7 +117,7 @@ def _follow_pins(outlook: Outlook) -> Outlook:
             model = outlook.state.models.get(id_)
             if model is None or worker.id in outlook.taken or model.retry_in_s > 0:
                 continue
-            if (option := _option_for(outlook, model, worker, may_push=True)) is None:
+            if (option := _option_for(outlook, model, worker)) is None:
                 outlook = outlook.with_notes(
                     f"{id_} is pinned to {worker.id} and does not fit beside what must stay there"
                 )
@@ -126,10 +126,10 @@ def _follow_pins(outlook: Outlook) -> Outlook:
     return outlook
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Need:
     """A model that lacks a worker. `rank` and `urgency` order needs; `wait_s` is what its last request waits if nothing
-    changes.
+    changes, or has waited where no worker has the model; where it starves, how long it does.
     """
 
     rank: int
@@ -146,18 +146,22 @@ def _find_needs(outlook: Outlook, policy: SwitchingPolicy) -> list[_Need]:
     """Return the most urgent needs (rule 1). What takes time is looked at last, of those that are urgent enough."""
     state, serving, busy_s, least = outlook.state, outlook.all_serving(), outlook.all_busy_s(), 1 + policy.margin
     found = []
-    queue_s = state.queue_s([model for id_, model in state.models.items() if model.waiting and not serving.get(id_)])
-    for model in state.models.values():
-        if not model.waiting or model.id in outlook.on_demand or model.retry_in_s > 0:
+    waiting = [model for model in state.models.values() if model.waiting and model.id not in outlook.on_demand]
+    round_s = _round_s(outlook, waiting)
+    for model in waiting:
+        if model.retry_in_s > 0:
             continue
         switch_s = outlook.usual.seconds(model)
+        urgency = _ended_per_s(model, _num_for_one(outlook, model), switch_s)
         if workers := serving.get(model.id):
             wait_s = min([busy_s[worker] for worker in workers]) - model.service_s / len(workers)
             if wait_s > least * switch_s:
-                urgency = model.slo.weight * model.waiting * model.oldest_age_s
-                found.append(_Need(_EXTRA, urgency, model, wait_s))
+                found.append(_Need(_USUAL, urgency, model, wait_s))
+        elif (over_s := model.unstarted_s - max(MAX_WAIT_TARGETS * model.slo.target_s, round_s)) >= 0:
+            found.append(_Need(_STARVING, model.unstarted_s / model.slo.target_s, model, over_s))
         else:
-            found.append(_bound_wait(model, switch_s, queue_s, policy))
+            is_near = 0 < model.slack_s < 1.5 * switch_s + model.service_s
+            found.append(_Need(_DUE if is_near else _USUAL, urgency, model, model.oldest_age_s))
     found.sort(key=attrgetter("rank", "urgency"), reverse=True)  # of equals the first stays first
     lacking = (
         need
@@ -166,6 +170,20 @@ def _find_needs(outlook: Outlook, policy: SwitchingPolicy) -> list[_Need]:
         or need.model.waiting > state.num_free_slots(need.model.id, workers)
     )
     return list(islice(lacking, MAX_NEEDS))
+
+
+def _ended_per_s(model: ModelState, num: float, switch_s: float, speed: float = 1.0) -> float:
+    """Return how much waiting a worker ends per second that switches for so many requests of the model."""
+    return model.slo.weight * num / max(switch_s + num * model.service_s / speed, 1e-9)
+
+
+def _round_s(outlook: Outlook, waiting: Iterable[ModelState]) -> float:
+    """Return how long a round of the workers through all models takes that wait."""
+    turns_s = 0.0
+    for model in waiting:
+        switch_s = outlook.usual.seconds(model)
+        turns_s += switch_s + min(model.waiting * model.service_s, TURN_SWITCHES * switch_s)
+    return turns_s / max(len(outlook.state.workers), 1)
 
 
 def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
@@ -186,14 +204,14 @@ def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
     candidates = Candidates(outlook.open, [need.model for need in needs])
     max_due = max(1.0, policy.max_due_share * len(outlook.state.workers))
     for need in needs:
-        may_push = need.is_due and outlook.num_on_the_way < max_due
-        workers = candidates.workers_for(need.model, outlook.taken)
-        best = _find_worker(outlook, policy, need, workers, may_push)
+        if need.is_due and outlook.num_on_the_way >= max_due:
+            need = replace(need, rank=_USUAL)
+        best = _find_worker(outlook, policy, need, candidates.workers_for(need.model, outlook.taken))
         if best is None:
             nbytes = need.model.components.total_bytes
             if all(nbytes > worker.budget_bytes for worker in outlook.state.workers.values()):
                 outlook = outlook.with_notes(f"{need.model.id}: {nbytes} bytes fit into no worker's budget")
-        elif may_push or _is_worth_it(outlook, policy, need, best):
+        elif _is_worth_it(outlook, policy, need, best):
             outlook = outlook.after(need.model, best, _reason(outlook, need, best))
     return outlook
 
@@ -201,37 +219,37 @@ def _serve_needs(outlook: Outlook, policy: SwitchingPolicy) -> Outlook:
 def _reason(outlook: Outlook, need: _Need, option: Option) -> str:
     model = need.model
     where = f"ready in {option.ready_s:.2f} s, costs others {option.harm:.1f} request-seconds"
-    if model.is_starving and need.is_due:
+    if need.rank == _STARVING:
         return f"due: none of {model.waiting} has started for {model.unstarted_s:.1f} s; {where}"
     if need.is_due:
-        return f"due: the oldest of {model.waiting} waited {model.oldest_age_s:.1f} s without a worker; {where}"
+        return f"due: the deadline of one of {model.waiting} is in {model.slack_s:.1f} s; {where}"
     if workers := outlook.serving(model.id):
         return f"{model.waiting} wait {need.wait_s:.1f} s for {len(workers)} busy workers; {where}"
     return f"{model.waiting} wait without a worker; {where}"
 
 
 def _find_worker(
-    outlook: Outlook, policy: SwitchingPolicy, need: _Need, workers: Iterable[WorkerState], may_push: bool
+    outlook: Outlook, policy: SwitchingPolicy, need: _Need, workers: Iterable[WorkerState]
 ) -> Option | None:
     """Return the worker with the least harm and wait together (rule 2)."""
     weight = need.model.slo.weight * need.model.waiting
     found = [
         option
         for worker in workers
-        if may_push or _brings_work(outlook, policy, need, worker)
-        if (option := _option_for(outlook, need.model, worker, may_push)) is not None
+        if _brings_work(outlook, policy, need, worker)
+        if (option := _option_for(outlook, need.model, worker)) is not None
     ]
     return min(found, key=lambda option: (weight * option.ready_s + option.harm, len(option.evict)), default=None)
 
 
-def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState, may_push: bool) -> Option | None:
+def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState) -> Option | None:
     """Return what it takes to get the worker ready for the model; None if it has it, or cannot."""
     if model.id in worker.models or model.id in worker.unable:
         return None
     if model.components.total_bytes > worker.budget_bytes:
         return None
     state, switch_s = outlook.state, outlook.state.switch_s(model, worker)
-    if (going := _what_goes(outlook, model, worker, switch_s, may_push)) is None:
+    if (going := _what_goes(outlook, model, worker, switch_s)) is None:
         return None
     drain_s = sum([worker.running.get(id_, 0) * state.models[id_].service_s for id_ in going]) / worker.speed
     slower_s = model.service_s * (1 / worker.speed - 1 / outlook.usual.top_speed)
@@ -239,80 +257,121 @@ def _option_for(outlook: Outlook, model: ModelState, worker: WorkerState, may_pu
     return Option(worker, tuple(going), drain_s > 0, switch_s, ready_s, sum(going.values()))
 
 
-def _what_goes(
-    outlook: Outlook, model: ModelState, worker: WorkerState, switch_s: float, may_push: bool
-) -> dict[str, float] | None:
+def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_s: float) -> dict[str, float] | None:
     """Return the models that go for a model, with the harm of each; None if too little may go (rule 3)."""
     state = outlook.state
     if state.bytes_together(worker, (*worker.models, model.id)) <= worker.budget_bytes:
         return {}
     away_s = 2 * switch_s + model.waiting * model.service_s / worker.speed
     movable = [state.models[id_] for id_ in worker.models if id_ not in worker.pinned]
-    harms = {each.id: _harm_of(outlook, each, worker, away_s, may_push) for each in movable}
-    going, stay = [], list(worker.models)
-    for id_ in sorted(harms, key=harms.__getitem__):
-        if harms[id_] == math.inf:
-            return None
-        stay.remove(id_)
-        going.append(id_)
-        if state.bytes_together(worker, (*stay, model.id)) <= worker.budget_bytes:
-            break
-    else:
+    harms = {each.id: _harm_of(outlook, each, worker, model, away_s) for each in movable}
+    stay = [id_ for id_ in worker.models if harms.get(id_, math.inf) == math.inf]
+    going = least_harm(
+        {id_: harm for id_, harm in harms.items() if harm < math.inf},
+        {id_: state.models[id_].components.total_bytes for id_ in harms},
+        lambda kept: state.bytes_together(worker, (*stay, *kept, model.id)) <= worker.budget_bytes,
+    )
+    return None if going is None else {id_: harms[id_] for id_ in going}
+
+
+def least_harm(
+    harms: Mapping[str, float], sizes: Mapping[str, int], fits: Callable[[Collection[str]], bool]
+) -> list[str] | None:
+    """Return whose going makes what is kept fit, with the least harm; None where all of them would not suffice.
+
+    What harms least by its bytes goes first, and what need not go after all comes back. From there every other choice
+    is tried that could be better, `MAX_CHOICES` of them.
+    """
+    order = sorted(harms, key=lambda id_: (harms[id_] / max(sizes[id_], 1), id_))
+    if not fits(()):
         return None
-    for id_ in reversed(going[:-1]):  # its components are shared with what stays: nothing is won by its going
-        if state.bytes_together(worker, (*stay, id_, model.id)) <= worker.budget_bytes:
-            stay.append(id_)
+    going: list[str] = []
+    while not fits([id_ for id_ in order if id_ not in going]):
+        going.append(order[len(going)])
+    for id_ in sorted(going, key=harms.__getitem__, reverse=True):
+        if fits([each for each in order if each not in going or each == id_]):
             going.remove(id_)
-    return {id_: harms[id_] for id_ in going}
+    best, best_harm, num_tried = going, sum([harms[id_] for id_ in going]), 0
+    tried: list[tuple[int, float, list[str]]] = [(0, 0.0, [])]
+    while tried and num_tried < MAX_CHOICES:
+        place, harm, gone = tried.pop()
+        for next_ in range(len(order) - 1, place - 1, -1):
+            more = harm + harms[order[next_]]
+            if more >= best_harm:
+                continue
+            num_tried += 1
+            chosen = [*gone, order[next_]]
+            if fits([id_ for id_ in order if id_ not in chosen]):
+                best, best_harm = chosen, more
+            else:
+                tried.append((next_ + 1, more, chosen))
+    return best
 
 
-def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: float, may_push: bool) -> float:
-    """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`."""
-    others = [other for other in outlook.serving(model.id) if other != worker.id]
-    coming = model.rate * away_s
-    affected = model.slo.weight * (model.waiting + 0.5 * coming)
+def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, wanted: ModelState, away_s: float) -> float:
+    """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`.
+
+    Of those that are expected only as many count as come more often than for what is wanted: whose turn it is next,
+    if both come alike, is nobody's harm.
+    """
     if model.waiting and not worker.running.get(model.id) and worker.reserved_for is None:
         return math.inf  # it has got ready, and its requests start in this moment
-    if model.waiting and not may_push and not any(model.id in outlook.state.workers[each].models for each in others):
-        return math.inf
+    others = [other for other in outlook.serving(model.id) if other != worker.id]
     if not others:
-        return affected * away_s
+        coming_s = away_s - outlook.usual.seconds(model)  # it comes back only if somebody has come
+        coming = max(0.0, model.slo.weight * model.rate - wanted.slo.weight * wanted.rate) * coming_s
+        return model.slo.weight * model.waiting * away_s + 0.5 * coming * coming_s
+    coming = model.rate * away_s
     work_s = (model.waiting + coming) * model.service_s
+    affected = model.slo.weight * (model.waiting + 0.5 * coming)
     return affected * (work_s / len(others) - work_s / (len(others) + 1))
 
 
 def _is_worth_it(outlook: Outlook, policy: SwitchingPolicy, need: _Need, option: Option) -> bool:
-    """Weigh what the model's requests gain against what others pay (rule 4)."""
-    gain_s = need.wait_s - (1 + policy.margin) * option.ready_s
-    gain = need.model.slo.weight * _num_for_one(outlook, need.model) * gain_s
-    return gain > option.harm and _brings_work(outlook, policy, need, option.worker)
+    """Return whether the worker ends more waiting by the switch than by what it would do else (rules 4 and 5)."""
+    model, worker = need.model, option.worker
+    num = _num_for_one(outlook, model)
+    if pushed := _pushed(outlook, option):
+        back_s = max([outlook.usual.seconds(each) for each in pushed])
+        if need.rank == _STARVING:
+            return outlook.busy_s(worker.id) + need.wait_s > PUSH_SWITCHES * (option.switch_s + back_s)
+        if need.rank == _DUE:
+            away_s = option.ready_s + back_s + num * model.service_s / worker.speed
+            return all(each.slack_s > away_s + each.service_s for each in pushed)
+        goes_on = max([each.slo.weight * worker.speed / each.service_s for each in pushed])
+        by_switch = _ended_per_s(model, num, option.ready_s + back_s, worker.speed)
+        return by_switch > (1 + policy.margin) * goes_on
+    if need.is_due:
+        return True
+    if outlook.serving(model.id):
+        return model.slo.weight * num * (need.wait_s - (1 + policy.margin) * option.ready_s) > option.harm
+    return model.slo.weight * model.waiting * need.wait_s >= option.harm
+
+
+def _pushed(outlook: Outlook, option: Option) -> list[ModelState]:
+    """Return the models that go although their requests wait and no other worker has them."""
+    state = outlook.state
+    return [
+        state.models[id_]
+        for id_ in option.evict
+        if state.models[id_].waiting
+        and not any(id_ in state.workers[other].models for other in outlook.serving(id_) if other != option.worker.id)
+    ]
 
 
 def _brings_work(outlook: Outlook, policy: SwitchingPolicy, need: _Need, worker: WorkerState) -> bool:
     """Return whether a switch of this worker would bring the work that it must (rule 4)."""
-    if not policy.amortization or (need.is_due and not outlook.busy_s(worker.id)):
+    if not policy.amortization or need.is_due:
         return True
-    work_s = _num_for_one(outlook, need.model) * need.model.service_s
-    return work_s >= policy.amortization * outlook.state.switch_s(need.model, worker)
+    least_s = policy.amortization * outlook.state.switch_s(need.model, worker)
+    if not outlook.busy_s(worker.id) and need.model.oldest_age_s >= least_s:
+        return True
+    return _num_for_one(outlook, need.model) * need.model.service_s >= least_s
 
 
 def _num_for_one(outlook: Outlook, model: ModelState) -> float:
     """Return how many of the waiting requests would be those of one worker more."""
     return model.waiting / (len(outlook.serving(model.id)) + 1)
-
-
-def _bound_wait(model: ModelState, switch_s: float, queue_s: float, policy: SwitchingPolicy) -> _Need:
-    """Return the need of a model without a worker: whether it is due, or starves, and how urgent it is (rule 5)."""
-    age_s = model.oldest_age_s
-    patience_s = policy.max_wait_switches * max(switch_s, model.service_s)
-    patience_s = min(patience_s, max(model.slo.target_s - switch_s, switch_s))
-    patience_s = max(patience_s, policy.max_wait_queues * queue_s)
-    wait_s = max(patience_s, age_s)
-    if model.is_starving:
-        return _Need(_STARVING, model.unstarted_s / model.slo.target_s, model, wait_s)
-    if age_s >= patience_s or 0 < model.slack_s < 1.5 * switch_s + model.service_s:
-        return _Need(_DUE, model.slo.weight * age_s * (1 / patience_s), model, wait_s)
-    return _Need(_EXTRA, model.slo.weight * age_s * model.waiting, model, wait_s)
 
 
 def _prepare_ahead(outlook: Outlook) -> Outlook:
@@ -328,8 +387,8 @@ def _prepare_ahead(outlook: Outlook) -> Outlook:
     for model in wanted:
         best, best_value = None, math.inf
         for worker in idle[:FEW]:
-            option = None if worker.id in outlook.taken else _option_for(outlook, model, worker, may_push=False)
-            if option is None or option.must_drain or worker.idle_s < option.switch_s:
+            option = None if worker.id in outlook.taken else _option_for(outlook, model, worker)
+            if option is None or option.must_drain or _pushed(outlook, option) or worker.idle_s < option.switch_s:
                 continue
             value = sum([_value_of(outlook, outlook.state.models[each], worker) for each in option.evict])
             if value < best_value:

@@ -222,7 +222,8 @@ class WeightRegistry:
         """Use another config, also after a restart: begin to take in its models, remove those that it has no more.
 
         Does not wait for imports. Raises RegistrationRefused for a config that needs another control plane, or that
-        the disk does not take; nothing has changed then.
+        the disk does not take; nothing has changed then. Whatever else it raises, the config that holds then has the
+        entries that were taken in by then: the next one is compared with that.
         """
         async with self._configuring:
             if config == self._config:
@@ -232,11 +233,21 @@ class WeightRegistry:
                     f"the control plane of {self._config.name!r} has to start anew for this config"
                 )
             await asyncio.to_thread(self._applied.save, config)
-            before, self._config = self._config, config
-            self._imports.config = config
-            self._remember_limits(before, config)
-            for model in await self._models.configure(config.entries, Room.of(config)):
-                await self._keepers.set_pinned(model, False)
+            before, self._imports.config = self._config, config  # which imports are begun with
+            try:
+                await self._models.configure(config.entries, Room.of(config))
+                self._remember_limits(before, config)
+            except BaseException:
+                config = before.with_entries(self._models.configured)
+                with contextlib.suppress(RegistrationRefused):
+                    await asyncio.to_thread(
+                        self._applied.save, before
+                    )  # a registry that restarts begins with all of it
+                raise
+            finally:
+                self._config = self._imports.config = config
+                for model in before.entries.keys() - config.entries.keys():
+                    await self._keepers.set_pinned(model, False)
 
     def _remember_limits(self, before: ClusterConfig, config: ClusterConfig) -> None:
         """Give limits that differ from those of a config before to replicas that start with that one."""

@@ -33,6 +33,30 @@ def wanted_dtype(entry: Entry, auto_dtype: str) -> str:
     return auto_dtype if entry.dtype == "auto" else entry.dtype
 
 
+def rests_on(entry: Entry) -> tuple[str, ...]:
+    """Return the ids of the models that an entry is like or an adapter of: they come before it."""
+    if isinstance(entry, AdapterConfig):
+        return entry.base
+    return (entry.like,) if isinstance(entry.like, str) else ()
+
+
+def circle_of(entry: Entry, entries: Mapping[str, Entry]) -> tuple[str, ...]:
+    """Return the ids by which an entry rests on itself, its own at both ends; empty for one that does not.
+
+    HAZARD: whoever waits for all that an entry rests on waits for himself on such a way.
+    """
+    seen = set[str]()
+    ways: list[tuple[str, ...]] = [(entry.id, id_) for id_ in rests_on(entry)]
+    while ways:
+        way = ways.pop()
+        if way[-1] == entry.id:
+            return way
+        if way[-1] not in seen and (other := entries.get(way[-1])):
+            seen.add(way[-1])
+            ways += [(*way, id_) for id_ in rests_on(other)]
+    return ()
+
+
 def misplaced(entry: Entry, checkpoint: Checkpoint) -> str | None:
     """Return why a checkpoint is not what an entry of a config takes it for; None when it is."""
     is_adapter = checkpoint.kind in ADAPTERS
@@ -210,7 +234,7 @@ def check_entry(directory: Directory, entry: Entry) -> None:
         was, now = ("an adapter", "a model") if is_adapter else ("a model", "an adapter")
         raise RegistrationConflict(f"{entry.id!r} is {was} already; {now} needs another id", "id")
     if isinstance(entry, ModelConfig) and entry.like is not None:
-        _check_like(directory, entry.like)
+        _check_like(directory, entry.id, entry.like)
     if isinstance(entry, ModelConfig) and entry.vae is not None and not entry.vae.is_absolute():
         raise RegistrationRefused(f"{str(entry.vae)!r} is relative; expected an absolute path", "vae")
     if isinstance(entry, AdapterConfig):
@@ -221,14 +245,16 @@ def check_entry(directory: Directory, entry: Entry) -> None:
             raise RegistrationRefused(f"unknown {', '.join(unknown)} (models: {listed(models)})", "base")
 
 
-def _check_like(directory: Directory, like: Path | str) -> None:
+def _check_like(directory: Directory, id_: str, like: Path | str) -> None:
     if isinstance(like, Path):
         if not like.is_absolute():
             raise RegistrationRefused(f"{str(like)!r} is relative; expected an absolute path, or a model's id", "like")
         return
-    models = [record.id for record in directory if isinstance(record.entry, ModelConfig) and not record.entry.like]
+    whole = [record.id for record in directory if isinstance(record.entry, ModelConfig) and not record.entry.like]
+    models = [other for other in whole if other != id_]
     if like not in models:  # of those that are like another, two could wait for each other
-        raise RegistrationRefused(f"{like!r} is no pipeline with configs of its own (models: {listed(models)})", "like")
+        what = "this model itself" if like == id_ else "no pipeline with configs of its own"
+        raise RegistrationRefused(f"{like!r} is {what} (models: {listed(models)})", "like")
 
 
 def _after(revisions: dict[str, int], revision: int) -> list[str]:

@@ -44,6 +44,7 @@ from weights.formats.pipeline_parts import AdapterBase, denoiser_dtype
 from weights.intake import PROGRAM_SUFFIXES, import_model, origin_of
 from weights.manifest import Manifest
 from weights.memory.needs import Needs
+from weights.panics import panics_as_errors
 from weights.source_mark import source_mark
 from weights.sources.mirrors import SOURCES_FOLDER
 from weights.sources.object_storage import localized
@@ -410,16 +411,17 @@ def _serve_imports(connection: Connection, settings: ImportSettings) -> None:
             return
         send_report(_Report(begun=True))
         try:
-            summary = import_checkpoint(
-                store,
-                job.entry,
-                settings.options,
-                job.roots,
-                lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
-                settings.auto_dtype,
-                _named(settings.check),
-                _named(settings.measure),
-            )
+            with panics_as_errors():
+                summary = import_checkpoint(
+                    store,
+                    job.entry,
+                    settings.options,
+                    job.roots,
+                    lambda done, total: send_report(_Report(done_bytes=done, total_bytes=total)),
+                    settings.auto_dtype,
+                    _named(settings.check),
+                    _named(settings.measure),
+                )
             answer = _Report(summary=summary)
         except MemoryError:
             text = f"to import it takes more than {settings.memory_bytes} bytes of memory"

@@ -18,10 +18,12 @@ from pydantic import Field, ValidationError
 
 from configs.model import StrictModel
 from weights.feature_sizes import FeatureSizes, feature_sizes
+from weights.formats.language_models import language_model_facts
 from weights.formats.pipeline_parts import AdapterBase, pipeline_variant
 from weights.formats.upscaler import read_upscaler
 from weights.manifest import Manifest, ModelKind
 from weights.memory.needs import Needs
+from weights.panics import panics_as_errors
 from weights.private_folder import remember
 from weights.programs.signature import COMPONENT, ProgramSignature, signature_of
 from weights.residency.recent import Recent
@@ -76,7 +78,10 @@ def summarize(manifest: Manifest, skeleton: Path, widened: tuple[str, ...] = ())
 
 
 def variant_of(manifest: Manifest, skeleton: Path) -> Mapping[str, bool | int]:
-    """Return what tells models of one class apart: the facts of `pipeline_variant`, or the `scale` of an upscaler."""
+    """Return what tells models of one class apart: the facts of `pipeline_variant` or of `language_model_facts`, or the
+    `scale` of an upscaler."""
+    if manifest.kind == "llm":
+        return language_model_facts(skeleton)
     if manifest.kind == "diffusion":
         return pipeline_variant(skeleton)
     if manifest.kind != "upscaler":
@@ -205,8 +210,9 @@ class ManifestCache:
 
     async def _read(self, model: str, fingerprint: str, before: _Reading | None) -> Manifest:
         if before is None:
-            return await asyncio.to_thread(self._store.manifest, model)
-        with contextlib.suppress(Exception):  # gone or damaged: what was read before is still the version's
+            with panics_as_errors():
+                return await asyncio.to_thread(self._store.manifest, model)
+        with contextlib.suppress(Exception), panics_as_errors():  # what was read before is still the version's
             manifest = await asyncio.to_thread(self._store.manifest, model)
             if manifest.fingerprint == fingerprint:
                 return manifest

@@ -62,10 +62,14 @@ class Registrations:
         _write(self._file(registration.entry.id), registration, RegistrationRefused)
 
     def remove(self, id_: str) -> None:
-        """Remove the model's file, if there is one."""
-        if self._file(id_).exists():
-            remove_path(self._file(id_))
-            sync(self._folder)
+        """Remove the model's file, if there is one. Raises RegistrationRefused when the disk does not let it go."""
+        file = self._file(id_)
+        try:
+            if file.exists():
+                remove_path(file)
+                sync(self._folder)
+        except OSError as error:
+            raise RegistrationRefused(f"{file}: cannot be removed: {error.strerror or error}") from error
 
     def _file(self, id_: str) -> Path:
         return self._folder / f"{id_}.json"

@@ -25,7 +25,15 @@ from cluster.errors import (
     WeightsUnavailable,
 )
 from cluster.load_failures import LoadFailures, named_error
-from cluster.registry.directory import Directory, DirectoryChange, Entry, ModelRecord, check_entry
+from cluster.registry.directory import (
+    Directory,
+    DirectoryChange,
+    Entry,
+    ModelRecord,
+    check_entry,
+    circle_of,
+    rests_on,
+)
 from cluster.registry.manifests import ManifestCache, ModelSummary, SummaryFiles, summarize
 from cluster.registry.model_files import read_files
 from cluster.registry.registrations import Registration, Registrations
@@ -34,6 +42,7 @@ from configs.model import ModelConfig
 from weights.errors import ModelNotStored, WeightsError, listed
 from weights.maintenance import remove_model
 from weights.manifest import Manifest
+from weights.panics import panics_as_errors
 from weights.store import WeightStore
 
 ImportModel = Callable[[Entry], ModelSummary]
@@ -93,8 +102,11 @@ class ServedModels:
         found, damaged = await asyncio.to_thread(self._registrations.read_registrations)
         for id_, registration in list(found.items()):
             if registration.replaces != self._configured.get(id_):
-                self._registrations.remove(id_)  # the config has changed since: it says what is wanted now
-                del found[id_]
+                del found[id_]  # the config has changed since: it says what is wanted now
+                try:
+                    await asyncio.to_thread(self._registrations.remove, id_)
+                except RegistrationRefused as error:  # it will be passed over again
+                    logger.warning("%s", error)
         for id_ in dict.fromkeys([*self._configured, *sorted(found.keys() | damaged.keys())]):
             if id_ in damaged:
                 self._apply(ModelRecord(id_, "unavailable", error=damaged[id_]))
@@ -143,25 +155,36 @@ class ServedModels:
         """Serve the entries of another config, in its room, in the place of that before; return the ids that are gone.
 
         Does not wait for imports. What was registered beside the config stays, unless the config has changed its mind
-        about that id. Requests that run with a model that goes finish.
+        about that id. Requests that run with a model that goes finish. Where this fails midway, `configured` says what
+        was done, and the next call begins there.
         """
+        left: list[Entry | None] = []
         async with self._writing:
-            before, self._configured = self._configured, configured
+            self._configured = holds = dict(self._configured)
             self._room = room or self._room
             for record in [record for record in self.directory if record.state in _SIZED]:
                 fits = replace(record, state="ready", error="") if record.state == "does_not_fit" else record
                 if (found := self._sized(fits)) != record:
                     self._apply(found)
-            gone = [id_ for id_ in before if id_ not in configured]
-            left = [await self._take_out(id_) for id_ in gone if id_ in self.directory]
+            gone = [id_ for id_ in holds if id_ not in configured]
+            for id_ in gone:
+                if id_ in self.directory:
+                    left.append(await self._take_out(id_))
+                del holds[id_]
             for id_, entry in configured.items():
-                if entry != before.get(id_):
+                if entry != holds.get(id_):
                     await asyncio.to_thread(self._registrations.remove, id_)
                     self._begin(entry)
+                    holds[id_] = entry
         for was in left:
             if was:
                 await self._leave_source(was)
         return gone
+
+    @property
+    def configured(self) -> Mapping[str, Entry]:
+        """The entries of the config that are served, or on their way."""
+        return self._configured
 
     async def _take_out(self, id_: str) -> Entry | None:
         """Remove a model from the directory, and its registration. Return what was wanted of it."""
@@ -326,17 +349,22 @@ class ServedModels:
     async def _publish(self, entry: Entry, previous: asyncio.Task[None] | None) -> None:
         """Import the entry and serve it, after earlier work on its id, and the models that it is like or an adapter of.
 
-        Only the last entry of an id counts.
+        Only the last entry of an id counts. One that rests on itself, as registrations and a config together can make
+        it, waits for none of them and fails.
         """
-        others = (str(entry.like),) if isinstance(entry, ModelConfig) else entry.base
+        circle = circle_of(entry, self._wanted)
+        others = () if circle else rests_on(entry)
         if earlier := [task for task in (previous, *map(self._tasks.get, others)) if task]:
             await asyncio.wait(earlier)
         if self._wanted.get(entry.id) is not entry:
             return
         try:
+            if circle:
+                raise ModelUnservable(f"it rests on itself ({' on '.join(circle)}), so that nothing can come first")
             async with self._importing if isinstance(entry.path, Path) else self._downloading:
-                await self._keep_served_version(entry.id)
-                summary = await asyncio.to_thread(self._import_model, entry)
+                with panics_as_errors():
+                    await self._keep_served_version(entry.id)
+                    summary = await asyncio.to_thread(self._import_model, entry)
         except Exception as error:  # whatever it is, it fails this model alone, and those who wait for it are answered
             summary, problem = None, error
         if self._wanted.get(entry.id) is not entry:

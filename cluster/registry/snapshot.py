@@ -15,6 +15,9 @@ from cluster.registry.actor import Method, WeightRegistry
 from cluster.registry.directory import Directory, ModelRecord
 
 POLL_S: Final = 30.0
+# HAZARD: Ray's timers go by the wall clock. Where that was set back they stand still, and Ray does not say of a call
+# that it died with the registry: a poll that is so late has no answer any more.
+LATE_S: Final = 10.0
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
 _CATCH_UP_S: Final = 2.0
@@ -122,7 +125,8 @@ class RegistrySnapshot:
             try:
                 registry = self._registry or await self._reconnect()
                 known = self._copy.revision, self._copy.epoch
-                change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._replica)
+                async with asyncio.timeout(POLL_S + LATE_S):
+                    change = await call_actor(registry, WeightRegistry.watch, *known, POLL_S, self._replica)
             except Exception as error:  # whatever it is, the copy serves and the next round may do better
                 logger.warning("the registry does not answer: %s", str(error).partition("\n")[0])
                 if isinstance(error, RayActorError):

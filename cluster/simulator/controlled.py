@@ -107,6 +107,8 @@ class Controlled:
         if worker.loading is None and worker.spec.id in self._loading:
             self._loading.discard(worker.spec.id)
             self._tick_soon(0.0)
+        elif not worker.runs and self._queue.num_waiting:
+            self._tick_soon(NEWS_S)
         self._pump()
 
     def on_load_failed(self, worker: WorkerInWorld, model: str) -> None:

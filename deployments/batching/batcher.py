@@ -21,6 +21,7 @@ from deployments.batching.policy import Batch, BatchPolicy, RequestPart, halves
 from deployments.batching.queue import QueuedRequest, RequestQueue
 from deployments.engines.memory_limits import forget_frames, is_out_of_memory
 from deployments.errors import DeadlineExceeded, GenerationFailed, InvalidRequest, Overloaded, QueueFull
+from weights.panics import panics_as_errors
 
 RECENT: Final = 1024  # durations that percentiles are of
 
@@ -362,7 +363,8 @@ class Batcher(Generic[ItemT, ResultT]):
         items = [item for part in parts for item in part.request.items[part.start : part.stop]]
         start_s = self._clock()
         try:
-            results = list(await self._run_batch(items))
+            with panics_as_errors():
+                results = list(await self._run_batch(items))
             if len(results) != len(items):
                 raise GenerationFailed(f"the model returned {len(results)} results for {len(items)} items")
         except Exception as error:

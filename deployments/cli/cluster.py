@@ -72,7 +72,7 @@ def up(
     ] = None,
 ) -> None:
     """Start a cluster and keep it up until Ctrl-C or `atelier down`."""
-    (_start_detached if detach else _start_attached)(config, port, insecure, timeout_s)
+    (_start_detached if detach else start_attached)(config, port, insecure, timeout_s)
 
 
 @app.command()
@@ -246,8 +246,17 @@ def _checked(
     return config, sources, [*found, *locate_problems(path, problems)]
 
 
-def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: float | None) -> None:
-    """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`."""
+def start_attached(
+    path: Path,
+    port: int | None,
+    insecure: bool,
+    timeout_s: float | None,
+    show_page: Callable[[str], object] | None = None,
+) -> None:
+    """Start the cluster in this process and wait for Ctrl-C, SIGTERM or `atelier down`.
+
+    `show_page` is given its URL once it answers.
+    """
     with _out.status(Text(f"checking {path}")):
         config = load_for_start(path, port, insecure)
     stop = threading.Event()
@@ -265,6 +274,8 @@ def _start_attached(path: Path, port: int | None, insecure: bool, timeout_s: flo
             if lacking := usable_line(display.last):
                 _out.print(lacking, markup=False, highlight=False, soft_wrap=True)
             tell_systemd("READY=1")
+            if show_page is not None and config.http.web:
+                show_page(f"{url}/")
             stop.wait()
             tell_systemd("STOPPING=1")
             _out.print(f"stopping cluster {config.name!r}")

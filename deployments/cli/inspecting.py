@@ -135,11 +135,13 @@ def _recorded(
     from deployments.engines.diffusion.families import family_of
     from deployments.engines.diffusion.footprints import make_twin
     from deployments.engines.protocol import EngineError
+    from weights.formats.pipeline_parts import pipeline_variant
 
     try:
         family = family_of(manifest.class_name or "")
-        height, width = (side or family.defaults.side for side in asked)
-        twin = make_twin(manifest, store.models / manifest.skeleton, torch.device("cpu"))
+        width, height = family.default_sides(pipeline_variant(store.skeleton(manifest)))
+        height, width = asked[0] or height, asked[1] or width
+        twin = make_twin(manifest, store.skeleton(manifest), torch.device("cpu"))
         twin.check_size(height, width)
     except EngineError as error:
         raise OptionError(f"{manifest.model!r}: {error}") from None

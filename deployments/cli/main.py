@@ -27,6 +27,7 @@ from deployments.cli import (
     models,
     orders,
     quantize,
+    run,
     simulate,
     status,
     weights,
@@ -55,7 +56,7 @@ def _options(
     """Serve hundreds of diffusion models and LLMs on one Ray cluster."""
 
 
-for group in (cluster, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
+for group in (cluster, run, apply, doctor, status, models, orders, generate, chat, quantize, simulate):
     _app.add_typer(group.app)
 _app.add_typer(keys.app, name="keys")
 _app.add_typer(weights.app, name="weights")

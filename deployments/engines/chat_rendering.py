@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 from jinja2 import TemplateAssertionError, nodes, pass_context
@@ -42,12 +43,15 @@ def render_chat_template(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, Any],
+    variables: Mapping[str, Any] = MappingProxyType({}),
 ) -> str:
     """Return the text of a chat, up to where the assistant begins to speak. `name` is the template's, for errors.
 
+    `variables` are further ones that the template may know, and go before those that every chat has.
+
     Raises EngineError when the template refuses the messages, or takes more steps than such a chat may.
     """
-    num_characters = _num_characters([messages, tools])
+    num_characters = _num_characters([messages, tools, dict(variables)])
     num_steps = FREE_STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * num_characters
     template = _compiled(source)
     if isinstance(template, str):
@@ -55,7 +59,7 @@ def render_chat_template(
     # As transformers calls it: what is None is not there.
     chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
     shown = {"messages": chat, "tools": list(tools) or None, "documents": None, "add_generation_prompt": True}
-    context: Any = template.new_context({**shown, **special_tokens})
+    context: Any = template.new_context({**shown, **special_tokens, **variables})
     context.steps = Steps(num_steps)
     try:
         return "".join(template.root_render_func(context))

@@ -121,20 +121,6 @@ SHIMS: Final = (
         is_needed=False,
     ),
     Shim(
-        "names of tensors in LoRAs",
-        "LoRAs of some tools are refused",
-        used=tuple(
-            f"diffusers.utils.state_dict_utils:{name}"
-            for name in (
-                "PEFT_STATE_DICT_MAPPINGS",
-                "StateDictType",
-                "convert_state_dict",
-                "convert_unet_state_dict_to_peft",
-            )
-        ),
-        is_needed=False,
-    ),
-    Shim(
         "chat templates as transformers renders them",
         "no chat is served",
         used=(
@@ -301,19 +287,6 @@ def ignored_names(module: Any) -> tuple[list[str], list[str]]:
     missing = getattr(module, "_keys_to_ignore_on_load_missing", None)
     unexpected = getattr(module, "_keys_to_ignore_on_load_unexpected", None)
     return list(missing or ()), list(unexpected or ())
-
-
-def peft_name(name: str) -> str:
-    """Return a LoRA tensor's name as PEFT has it."""
-    from diffusers.utils import state_dict_utils as stock
-
-    if name.startswith("text_encoder"):
-        known = stock.PEFT_STATE_DICT_MAPPINGS
-        kinds = stock.StateDictType
-        (renamed,) = stock.convert_state_dict({name: None}, {**known[kinds.DIFFUSERS_OLD], **known[kinds.DIFFUSERS]})
-    else:
-        (renamed,) = stock.convert_unet_state_dict_to_peft({name: None})
-    return str(renamed)
 
 
 def chat_environment() -> Any:

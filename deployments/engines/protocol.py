@@ -67,6 +67,10 @@ class EngineError(Exception):
     """A request that the engine cannot run; the message is meant for the person who sent it."""
 
 
+class PromptTooLong(EngineError):
+    """A prompt has more tokens than the model reads at once."""
+
+
 class ComputationFailed(Exception):
     """The model broke down on one request, which was in order: numbers that are not finite, say. Says where."""
 
@@ -394,6 +398,7 @@ class TextRequest:
     Completion `i` of a seed is the same whatever `n` is. All of them keep to a fork of `constraint`. `scores_prompt`
     asks for the log probabilities of the prompt's own tokens, with as many of the best ones as those of the completion.
     With `pooling`, the prompt's embedding is asked for instead of a completion. Some of its tokens stand for `images`.
+    Special tokens give no text, or only those of `hidden_token_ids` give none.
     """
 
     request_id: str
@@ -405,6 +410,7 @@ class TextRequest:
     scores_prompt: bool = False
     pooling: Pooling | None = None
     images: PromptImages | None = None
+    hidden_token_ids: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from deployments.engines.embedding_rules import read_pooling_rule, read_prompts,
 from deployments.engines.library_classes import check_model_class, named_class
 from deployments.engines.llm.models.gguf_config import describe_gguf, gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import check_tokenizer_kind
-from deployments.engines.llm.models.known import check_config
+from deployments.engines.llm.models.known import check_config, has_own_layers
 from deployments.engines.llm.models.stock_classes import SEEING
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts, is_stock_class, parts_of
@@ -32,6 +32,7 @@ from weights.formats.encoder_files import STAGES_FILE, tokenizer_folder
 from weights.formats.gguf import DENOISERS
 from weights.formats.ip_adapter import ENCODER, ENCODER_CLASS
 from weights.formats.pipeline_parts import AdapterBase, why_incomplete
+from weights.formats.untrusted import is_size
 from weights.manifest import ModelKind
 
 _ALL_IN_ONE: Final = ("model.diffusion_model.", "first_stage_model.", "double_blocks.", "joint_blocks.")
@@ -150,10 +151,34 @@ def _check_language_model(checkpoint: Checkpoint) -> None:
         raise EngineError(
             f"{path}: says nothing of the tokenizer: put it into a folder, beside its config.json and tokenizer.json"
         )
-    sees = check_config(checkpoint.config, path / "config.json") in SEEING
+    class_name = check_config(checkpoint.config, path / "config.json")
+    sees = class_name in SEEING
     check_tokenizer(path)
+    if (path / "generation_config.json").is_file():
+        read_config(path / "generation_config.json")
+    if has_own_layers(checkpoint.class_name) and not checkpoint.config.get("quantization_config"):
+        _check_decoder_tensors(checkpoint)
     if sees:
         _check_processor(path)
+
+
+def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
+    """Raise EngineError for a decoder of ours that lacks a tensor which all of its kind have."""
+    (component, *_), config = checkpoint.components, checkpoint.config
+    if component.format != "safetensors":
+        return
+    count = config.get("num_hidden_layers")
+    leaves = [f"self_attn.{name}_proj" for name in "qkvo"] + ["input_layernorm", "post_attention_layernorm"]
+    wanted = ["model.embed_tokens.weight", "model.norm.weight"]
+    wanted += [] if config.get("tie_word_embeddings") else ["lm_head.weight"]
+    wanted += [
+        f"model.layers.{layer}.{leaf}.weight" for layer in range(count if is_size(count) else 0) for leaf in leaves
+    ]
+    if missing := [name for name in wanted if name not in component.tensors]:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise EngineError(
+            f"{checkpoint.path}: tensor {missing[0]!r}{more} is missing, and its config.json says that it is there"
+        )
 
 
 def _check_processor(folder: Path) -> None:

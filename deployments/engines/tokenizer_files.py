@@ -19,6 +19,7 @@ from deployments.engines.config_files import read_config
 from deployments.engines.library_classes import has_part_class, library_folder, version
 from deployments.engines.protocol import EngineError
 from weights.formats.untrusted import shown
+from weights.panics import panics_as_errors
 
 _VOCABULARIES: Final = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "bpe.codes"})
 _SENTENCEPIECE: Final = frozenset({".model", ".spm"})
@@ -87,7 +88,8 @@ def _check_whole(file: Path) -> None:
     if not isinstance(content.get("added_tokens"), list):
         raise EngineError(f"{file}: is no tokenizer: it has no list of added_tokens")
     try:
-        Tokenizer.from_file(str(file))
+        with panics_as_errors():
+            Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises no other class
         raise EngineError(f"{file}: is no tokenizer: {error}") from None
 
@@ -102,7 +104,8 @@ def _check_words(folder: Path) -> None:
         if not merges.exists():
             raise EngineError(f"{folder}: there is no merges.txt beside vocab.json")
         try:
-            BPE.read_file(str(vocabulary), str(merges))
+            with panics_as_errors():
+                BPE.read_file(str(vocabulary), str(merges))
         except Exception as error:
             raise EngineError(f"{vocabulary}: is no vocabulary: {error}") from None
     elif words.exists():

@@ -34,6 +34,7 @@ from configs.http import UPLOAD_PATHS
 from deployments.engines.llm.chat import NullIsDefault
 from deployments.errors import InvalidRequest, Overloaded, RequestTooLarge, RequestTooSlow
 from deployments.records import (
+    LEAST_TOP_P,
     MAX_INT32,
     MAX_SEED,
     SEED_RULE,
@@ -292,6 +293,20 @@ class JsonRoute(APIRoute):
         return answered
 
 
+class AnyTypeRoute(JsonRoute):
+    """A route whose bodies are JSON whatever their content type says: `curl -d` calls all of them a form."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def answered(request: Request) -> Response:
+            headers = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+            scope = {**request.scope, "headers": [*headers, (b"content-type", b"application/json")]}
+            return await handler(Request(scope, request.receive))
+
+        return answered
+
+
 class _Request(Request):
     async def body(self) -> bytes:
         if not hasattr(self, "_body"):
@@ -347,8 +362,16 @@ def _field_with_half_a_pair(value: Any) -> str | None:
     return None
 
 
+class LeftOut(BaseModel):
+    """A part of a body that has no meaning here: it is left out, and a warning says so."""
+
+    type: str
+
+
 def _ignored_fields(part: BaseModel, place: str = "") -> list[str]:
     """Return the unknown fields of a body and of all parts of it, with the names that lead to them."""
+    if isinstance(part, LeftOut):
+        return [f"{place}{part.type[:64]}"]
     found = [f"{place}{name}" for name in part.model_extra or ()]
     for name in type(part).model_fields:
         value = getattr(part, name)
@@ -368,6 +391,11 @@ def _none_if_negative(value: int | None) -> int | None:
     return None if value == -1 else value
 
 
+def _as_seed(value: int | None) -> int | None:
+    """Return a seed that generators take: any other number below 0 is one of them."""
+    return None if value in (None, -1) else value % (MAX_SEED + 1)
+
+
 def _not_zero(value: int | None) -> int | None:
     if value == 0:
         raise ValueError("expected 1 or more, or -1 for as many as the model may")
@@ -380,6 +408,14 @@ Seed = Annotated[
     Field(ge=-1, le=MAX_SEED, description=f"-1 draws one, or {SEED_RULE}"),
     AfterValidator(_none_if_negative),
 ]
+# Texts are asked for with any number.
+TextSeed = Annotated[
+    int | None,
+    Field(ge=-MAX_SEED, le=MAX_SEED, description=f"-1 draws one, or {SEED_RULE}"),
+    AfterValidator(_as_seed),
+]
+# 0 lets the likeliest token alone pass.
+TopP = Annotated[float | None, Field(ge=0, le=1), AfterValidator(lambda value: LEAST_TOP_P if value == 0 else value)]
 NoneOrTokens = Annotated[
     int | None,
     Field(ge=-1, le=MAX_INT32, description="-1, or none: as many as the model may"),

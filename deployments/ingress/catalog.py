@@ -5,7 +5,7 @@ Pipelines are models of the OpenAI protocol as well: whoever asks need not know 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -73,7 +73,7 @@ class ModelCard:
     `fingerprint` identifies the version that is served; `labels` name the outputs of a head. `endpoint` is what it is
     asked at under /v1, None of an adapter, say; a language model takes texts to embed as well. One that
     `encodes_itself` has its text encoders in the worker, and not in the text encoder service. One that `sees` takes
-    images in chats. `program` is what a stored program takes and gives.
+    images in chats; `facts` are `language_model_facts`. `program` is what a stored program takes and gives.
     """
 
     id: str
@@ -89,6 +89,7 @@ class ModelCard:
     endpoint: Endpoint | None = None
     encodes_itself: bool = False
     sees: bool = False
+    facts: Mapping[str, bool | int] = field(default_factory=dict)
     program: ProgramSignature | None = None
 
 
@@ -186,8 +187,9 @@ class Catalog:
     async def learned_words(self, text: str, model: str) -> list[str]:
         """Return the textual inversions of a model that are named in a text; those that cannot be used are words."""
         await self._snapshot.ready()
-        found = (self._snapshot.find_model(name) for name in candidates_in(text))
-        fitting = [one for one in found if one is not None and one.class_name == WORDS_CLASS and model in one.base]
+        words = [one for one in self._snapshot if one.class_name == WORDS_CLASS and model in one.base]
+        named = candidates_in(text) if words else set()
+        fitting = [one for one in words if one.id.lower() in named]
         return sorted(words_in(text, [one.id for one in fitting if one.serves]))
 
 
@@ -225,6 +227,7 @@ def card_of(record: ModelRecord) -> ModelCard:
         endpoint=endpoint_of(record),
         encodes_itself=source is not None and not text_parts(record.class_name),
         sees=_sees_images(record),
+        facts=record.variant if record.kind == "llm" else {},
         program=record.signature,
     )
 

@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 from cluster.door.haproxy_rules import CROWDED
 from deployments.errors import (
     Conflict,
+    ContextExceeded,
     DeadlineExceeded,
     GenerationFailed,
     InvalidRequest,
@@ -67,6 +68,7 @@ _QUEUE_FULL: Final = "queue_full"
 _RETRY_AFTER_S: Final = 1.0  # where nobody knows better
 # error class -> HTTP status, OpenAI type, OpenAI code; the first class that fits wins
 _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
+    (ContextExceeded, 400, "invalid_request_error", "context_length_exceeded"),
     (InvalidRequest, 400, "invalid_request_error", "invalid_value"),
     (NotAuthenticated, 401, "invalid_request_error", "invalid_api_key"),
     (NotAllowed, 403, "permission_error", "not_allowed"),

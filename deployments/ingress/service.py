@@ -277,7 +277,8 @@ class Service:
         if record.kind != "llm" and request.pooling is not None:
             raise InvalidRequest(f"pooling: {request.model!r} has its own; language models have none", "pooling")
         terms, is_of_worker = self._terms(request), record.kind == "llm"
-        update = {"model_version": record.fingerprint, "long_text": text_rules(record)["long_text"]}
+        long_text = request.long_text or text_rules(record)["long_text"]
+        update = {"model_version": record.fingerprint, "long_text": long_text}
         request = request.model_copy(update=update | {"by_language_model": is_of_worker, "priority": terms.priority})
         calls, route = (self._worker, "") if is_of_worker else (self._encoder, route_of(request.input))
         result: EmbeddingResult = await self._timed(calls, "embed", request, terms, route)

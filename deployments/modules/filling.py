@@ -25,6 +25,7 @@ from deployments.records import SwitchReport
 from weights.errors import AdapterError, BudgetExceeded, ExtentCorrupt, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
 from weights.memory.block_stream import BlockStream
+from weights.panics import panics_as_errors, telling
 from weights.store import ManifestMark, manifest_mark
 
 logger = logging.getLogger("atelier.replica")
@@ -145,7 +146,8 @@ class SlotFiller:
         if await self._fill(filling, beside, asks_first=True):
             return
         try:
-            located = await self._locate_parts(filling)
+            with panics_as_errors():
+                located = await self._locate_parts(filling)
         except Exception as error:
             for slot, part in filling:
                 self._note(slot, part, error)
@@ -175,7 +177,14 @@ class SlotFiller:
             await asyncio.wait([work], timeout=NOTE_EVERY_S)
             while done:
                 loop.call_soon(self._note, *next(left), done.popleft())
-        return await work
+
+        def fail_rest(error: Exception) -> None:
+            for slot, part in left:
+                self._note(slot, part, error)
+
+        with telling(fail_rest):
+            return work.result()
+        return True
 
     def _note(self, slot: ModuleSlot, part: Part, found: Built | Exception) -> None:
         version = part.manifest.model, part.manifest.fingerprint
@@ -221,7 +230,8 @@ class SlotFiller:
         A slot fails with what the tier raises, ExtentCorrupt naming the tensors, or CannotLoad.
         """
         try:
-            together = self._fetch_together(filling, beside)
+            with panics_as_errors():
+                together = self._fetch_together(filling, beside)
         except Exception as error:
             yield from [error] * len(filling)
             return
@@ -231,7 +241,8 @@ class SlotFiller:
             for slot, part in filling:
                 found: Built | Exception
                 try:
-                    found = self._fill_slot(slot, part, together, pays=slot is slots[0])
+                    with panics_as_errors():
+                        found = self._fill_slot(slot, part, together, pays=slot is slots[0])
                 except Exception as error:
                     found = error
                 self._tier.end_hold([slot])  # before whoever waits is notified
@@ -277,9 +288,10 @@ class SlotFiller:
             raise ExtentCorrupt(f"{error}; it holds {damaged}", error.extent_id) from error
         attached = self._clock()
         try:
-            thing = self._build(part.component, self._skeleton(part.manifest), placed.tensors)
-            if placed.stream is not None:
-                _begin_streaming(thing, placed.stream)
+            with panics_as_errors():
+                thing = self._build(part.component, self._skeleton(part.manifest), placed.tensors)
+                if placed.stream is not None:
+                    _begin_streaming(thing, placed.stream)
         except Exception as error:  # of many libraries; none of it is the fault of the request that came first
             what = f"{part.component.name} of {part.manifest.model!r}"
             raise CannotLoad(f"{what} cannot be built: {error}") from error

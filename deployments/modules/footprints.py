@@ -24,6 +24,7 @@ from deployments.engines.llm.engine_config import STEP_KIND
 from deployments.engines.skeletons import blank_module
 from deployments.modules.stock_parts import is_stock_part
 from weights.formats.ip_adapter import count_tokens
+from weights.formats.pipeline_parts import pipeline_variant
 from weights.manifest import Component, Manifest
 from weights.memory.device_arena import DeviceArena
 from weights.residency.recent import Recent
@@ -136,7 +137,7 @@ class FootprintBook:
         known, plain = self._entry(manifest), frozenset[str]()
         if plain in known.least or (family := FAMILIES.get(manifest.class_name or "")) is None:
             return
-        self.learn(manifest, folder, *_default_size(family))
+        self.learn(manifest, folder, *_default_size(family, folder))
         known.least[plain] = max((one.bytes_of(1) for one in known.footprints.values()), default=0)
 
     def learn_adapted(self, manifest: Manifest, folder: Path, adapters: Mapping[str, tuple[Manifest, Path]]) -> None:
@@ -155,7 +156,7 @@ class FootprintBook:
             with self._attempt(manifest, adapters):
                 shapes = [(name, _blank_adapter(*one)) for name, one in beside.items()]
                 twin = self._twin(manifest, folder)
-                known.least[names] = twin.image_bytes(*_default_size(family), shapes)
+                known.least[names] = twin.image_bytes(*_default_size(family, folder), shapes)
 
     def learn(
         self,
@@ -241,11 +242,12 @@ class FootprintBook:
         return found
 
 
-def _default_size(family: Family) -> tuple[int, int, int]:
+def _default_size(family: Family, folder: Path) -> tuple[int, int, int]:
     """Return height and width of an image of a pipeline's own size, and the tokens of a text as long as it reads."""
     uses = family.text_encoders(None, "truncate")
     tokens = max((use.max_length or CLIP_TOKENS for use in uses), default=CLIP_TOKENS)
-    return family.defaults.side, family.defaults.side, tokens
+    width, height = family.default_sides(pipeline_variant(folder))
+    return height, width, tokens
 
 
 def _blank_adapter(manifest: Manifest, folder: Path) -> nn.Module | int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from deployments.engines.diffusion.lora_names import DENOISER, component_of, num_changed, part_of
+from deployments.engines.protocol import EngineError
 from weights.dtypes import ITEM_BYTES
 from weights.errors import BudgetExceeded, WeightsError
 from weights.manifest import Component, ExtentRef, Manifest
@@ -31,12 +32,9 @@ from weights.residency.sizes import Elsewhere
 BESIDE_SHARE: Final = 0.25
 _LEAST_PIECE: Final = 64 * 2**10
 _STEPS: Final = 16  # to which room is rounded, so that requests with other adapters have the same plan
-# The two halves of a LoRA's pair, as diffusers and kohya's trainer name them.
-_HALVES: Final = ((".lora_A.weight", ".lora_B.weight"), (".lora_down.weight", ".lora_up.weight"))
 _BUFFERS_SHARE: Final = 0.5  # of a language model's room: beyond it, layers that stay gain more than those that come
 ROOM: Final = "activations"  # the part of a request that is memory for its forwards
 HOST: Final = "the host"  # its place in the books, for the KV caches of the layers that it computes
-_KOHYA: Final = "lora_unet_"  # its prefix of any denoiser
 CANNOT_SPLIT: Final = (
     "only the layers of our own decoders can be split between device and host (Llama, Mistral, Mixtral, Qwen2, Qwen3 "
     "and their like), not a model that transformers computes"
@@ -444,10 +442,12 @@ def merged_parts(
 
 def _changed_elements(lora: Component, denoiser: str) -> list[int]:
     """Return the elements of each weight of the denoiser that a LoRA changes, as its own shapes tell."""
-    found = []
+    layers: dict[str, dict[str, Sequence[int]]] = {}
     for name, ref in lora.tensors.items():
-        for down, up in _HALVES:
-            other = lora.tensors.get(name.removesuffix(down) + up)
-            if name.endswith(down) and name.startswith((f"{denoiser}.", _KOHYA)) and other is not None:
-                found.append(other.shape[0] * math.prod(ref.shape[1:]))
-    return found
+        with contextlib.suppress(EngineError):  # what is not read changes nothing
+            layer, what = part_of(name)
+            of, layer = component_of(layer)
+            if of in (DENOISER, denoiser):
+                layers.setdefault(layer, {})[what] = ref.shape
+    found = [num_changed(shapes) for shapes in layers.values()]
+    return [count for count in found if count]

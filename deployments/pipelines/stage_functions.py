@@ -37,6 +37,7 @@ from deployments.pipelines.edge_types import (
     stacked,
 )
 from deployments.pipelines.functions import SHIPPED
+from weights.panics import panics_as_errors
 
 _ONLY_OUTPUT: Final = "output"
 _EDGES: Final[dict[Any, EdgeType]] = {
@@ -97,7 +98,8 @@ class StageFunction:
 
     def _row(self, arguments: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = self.function(**arguments)
+            with panics_as_errors():
+                answer = self.function(**arguments)
         except ValueError as error:
             raise InvalidRequest(f"function {self.name}: {error}") from error
         except Exception as error:

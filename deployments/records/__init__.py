@@ -48,7 +48,9 @@ from deployments.records.requests import (
     warnings_by_item,
 )
 from deployments.records.texts import (
+    LEAST_TOP_P,
     MAX_STOPS,
+    MAX_TOOLS,
     ChatRequest,
     CompletionRequest,
     PromptTokens,
@@ -62,11 +64,13 @@ from deployments.records.texts import (
 )
 
 __all__ = [
+    "LEAST_TOP_P",
     "MAX_INT32",
     "MAX_NAMED_IMAGES",
     "MAX_PARTIAL_IMAGES",
     "MAX_SEED",
     "MAX_STOPS",
+    "MAX_TOOLS",
     "NO_PROMPT",
     "REFERENCES",
     "SEED_RULE",

@@ -21,8 +21,8 @@ class EmbeddingRequest(ServedRequest):
     `dimensions` None is the model's size; fewer are for models that were trained for it. `pooling` is for language
     models only, and says which hidden states are meant: the mean of all tokens', or the last one's; None is what the
     model's files say, or the last one's. `prompt_name` and `input_type` choose which of the model's prompts stands
-    before texts; without them it is the usual one, if the model has one. The ingress sets `long_text`, which is the
-    model's, and whether the model is a language model.
+    before texts; without them it is the usual one, if the model has one. `long_text` None is the model's rule, which
+    the ingress fills in, as it does whether the model is a language model.
     """
 
     input: tuple[str, ...] | tuple[tuple[int, ...], ...] = Field(min_length=1)
@@ -31,7 +31,7 @@ class EmbeddingRequest(ServedRequest):
     prompt_name: Name | None = None
     input_type: InputType | None = None
     by_language_model: bool = False
-    long_text: LongText = "truncate"
+    long_text: LongText | None = None
 
 
 class ScoringRequest(ServedRequest):

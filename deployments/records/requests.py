@@ -199,6 +199,9 @@ class LoraUse(RequestModel):
 
     name: Name
     scale: float = Field(1.0, ge=-10, le=10, allow_inf_nan=False)
+    text_scale: float | None = Field(
+        None, ge=-10, le=10, allow_inf_nan=False, description="of what it changes in text encoders, if another"
+    )
 
 
 Loras = Annotated[tuple[LoraUse, ...], Field(max_length=MAX_LORAS)]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, Message, ResponseFormat, Tool, ToolChoice
+from deployments.engines.llm.chat import CalledTool, Message, ReasoningEffort, ResponseFormat, Tool, ToolChoice
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
@@ -25,8 +25,12 @@ from deployments.records.requests import (
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
+MAX_TOOLS = 1024
+LEAST_TOP_P = 1e-9  # the likeliest token alone
 MAX_STOPS = 64  # OpenAI has 4, other servers no limit
-TokenIds = Annotated[tuple[TokenId, ...], Field(min_length=1)]
+# Strict: digits are a text, and no token.
+_PromptToken = Annotated[int, Field(strict=True, ge=0, le=MAX_INT32)]
+TokenIds = Annotated[tuple[_PromptToken, ...], Field(min_length=1)]
 Prompts = Annotated[tuple[Annotated[str, Field(min_length=1)], ...] | tuple[TokenIds, ...], Field(min_length=1)]
 
 
@@ -70,12 +74,31 @@ class _TextRequest(ServedRequest, TextOptions):
 
 
 class ChatRequest(_TextRequest):
-    """A request for the next message of a chat."""
+    """A request for the next message of a chat.
+
+    `chat_template_kwargs` are variables of the model's template; `reasoning_effort` and `enable_thinking` those that
+    say how much it thinks. `tool_form` and `reasoning_form` name how the model writes, where its template does not say.
+    With `continue_final_message` the answer goes on with the last message.
+    """
 
     messages: tuple[Message, ...] = Field(min_length=1, max_length=MAX_MESSAGES)
     response_format: ResponseFormat | None = None
-    tools: tuple[Tool, ...] = Field((), max_length=128)
+    tools: tuple[Tool, ...] = Field((), max_length=MAX_TOOLS)
     tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({}, max_length=64)
+    reasoning_effort: ReasoningEffort | None = None
+    enable_thinking: bool | None = None
+    tool_form: str | None = None
+    reasoning_form: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _begins_or_continues(self) -> Self:
+        if self.continue_final_message and self.tool_choice not in ("auto", "none"):
+            raise ValueError("with continue_final_message no tool can be required")
+        return self
 
 
 class CompletionRequest(_TextRequest):
@@ -142,6 +165,7 @@ class TextChunk:
     logprobs: tuple[TokenText, ...] = ()
     num_cached_tokens: int = 0
     tool_calls: tuple[CalledTool, ...] = ()
+    reasoning: str = ""
 
 
 def merge_text_chunks(older: TextChunk, newer: TextChunk) -> TextChunk | None:
@@ -157,6 +181,7 @@ def merge_text_chunks(older: TextChunk, newer: TextChunk) -> TextChunk | None:
         text=older.text + newer.text,
         logprobs=(*older.logprobs, *newer.logprobs),
         tool_calls=(*older.tool_calls, *newer.tool_calls),
+        reasoning=older.reasoning + newer.reasoning,
     )
 
 
@@ -168,6 +193,7 @@ class TextChoice:
     finish_reason: str
     logprobs: tuple[TokenText, ...] = ()
     tool_calls: tuple[CalledTool, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +212,13 @@ class TextResult:
     others: tuple[TextChoice, ...] = ()
     num_cached_tokens: int = 0
     tool_calls: tuple[CalledTool, ...] = ()
+    reasoning: str = ""
 
     @property
     def choices(self) -> tuple[TextChoice, ...]:
         """Return all texts in the order of their indices."""
-        return (TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls), *self.others)
+        first = TextChoice(self.text, self.finish_reason, self.logprobs, self.tool_calls, self.reasoning)
+        return (first, *self.others)
 
     def as_chunk(self) -> TextChunk:
         """Return the first text as the only piece of a stream."""
@@ -203,6 +231,7 @@ class TextResult:
             warnings=self.warnings,
             num_cached_tokens=self.num_cached_tokens,
             tool_calls=self.tool_calls,
+            reasoning=self.reasoning,
         )
 
 

@@ -63,7 +63,7 @@ def conditioning_request(request: ImageRequest, denoise: DiffusionRequest, class
         clip_skip=request.clip_skip or 0,
         priority=request.priority,
         timeout_s=request.timeout_s,
-        adapters={use.name: use.scale for use in request.lora},
+        adapters={use.name: use.scale if use.text_scale is None else use.text_scale for use in request.lora},
         encodes_alone=bool(request.deterministic),
         adapter_versions=request.adapter_versions,
         images=tuple(map(family.seen_reference, denoise.references)),

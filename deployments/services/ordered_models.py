@@ -14,12 +14,15 @@ from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ray.exceptions import RayError, RayTaskError
+
 from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import LoadFailure, ModelNeed, Order, OrderOutcome, Orders, WorkerReport
 from deployments.modules.cache import ModuleCache
 from deployments.modules.parts import RequestParts, Wants
 from deployments.tasks import shared_task
 from weights.manifest import Manifest
+from weights.panics import panics_as_errors
 
 __all__ = ["OrderedModels"]
 
@@ -133,21 +136,18 @@ class OrderedModels:
     async def _carry_out(self, order: Order) -> None:
         began_s, version, problem = self._clock(), "", ""
         try:
-            if order.action == "evict":
-                self._cache.evict(order.model)
-            else:
-                manifest = await self._cache.manifests.newest(order.model)
-                version = manifest.fingerprint
-                if order.action == "prefetch":
-                    self._cache.fetch_ahead(
-                        RequestParts(manifest.model, self._cache.planner.plan(manifest, self._wants))
-                    )
+            with panics_as_errors():
+                if order.action == "evict":
+                    self._cache.evict(order.model)
                 else:
-                    await self._switch(manifest, order.evict)
+                    manifest = await self._cache.manifests.newest(order.model)
+                    version = manifest.fingerprint
+                    await self._bring(manifest, order)
         except Exception as error:  # whatever it is, it is this model's: the others go on
             problem = str(error).partition("\n")[0] or type(error).__name__
             logger.warning("%s of %r failed: %s", order.action, order.model, problem)
-            self._note_failure(order.model, version, problem)
+            if version or _is_of_model(error):
+                self._note_failure(order.model, version, problem)
         else:
             if order.action == "switch":
                 self._failed.pop(order.model, None)
@@ -155,6 +155,13 @@ class OrderedModels:
             self._switches.pop(order.id, None)
         self._outcomes.append(OrderOutcome(order.id, self._clock() - began_s, problem))
         self.changed.set()
+
+    async def _bring(self, manifest: Manifest, order: Order) -> None:
+        """Bring the model of an order into the node's memory, or onto the device."""
+        if order.action == "prefetch":
+            self._cache.fetch_ahead(RequestParts(manifest.model, self._cache.planner.plan(manifest, self._wants)))
+        else:
+            await self._switch(manifest, order.evict)
 
     async def _switch(self, manifest: Manifest, evict: Collection[str]) -> None:
         """Let models go, but for what the next one shares with them, and get that one ready."""
@@ -169,9 +176,11 @@ class OrderedModels:
         needs = {}
         for model, version in asked:
             try:
-                manifest = await self._cache.manifests.find_version(model, version)
+                with panics_as_errors():
+                    manifest = await self._cache.manifests.find_version(model, version)
             except Exception as error:
-                self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
+                if _is_of_model(error):
+                    self._note_failure(model, version, str(error).partition("\n")[0] or type(error).__name__)
                 continue
             parts = self._cache.planner.plan(manifest, self._wants).values()
             needs[model] = ModelNeed(
@@ -193,3 +202,8 @@ class OrderedModels:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := shared_task(work))
         task.add_done_callback(self._tasks.discard)
+
+
+def _is_of_model(error: Exception) -> bool:
+    """Return whether a model's manifest is not to be had because of the model, and not for want of the registry."""
+    return isinstance(error, RayTaskError) or not isinstance(error, RayError)

@@ -18,6 +18,7 @@ from typing import Final, Generic, ParamSpec, TypeVar
 from cluster.tracing import NO_SPAN, TraceSpan, link, span
 from deployments.engines.protocol import ComputationFailed, Engine, EngineOutput, EngineRequest
 from deployments.tasks import outcome_of
+from weights.panics import panics_as_errors, telling
 
 _NEW: Final = 0.3  # weight of the last step in what steps take
 
@@ -73,7 +74,8 @@ class DeviceThread:
 
         def call() -> T:
             self._num_started += 1
-            return work(*args, **kwargs)
+            with panics_as_errors():
+                return work(*args, **kwargs)
 
         self._num_begun += 1
         return asyncio.get_running_loop().run_in_executor(self._pool, call)
@@ -100,7 +102,7 @@ class _Caller(Generic[OutputT]):
     def can_wait(self, outcome: OutputT | Exception) -> bool:
         """Return whether the outcome, which is next, may be delivered later."""
         is_first, self.is_begun = not self.is_begun, True
-        return self.coalesces and not (is_first or isinstance(outcome, Exception) or outcome.is_last)
+        return self.coalesces and not (is_first or isinstance(outcome, BaseException) or outcome.is_last)
 
     def take(self, outcome: OutputT | Exception) -> None:
         """Take the next outcome in. What comes after a failure is dropped."""
@@ -108,9 +110,10 @@ class _Caller(Generic[OutputT]):
         if self.last.done():
             return
         try:
-            if isinstance(outcome, Exception):
-                raise outcome
-            self.on_output(outcome)
+            with panics_as_errors():
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                self.on_output(outcome)
         except Exception as error:  # the caller's own as well: no other caller may have it
             self.last.set_exception(error)
         else:
@@ -209,14 +212,14 @@ class EngineLoop(Generic[RequestT, OutputT]):
         return await self._device.run_work(call)
 
     async def _run_steps(self) -> None:
-        try:
-            with self._device.working(self._steps):
-                while self._callers and (self._joining or self._engine.has_work):
-                    await self._device.begin_work(self._step_on, asyncio.get_running_loop())
-        except Exception as error:  # whatever happens here, nobody may be left waiting
-            self._undelivered = []
-            for caller in self._callers.values():
-                caller.take(ComputationFailed(f"the engine failed: {error}"))
+        with telling(self._fail_all), self._device.working(self._steps):  # nobody may be left waiting
+            while self._callers and (self._joining or self._engine.has_work):
+                await self._device.begin_work(self._step_on, asyncio.get_running_loop())
+
+    def _fail_all(self, error: Exception) -> None:
+        self._undelivered = []
+        for caller in self._callers.values():
+            caller.take(ComputationFailed(f"the engine failed: {error}"))
 
     def _step_on(self, loop: asyncio.AbstractEventLoop) -> None:
         """Step as long as nobody else wants the device thread: going through the event loop costs more than some steps.
@@ -255,7 +258,8 @@ class EngineLoop(Generic[RequestT, OutputT]):
             request = self._joining.popleft()
             if request.request_id in self._callers:
                 try:
-                    self._engine.add_request(request)
+                    with panics_as_errors():
+                        self._engine.add_request(request)
                 except Exception as error:
                     loop.call_soon_threadsafe(self._deliver, [(request.request_id, error)])
 

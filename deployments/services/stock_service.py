@@ -23,6 +23,7 @@ from deployments.engines.stock.inputs import FIELDS
 from deployments.engines.stock.known import check_class
 from deployments.engines.stock.loading import StockModel
 from deployments.engines.stock.texts import NotApart, TextCall, TextPlanner, weightless_modules
+from deployments.engines.text.prompt_weights import plain_texts, weights_lost
 from deployments.modules.cache import Lease, ModuleCache
 from deployments.modules.loading import is_denoise_component, is_pipeline_component
 from deployments.modules.stock_parts import is_stock_text
@@ -113,11 +114,15 @@ class StockService:
         A caller who is cancelled ends the request where it calls its next module.
         Raises EngineError, ComputationFailed, and what a lease and `source` raise.
         """
-        start, stock = time.perf_counter(), _stock_request(request)
+        start = time.perf_counter()
+        texts, is_lost = plain_texts(request.prompt_syntax or "plain", request.prompt, request.negative_prompt)
+        request = request.model_copy(update={"prompt": texts[0], "negative_prompt": texts[1]})
+        stock = _stock_request(request)
         asked = ConditioningRequest(
             request.model, request.prompt, None, False, None, priority=request.priority, timeout_s=request.timeout_s
         )
         made, warnings = await self._run(asked, manifest, stock, source, on_progress)
+        warnings += (weights_lost(manifest.class_name or ""),) if is_lost else ()
         warnings += (_NO_PREVIEWS,) if request.partial_images and not made.has_previews else ()
         return _result_of(request, made, warnings, time.perf_counter() - start)
 

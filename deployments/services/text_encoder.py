@@ -110,7 +110,7 @@ class TextEncoderService(ModelReplica):
             are_ids = not isinstance(request.input[0], str)
             return "" if are_ids else encoder.prompts.before(request.prompt_name, request.input_type)
 
-        return await self._encoded(request, request.input, request.long_text, shortened, before=before)
+        return await self._encoded(request, request.input, request.long_text or "truncate", shortened, before=before)
 
     async def score(self, request: ScoringRequest) -> EmbeddingResult:
         """Return the scores of each text or pair of texts."""

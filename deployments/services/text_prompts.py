@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from cluster.request_ids import part_id
+from deployments.engines.llm.answer_forms import AnswerForm
+from deployments.engines.llm.answer_grammars import call_rule
+from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import Function
+from deployments.engines.llm.chat_prompts import ChatOptions, switches_thinking, template_variables, unknown_variables
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.tokenizer import chat_template, token_text
-from deployments.engines.llm.tool_calls import ToolCallReader, ToolForm, tool_form
-from deployments.engines.prompt_images import PromptImage, PromptImages
+from deployments.engines.llm.schemas import left_out_of, prepare_schema
+from deployments.engines.llm.template_forms import answer_form
+from deployments.engines.llm.tokenizer import token_text
+from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError, SamplingParams, TextRequest, TokenConstraint
 from deployments.errors import InvalidRequest
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, PromptTokens, TextRequestRecord
 
 # Without bounds, small and quantized models draw nonsense; these are llama.cpp's.
 _DEFAULTS: Final[Mapping[str, Any]] = MappingProxyType({"temperature": 0.8, "top_p": 0.95, "top_k": 40, "min_p": 0.05})
+_ReadT = TypeVar("_ReadT")
 _SAMPLING_NAMES: Final = (
     "max_tokens",
     "temperature",
@@ -33,34 +39,43 @@ _SAMPLING_NAMES: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The way in which an answer calls tools; `functions` are those of which it must call one."""
+class AnswerUse:
+    """How the answers of a chat are read: their form, the functions that they may call, what of them the prompt has
+    already, and of how many calls the first are meant. Of `forced` functions they call one."""
 
-    form: ToolForm
+    form: AnswerForm
     functions: tuple[Function, ...] = ()
+    forced: tuple[Function, ...] = ()
+    begun: str = ""
+    max_calls: int | None = None
+    warnings: tuple[str, ...] = ()
 
-    def reader(self) -> ToolCallReader:
-        """Return what reads the calls of one answer."""
-        return ToolCallReader(self.form, is_begun=bool(self.functions))
+    def reader(self) -> AnswerReader:
+        """Return what reads one answer."""
+        reader = AnswerReader(self.form, self.functions, self.max_calls)
+        reader.feed(self.begun)
+        return reader
 
 
 def text_requests(
     engine: LLMEngine, request: TextRequestRecord, images: Sequence[PromptImage] = ()
-) -> tuple[list[TextRequest], ToolUse | None]:
-    """Return a request of the engine for each prompt, and its tools. `images` are those of a chat, read already.
+) -> tuple[list[TextRequest], AnswerUse | None]:
+    """Return a request of the engine for each prompt, and how a chat's answers are read. `images` are those of a chat.
 
     Raises EngineError and InvalidRequest.
     """
     constraint: TokenConstraint | None = None
-    tools: ToolUse | None = None
+    use: AnswerUse | None = None
+    hidden: frozenset[int] | None = None
+    placed = None
     if isinstance(request, ChatRequest):
-        tools = _tool_use(engine, request)
-        chat, placed = _encode_chat(engine, request, tools, images)
+        text, use = _chat_prompt(engine, request)
+        chat, placed = _naming_model(request, lambda: engine.encode_rendered(text, images))
         prompts = [chat]
-        constraint = _answer_grammar(engine, request, tools)
+        constraint = _answer_grammar(engine, request, use)
+        hidden = _hidden_tokens(engine, use.form)
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
-        placed = None
     found = [
         TextRequest(
             part_id(),
@@ -70,10 +85,11 @@ def text_requests(
             constraint,
             scores_prompt=is_echoed(request) and request.logprobs is not None,
             images=placed,
+            hidden_token_ids=hidden,
         )
         for prompt in prompts
     ]
-    return found, tools
+    return found, use
 
 
 def prompt_tokens(
@@ -88,7 +104,8 @@ def prompt_tokens(
     `has_special_tokens`: a text gets those that the tokenizer adds. A chat has those of its template.
     """
     if isinstance(request, ChatRequest):
-        tokens, _ = _encode_chat(engine, request, _tool_use(engine, request), images)
+        text, _ = _chat_prompt(engine, request)
+        tokens, _ = _naming_model(request, lambda: engine.encode_rendered(text, images))
     else:
         (prompt,) = request.prompts
         if not isinstance(prompt, str):
@@ -116,73 +133,138 @@ def embedding_requests(engine: LLMEngine, request: EmbeddingRequest) -> tuple[li
     except EngineError as error:
         raise InvalidRequest(str(error), "prompt_name") from None
     pooling = request.pooling or rules.pooling
-    most = engine.max_model_len - 1
+    most = engine.max_model_len
     requests, warnings = [], []
     inputs: Sequence[str | tuple[int, ...]] = request.input
     for number, text in enumerate(inputs):
         tokens = engine.encode_text(before + text) if isinstance(text, str) else text
         if len(tokens) > most:
             what = f"input {number} has {len(tokens)} tokens, and the model takes {most}"
-            if request.long_text != "truncate":
+            if request.long_text not in ("truncate", None):
                 raise InvalidRequest(f"input: {what}", "input")
             warnings.append(f"{what}: it was cut")
-        requests.append(TextRequest(part_id(), tokens[:most], pooling=pooling))
+            tokens = engine.encode_text(before + text, most) if isinstance(text, str) else text[:most]
+        requests.append(TextRequest(part_id(), tokens, pooling=pooling))
     return requests, tuple(warnings)
 
 
-def _tool_use(engine: LLMEngine, request: ChatRequest) -> ToolUse | None:
-    """Return how the answer calls tools; None where it may not. Raises InvalidRequest."""
+def _answer_use(engine: LLMEngine, request: ChatRequest) -> AnswerUse:
+    """Return how the answers to a chat are read. Raises InvalidRequest."""
     functions = {tool.function.name: tool.function for tool in request.tools}
     choice = request.tool_choice
     if len(functions) < len(request.tools):
         raise InvalidRequest("tools: several have the same name", "tools")
     if not functions and choice not in ("auto", "none"):
         raise InvalidRequest("tool_choice: there are no tools to choose from", "tool_choice")
-    if not functions or choice == "none":
-        return None
-    try:
-        form = tool_form(chat_template(engine.tokenizer, has_tools=True))
-    except EngineError as error:
-        raise InvalidRequest(f"tools: {error}", "tools") from error
-    if choice == "auto":
-        return ToolUse(form)
-    if choice == "required":
-        return ToolUse(form, tuple(functions.values()))
-    if choice.function.name not in functions:
+    offered = () if choice == "none" else tuple(functions.values())
+    if not isinstance(choice, str) and choice.function.name not in functions:
         known = ", ".join(functions)
         raise InvalidRequest(f"tool_choice: no tool {choice.function.name!r} (tools: {known})", "tool_choice")
-    return ToolUse(form, (functions[choice.function.name],))
-
-
-def _encode_chat(
-    engine: LLMEngine, request: ChatRequest, tools: ToolUse | None, images: Sequence[PromptImage]
-) -> tuple[tuple[int, ...], PromptImages | None]:
-    """Return the prompt of a chat, and its images; where a tool must be called, with the opening of a call.
-
-    Raises EngineError.
-    """
-    messages = [message.for_template() for message in request.messages]
-    shown = [] if tools is None else [tool.for_template() for tool in request.tools]
-    begun = tools.form.opening if tools is not None and tools.functions else ""
     try:
-        return engine.read_chat(messages, images, shown, begun)
+        form = answer_form(
+            engine.tokenizer,
+            has_tools=bool(offered),
+            tool_form=request.tool_form,
+            reasoning_form=request.reasoning_form,
+        )
+    except EngineError as error:
+        if not offered:
+            raise EngineError(f"model {request.model!r}: {error}") from error
+        raise InvalidRequest(f"tools: {error}", "tools") from error
+    forced = offered if choice == "required" else ()
+    if not isinstance(choice, str):
+        forced = (functions[choice.function.name],)
+    warnings = _warnings(engine, request, has_tools=bool(offered))
+    return AnswerUse(form, offered, forced, "", None if request.parallel_tool_calls else 1, warnings)
+
+
+def _warnings(engine: LLMEngine, request: ChatRequest, *, has_tools: bool) -> tuple[str, ...]:
+    """Return what was asked of the model's template and has no effect there."""
+    names = list(request.chat_template_kwargs)
+    unknown = unknown_variables(engine.tokenizer, names, has_tools=has_tools)
+    found = [f"chat_template_kwargs: the model's chat template does not know {name[:64]!r}" for name in unknown[:8]]
+    asked = [name for name in ("reasoning_effort", "enable_thinking") if getattr(request, name) is not None]
+    if asked and not switches_thinking(engine.tokenizer, has_tools=has_tools):
+        found.append(f"{asked[0]}: the model's chat template does not know how much is to be thought")
+    schema = None if request.response_format is None else request.response_format.schema_of_answer
+    return (*found, *_left_out("response_format", schema))
+
+
+def _left_out(field: str, schema: Mapping[str, Any] | None) -> list[str]:
+    """Return what of a schema an answer is not kept to. Raises InvalidRequest."""
+    try:
+        parts = () if schema is None else left_out_of(schema)
+    except EngineError as error:
+        raise InvalidRequest(f"{field}: {error}", field) from error
+    return [f"{field}: an answer cannot be kept to {part}, which is left out" for part in parts[:8]]
+
+
+def _chat_prompt(engine: LLMEngine, request: ChatRequest) -> tuple[str, AnswerUse]:
+    """Return the prompt of a chat, and how its answers are read. Where a tool must be called, the prompt has the
+    beginning of the call, behind reasoning that is over.
+
+    Raises EngineError, InvalidRequest.
+    """
+    use = _answer_use(engine, request)
+    messages = [message.for_template() for message in request.messages]
+    tools = [tool.for_template() for tool in request.tools] if use.functions else []
+    try:
+        variables = template_variables(request.chat_template_kwargs, request.enable_thinking, request.reasoning_effort)
+    except EngineError as error:
+        raise InvalidRequest(str(error), "chat_template_kwargs") from error
+    options = ChatOptions(
+        tools, variables, opens_turn=request.add_generation_prompt, continues=request.continue_final_message
+    )
+    text = _naming_model(request, lambda: engine.render_chat(messages, options))
+    begun = "" if request.continue_final_message else use.form.begun(text)
+    if use.forced and use.form.tools is not None:
+        thought = use.form.reasoning
+        closing = f"{thought.closings[0]}\n\n" if thought is not None and begun in thought.openings else ""
+        text += closing + use.form.tools.prefix
+        begun += closing + use.form.tools.prefix
+    return text, replace(use, begun=begun)
+
+
+def _naming_model(request: ChatRequest, read: Callable[[], _ReadT]) -> _ReadT:
+    """Return what reading a chat gives. Raises EngineError that names the model."""
+    try:
+        return read()
     except EngineError as error:
         raise EngineError(f"model {request.model!r}: {error}") from error
 
 
-def _answer_grammar(engine: LLMEngine, request: ChatRequest, tools: ToolUse | None) -> TokenConstraint | None:
-    """Return what the answer must keep to. Raises InvalidRequest where its schema cannot be kept to."""
-    if tools is not None and tools.functions:
+def _hidden_tokens(engine: LLMEngine, form: AnswerForm) -> frozenset[int] | None:
+    """Return the special tokens without a text in answers; None of the form has any that its reader must see."""
+    special, markers = engine.grammars.special_tokens, "\n".join(form.markers)
+    hidden = frozenset(id_ for text, id_ in special.items() if text not in markers)
+    return None if len(hidden) == len(special) else hidden
+
+
+def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> TokenConstraint | None:
+    """Return what the answer must keep to. Raises InvalidRequest where its schema cannot be kept to.
+
+    Where tools may be called, and the answer has a schema too, it is either.
+    """
+    form = use.form
+    schema = None if request.response_format is None else request.response_format.schema_of_answer
+    if use.forced and form.tools is not None:
+        lark = engine.grammars.lark()
         try:
-            return engine.grammars.compile_lark(tools.form.grammar(tools.functions))
+            return engine.grammars.compile_lark(lark.text(call_rule(lark, form.tools, use.forced)))
         except EngineError as error:
             raise InvalidRequest(f"tools: {error}", "tools") from error
-    if request.response_format is None or (schema := request.response_format.schema_of_answer) is None:
+    if schema is None:
         return None
-    if tools is not None:
-        raise InvalidRequest("response_format: a JSON answer with tools needs tool_choice 'none'", "response_format")
+    is_thought = form.reasoning is not None and use.begun in form.reasoning.openings
     try:
-        return engine.grammars.compile_schema(schema)
+        if form.tools is None and not is_thought:
+            return engine.grammars.compile_schema(schema)
+        lark = engine.grammars.lark()
+        answer = lark.json(prepare_schema(schema), is_free=True)
+        if form.tools is not None and use.functions:
+            answer += f" | {lark.literal(form.tools.prefix)} ({call_rule(lark, form.tools, use.functions)})"
+        answer = lark.behind_thought(form.reasoning, answer, is_begun=is_thought, may_begin=False)
+        return engine.grammars.compile_lark(lark.text(answer))
     except EngineError as error:
         raise InvalidRequest(f"response_format: {error}", "response_format") from error
 

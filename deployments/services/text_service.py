@@ -15,10 +15,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, TypeVar
 
+from deployments.engines.llm.answer_reader import AnswerReader
 from deployments.engines.llm.chat import whole_calls
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.tokenizer import token_text
-from deployments.engines.llm.tool_calls import ToolCallReader
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import (
     EngineError,
@@ -46,7 +46,7 @@ from deployments.records import (
 )
 from deployments.services.step_loop import DeviceThread, EngineLoop
 from deployments.services.text_prompts import (
-    ToolUse,
+    AnswerUse,
     embedding_requests,
     is_echoed,
     is_only_echoed,
@@ -96,13 +96,13 @@ class TextService:
                 scored = request.model_copy(update={"max_tokens": 1}) if is_only_echoed(request) else request
                 images = await self._images_of(engine, request)
                 read = partial(text_requests, images=images)
-                requests, tools = await self._read(read, engine, scored)
+                requests, form = await self._read(read, engine, scored)
                 if request.lora:
                     loras = _loras(lease, request)
                     requests = [replace(one, loras=loras) for one in requests]
                 for chunk in _echoes(engine, request, requests):
                     on_chunk(chunk)
-                answer = _Answer(engine, request, len(requests), tools, lease.report, start)
+                answer = _Answer(engine, request, len(requests), form, lease.report, start)
                 await _run_all(
                     self._loop_of(lease),
                     requests,
@@ -191,7 +191,8 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         logprobs = tuple(token for chunk in own for token in chunk.logprobs)
         calls = whole_calls([call for chunk in own for call in chunk.tool_calls])
         text = "".join(chunk.text for chunk in own)
-        choices.append(TextChoice(text, reasons[-1] if reasons else "stop", logprobs, calls))
+        reasoning = "".join(chunk.reasoning for chunk in own)
+        choices.append(TextChoice(text, reasons[-1] if reasons else "stop", logprobs, calls, reasoning))
     return TextResult(
         model=model,
         text=choices[0].text,
@@ -204,6 +205,7 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
         logprobs=choices[0].logprobs,
         others=tuple(choices[1:]),
         tool_calls=choices[0].tool_calls,
+        reasoning=choices[0].reasoning,
         num_cached_tokens=last.num_cached_tokens,
     )
 
@@ -211,7 +213,7 @@ def whole_text(model: str, chunks: Sequence[TextChunk]) -> TextResult:
 class _Answer:
     """The pieces of an answer, made of the deltas of its prompts and their completions as these come.
 
-    `tools` are those that it may call, None without. The request began at `start`.
+    `form` is that of a chat's answers. The request began at `start`.
     """
 
     def __init__(
@@ -219,14 +221,15 @@ class _Answer:
         engine: LLMEngine,
         request: TextRequestRecord,
         num_prompts: int,
-        tools: ToolUse | None,
+        form: AnswerUse | None,
         report: SwitchReport,
         start: float,
     ) -> None:
         self._engine = engine
         self._request = request
         self._num_running = num_prompts  # those with completions under way
-        self._readers: dict[int, ToolCallReader] | None = defaultdict(tools.reader) if tools else None
+        self._readers: dict[int, AnswerReader] | None = defaultdict(form.reader) if form else None
+        self._warnings = form.warnings if form else ()
         self._report = report
         self._start, self._added, self._first = start, time.perf_counter(), 0.0
         self._prompts: dict[int, TextDelta] = {}
@@ -252,10 +255,10 @@ class _Answer:
         if delta.prompt_logprobs:
             chunk = replace(chunk, text=_prompt_text(self._engine, self._request, number) + chunk.text)
         if self._readers is not None:
-            chunk = _with_calls(chunk, self._readers[chunk.index])
+            chunk = _read(chunk, self._readers[chunk.index])
         if self._num_running:
             return chunk
-        return replace(chunk, timings_ms=self._timings_ms(), switch=self._report)
+        return replace(chunk, timings_ms=self._timings_ms(), switch=self._report, warnings=self._warnings)
 
     def _timings_ms(self) -> dict[str, float]:
         now = time.perf_counter()
@@ -289,14 +292,16 @@ async def _run_all(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _with_calls(chunk: TextChunk, reader: ToolCallReader) -> TextChunk:
-    """Return a piece of an answer with its tool calls taken out of its text."""
-    text, calls = reader.feed(chunk.text)
+def _read(chunk: TextChunk, reader: AnswerReader) -> TextChunk:
+    """Return a piece of an answer with its reasoning and its tool calls taken out of its text."""
     reason = chunk.finish_reason
+    piece = reader.feed(chunk.text)
+    text, thought, calls = piece.text, piece.reasoning, piece.calls
     if reason is not None:
-        text += reader.flush()
+        last = reader.flush(is_cut=reason == "length")
+        text, thought, calls = text + last.text, thought + last.reasoning, (*calls, *last.calls)
         reason = "tool_calls" if reason == "stop" and reader.num_calls else reason
-    return replace(chunk, text=text, tool_calls=calls, finish_reason=reason)
+    return replace(chunk, text=text, reasoning=thought, tool_calls=calls, finish_reason=reason)
 
 
 def _is_short(request: TextRequestRecord | EmbeddingRequest) -> bool:

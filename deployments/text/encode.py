@@ -24,7 +24,7 @@ from deployments.engines.nn.lora import AdaptedSpan, applied_adapters
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import PENULTIMATE, ClipLayer, EngineError, PromptForm
 from deployments.engines.text.forward_plan import EncodeCounter
-from deployments.engines.text.prompt_weights import from_compel, has_weights, without_weights
+from deployments.engines.text.prompt_weights import from_compel, plain_texts, weights_lost
 from deployments.engines.text.sentence_layers import apply_stages
 from deployments.engines.text.tokens import LearnedWords, TextPair, TokenizedText, join_chunks, level_chunks, weighted
 from deployments.modules.cache import Lease, ModuleCache
@@ -34,8 +34,8 @@ from deployments.text.cache import Encoding, EncodingCache, EncodingKey
 from deployments.text.encoders import EncoderLora, EncoderLoras, ImageReaders, KeyedEncoder, text_modules, words_of
 from deployments.text.requests import Conditioning, ConditioningRequest, pack
 from deployments.text.stock_texts import StockTextJob, StockTexts
-from weights.formats.learned_words import words_in
 from weights.manifest import Component
+from weights.panics import panics_as_errors
 
 INLINE_CHARACTERS = 20_000  # tokenized on the event loop: about 10 ms. Larger requests go to a thread.
 
@@ -284,17 +284,14 @@ def _with_syntax(request: ConditioningRequest, family: Family) -> tuple[Conditio
     """
     if request.prompt_syntax == "plain":
         return request, False, ()
+    if "chunk" in family.refused_text_rules:
+        (prompt, negative), is_lost = plain_texts(request.prompt_syntax, request.prompt, request.negative_prompt)
+        plain = replace(request, prompt=prompt or "", negative_prompt=negative)
+        return plain, False, (weights_lost(family.class_name),) if is_lost else ()
     if request.prompt_syntax == "compel":
         negative = None if request.negative_prompt is None else from_compel(request.negative_prompt)
         request = replace(request, prompt=from_compel(request.prompt), negative_prompt=negative)
-    if "chunk" not in family.refused_text_rules:
-        return replace(request, long_text="chunk"), True, ()
-    texts = [text for text in (request.prompt, request.negative_prompt) if text is not None]
-    is_lost = any(has_weights(text) for text in texts)
-    negative = None if request.negative_prompt is None else without_weights(request.negative_prompt)
-    plain = replace(request, prompt=without_weights(request.prompt), negative_prompt=negative)
-    why = f"weights in the prompt had no effect: {family.class_name} reads it with encoders that take none"
-    return plain, False, (why,) if is_lost else ()
+    return replace(request, long_text="chunk"), True, ()
 
 
 def _stand_ins(
@@ -320,7 +317,8 @@ def encode_batch(jobs: Sequence[TextJob], counter: EncodeCounter | None = None) 
 
 def _encoded_alone(job: StockTextJob) -> Encoding | Exception:
     try:
-        return job.encode()
+        with panics_as_errors():
+            return job.encode()
     except Exception as error:
         return error
 
@@ -398,7 +396,7 @@ def tokenize_items(items: Sequence[TextItem]) -> list[tuple[TokenizedText, ...]]
         elif item.long_text == "chunk":
             rules: dict[str, Any] = {"layer": item.layer, "has_weights": item.has_weights, "words": item.words}
             found[number] = tuple(encoder.tokenize_chunks(str(item.text), item.max_length, **rules))
-        elif item.words and words_in(str(item.text), item.words.ids):
+        elif item.words and item.words.pattern.search(str(item.text)):
             text = encoder.tokenize_words(str(item.text), item.max_length, item.words, layer=item.layer)
             _check_whole(item, text)
             found[number] = (text,)

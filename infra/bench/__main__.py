@@ -276,6 +276,20 @@ def bench_schedule(
         print_schedule_figures(measure_schedule(seeds, part or PARTS), as_json)
 
 
+@app.command("optimum")
+def bench_optimum(
+    cases: Annotated[int, typer.Option(min=1, max=100_000, help="Cases that are drawn.")] = 500,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first case; each further one has the next.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Compare the controller with the best schedule there is, on drawn small cases, and print the worst of them."""
+    from infra.bench.optimum import measure_optimum, print_optimum_figures
+
+    with _err.status("measuring: takes some minutes"):
+        outcomes = measure_optimum(cases, seed)
+    print_optimum_figures(outcomes, as_json)
+
+
 @app.command("llm-accuracy")
 def bench_llm_accuracy(
     model: Annotated[

@@ -74,7 +74,9 @@ def _measure_memory(model: BenchModel) -> dict[str, Any]:
     """Count the bytes that LoRAs add to a pipeline that has started a request with each, and those of merged copies."""
     loras = [_lora(model, _HOT_RANK, seed) for seed in range(_NUM_HOT)]
     states = [_start(model, 1, [lora], num_steps=1)[0] for lora in loras]
-    fitted = [tensor for state in states for pairs, _ in state.adapters for _, p in pairs for tensor in (p.down, p.up)]
+    fitted = [
+        tensor for state in states for pairs, _ in state.adapters for p in pairs.values() for tensor in (p.down, p.up)
+    ]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in fitted}
     denoiser = model.ours.denoiser
     changed = [denoiser.get_submodule(path).weight for path in loras[0].components["transformer"]]

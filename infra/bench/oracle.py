@@ -1,68 +1,152 @@
-"""The least mean latency that anybody who knows the future could reach, on small cases.
+"""The least cost that anybody who knows the future could reach, on small cases: mean latency, or the part that is late.
 
-Exact for workers that run one request at a time: branch and bound by dominance over (requests served of each model,
-model of each worker), with the times at which workers are free and the latency so far. Requests of one model are
-served in their order (they are alike, so exchanging two changes no sum).
+`best_over_time` is exact for workers that run one request at a time: branch and bound by dominance over (requests
+served of each model, model of each worker), with the times at which workers are free and the cost so far. Requests of
+one model are served in their order (they are alike, so exchanging two changes no sum).
+
+`best_together` is for one worker of any number of slots and requests that all come at once: models are served one
+after the other, each until it is done, because all of a model's requests are alike and a second visit costs another
+switch. So every order of the models is tried, with the workers' rule of batches.
 """
 
 from __future__ import annotations
 
-from cluster.simulator.scenario import Scenario
+import itertools
+import math
+from collections.abc import Callable
+from typing import Final
 
-MAX_REQUESTS = 14  # beyond it the search takes minutes
+from cluster.simulator.scenario import Scenario, SimModel, SimWorker
+
+MAX_REQUESTS: Final = 14  # of more than one worker; beyond it the search takes minutes
+MAX_STATES: Final = 20_000  # of one worker
+MAX_ORDERED: Final = 6  # models
 _State = tuple[tuple[int, ...], tuple[int, ...]]
+Cost = Callable[[SimModel, float], float]  # of a request, by its model and latency
+
+
+def latency_cost(model: SimModel, latency_s: float) -> float:
+    """Return the latency: the least mean of it is the oracle's."""
+    return latency_s
+
+
+def late_cost(model: SimModel, latency_s: float) -> float:
+    """Return 1 for a request that is late: the least mean of it is that of the most requests in time."""
+    return float(latency_s > model.slo.target_s)
 
 
 def oracle_mean_latency_s(scenario: Scenario, ahead: bool) -> float:
-    """Return the optimal mean latency in seconds. Raises ValueError for a case that is not small or not of its kind.
+    """Return the optimal mean latency in seconds; see `best_over_time`."""
+    return best_over_time(scenario, ahead, latency_cost)
+
+
+def best_over_time(scenario: Scenario, ahead: bool, cost_of: Cost) -> float:
+    """Return the least mean cost. Raises ValueError for a case that is not small or not of its kind.
 
     With `ahead` a switch may begin before the request that it is for has come, which nobody can do who does not know
     the future; without, the oracle knows the future but begins a switch when a request for the model waits.
     All workers must be alike, have one slot and room for one model, and be empty at the start.
     """
     workers, models = scenario.workers, scenario.models
-    if len(scenario.requests) > MAX_REQUESTS or not scenario.requests or not workers:
-        raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
-    first = workers[0]
-    costs = {(each.slots, each.speed, each.fixed_switch_s, each.attach_bytes_per_s) for each in workers}
-    least = min(model.components.total_bytes for model in models)
-    keys = [set(model.components.sizes) for model in models]
-    shares = any(a & b for index, a in enumerate(keys) for b in keys[:index])
-    if len(costs) > 1 or first.slots != 1 or 2 * least <= max(each.budget_bytes for each in workers) or shares:
+    _check(scenario)
+    if workers[0].slots != 1:
         raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
     index = {model.id: number for number, model in enumerate(models)}
     arrivals: list[list[float]] = [[] for _ in models]
     for request in sorted(scenario.requests, key=lambda request: request.at_s):
         arrivals[index[request.model]].append(request.at_s)
-    switch_s = [first.fixed_switch_s + model.components.total_bytes / first.attach_bytes_per_s for model in models]
-    service_s = [model.service_s / first.speed for model in models]
+    num_states = math.prod(len(queue) + 1 for queue in arrivals) * len(models)
+    if len(scenario.requests) > MAX_REQUESTS and (len(workers) > 1 or num_states > MAX_STATES):
+        raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
+    switch_s = _switches_s(models, workers[0])
+    service_s = [model.service_s / workers[0].speed for model in models]
     start: _State = ((0,) * len(models), (-1,) * len(workers))
     fronts: dict[_State, list[tuple[tuple[float, ...], float]]] = {start: [((0.0,) * len(workers), 0.0)]}
     for _ in scenario.requests:
         grown: dict[_State, list[tuple[tuple[float, ...], float]]] = {}
         for (done, attached), front in fronts.items():
-            for free_s, cost in front:
-                for model, queue in enumerate(arrivals):
-                    if done[model] == len(queue):
-                        continue
-                    arrival_s = queue[done[model]]
-                    served = (*done[:model], done[model] + 1, *done[model + 1 :])
-                    for place in range(len(workers)):
-                        if attached[place] == model:
-                            start_s = max(arrival_s, free_s[place])
-                        elif ahead:
-                            start_s = max(arrival_s, free_s[place] + switch_s[model])
-                        else:
-                            start_s = max(arrival_s, free_s[place]) + switch_s[model]
-                        end_s = start_s + service_s[model]
+            for model, queue in enumerate(arrivals):
+                if done[model] == len(queue):
+                    continue
+                arrival_s = queue[done[model]]
+                served = (*done[:model], done[model] + 1, *done[model + 1 :])
+                for place in range(len(workers)):
+                    way_s = switch_s[attached[place]][model]
+                    for free_s, cost in front:
+                        ready_s = free_s[place] + way_s if ahead else max(arrival_s, free_s[place]) + way_s
+                        end_s = max(arrival_s, ready_s) + service_s[model]
                         pairs = [*zip(attached, free_s, strict=True)]
                         pairs[place] = (model, end_s)
                         pairs.sort()  # workers are alike
                         key = (served, tuple(pair[0] for pair in pairs))
-                        _keep(grown.setdefault(key, []), tuple(pair[1] for pair in pairs), cost + end_s - arrival_s)
+                        more = cost + cost_of(models[model], end_s - arrival_s)
+                        _keep(grown.setdefault(key, []), tuple(pair[1] for pair in pairs), more)
         fronts = grown
-    best = min(cost for front in fronts.values() for _, cost in front)
+    return min(cost for front in fronts.values() for _, cost in front) / len(scenario.requests)
+
+
+def best_together(scenario: Scenario, cost_of: Cost) -> float:
+    """Return the least mean cost where one worker has all requests at once. Raises ValueError for other cases."""
+    _check(scenario)
+    counts = {model.id: sum(one.model == model.id for one in scenario.requests) for model in scenario.models}
+    models = [model for model in scenario.models if counts[model.id]]
+    begin_s = min(one.at_s for one in scenario.requests)
+    if len(scenario.workers) != 1 or scenario.duration_s - begin_s > 1.0 or len(models) > MAX_ORDERED:
+        raise ValueError(f"expected one worker, requests that come at once, and at most {MAX_ORDERED} models")
+    worker = scenario.workers[0]
+    switch_s = _switches_s(models, worker)
+    latencies = [batch_latencies_s(model, counts[model.id], worker) for model in models]
+    best = math.inf
+    for order in itertools.permutations(range(len(models))):
+        at_s, before, total = 0.0, -1, 0.0
+        for place in order:
+            at_s += switch_s[before][place]
+            total += sum([cost_of(models[place], at_s + one) for one in latencies[place]])
+            at_s, before = at_s + latencies[place][-1], place
+        best = min(best, total)
     return best / len(scenario.requests)
+
+
+def batch_latencies_s(model: SimModel, num: int, worker: SimWorker) -> list[float]:
+    """Return when each of so many requests that wait together ends: as many run as there are slots."""
+    left: list[float] = []
+    ends_s: list[float] = []
+    at_s = 0.0
+    while len(ends_s) < num:
+        left += [1.0] * min(worker.slots - len(left), num - len(ends_s) - len(left))
+        rate = worker.speed / (model.service_s * (1 + model.batch_growth * (len(left) - 1)))
+        least = min(left)
+        at_s += least / rate
+        left = [one - least for one in left]
+        ended = sum(one <= 1e-9 for one in left)
+        left = [one for one in left if one > 1e-9]
+        ends_s += [at_s] * ended
+    return ends_s
+
+
+def _check(scenario: Scenario) -> None:
+    workers, models = scenario.workers, scenario.models
+    if not scenario.requests or not workers:
+        raise ValueError(f"the oracle takes 1 to {MAX_REQUESTS} requests; got {len(scenario.requests)}")
+    first = workers[0]
+    costs = {(each.slots, each.speed, each.fixed_switch_s, each.attach_bytes_per_s) for each in workers}
+    has_room_for_two = any(
+        sum({**a.components.sizes, **b.components.sizes}.values()) <= first.budget_bytes
+        for a, b in itertools.combinations(models, 2)
+    )
+    if len(costs) > 1 or has_room_for_two:
+        raise ValueError("the oracle takes workers that are alike, with one slot and room for one model")
+
+
+def _switches_s(models: list[SimModel] | tuple[SimModel, ...], worker: SimWorker) -> list[list[float]]:
+    """Return what a switch takes from each model to each; the last row is from nothing. What both share stays."""
+
+    def way_s(there: set[str], model: SimModel) -> float:
+        missing = sum([size for key, size in model.components.sizes.items() if key not in there])
+        return worker.fixed_switch_s + missing / worker.attach_bytes_per_s
+
+    rows = [[0.0 if one is other else way_s(set(one.components.sizes), other) for other in models] for one in models]
+    return [*rows, [way_s(set(), other) for other in models]]
 
 
 def _keep(front: list[tuple[tuple[float, ...], float]], free_s: tuple[float, ...], cost: float) -> None:

@@ -103,6 +103,7 @@ async def test_latents_are_those_of_the_host(store: WeightStore, device: torch.d
         assert np.abs(own.astype(int) - host.astype(int)).max() <= (0 if device.type == "sim" else 2)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", ["digits-flux", "digits-sdxl"])
 async def test_forwards_are_replayed_as_graphs_with_the_modules_own_bits(
     store: WeightStore, device: torch.device, module: Any, model: str

@@ -48,6 +48,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device") / "store"
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("model", "lora"), [("digits-flux", False), ("digits-flux", True), ("digits-sdxl", False)])
 def test_images_are_those_of_the_host(store: Path, model: str, lora: bool, device: torch.device, module: Any) -> None:
     request = ImageRequest(

@@ -200,6 +200,7 @@ def test_control_nets(
         assert found.bytes_of(1) > peak_of(device, lambda plain=plain: pipeline._predict(parts_of([plain])))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("pipelines", PROMPTED, indirect=True)
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 @pytest.mark.parametrize("shape", SIZES)
@@ -289,6 +290,7 @@ class NoTokenizer:
     model_max_length, pad_token_id, padding_side = 512, 0, "right"
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", ["T5EncoderModel", "CLIPTextModel", "CLIPTextModelWithProjection", "BertModel"])
 def test_text_encoders(device: torch.device, name: str) -> None:
     """A length that was recorded has its bytes; one between two of them a little more, never less.
@@ -348,6 +350,7 @@ def test_steps_of_a_language_model(device: torch.device, tmp_path: Path, context
         assert twin.step_bytes() >= measured
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize(("name", "most"), [("Qwen3_5ForCausalLM", 1.01), ("GptOssForCausalLM", 1.5)])
 def test_steps_of_a_stock_language_model(device: torch.device, tmp_path: Path, name: str, most: float) -> None:
     """Recurrent layers are counted as they run; experts as if all tokens chose the same one."""

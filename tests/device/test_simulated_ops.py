@@ -67,6 +67,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.long
 def test_an_op_runs_on_the_host_or_fails_the_request_by_name(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     run = subprocess.run(

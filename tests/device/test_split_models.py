@@ -131,6 +131,7 @@ def assert_same(found: Logits, expected: Logits, device: torch.device) -> None:
             torch.testing.assert_close(found[key], expected[key], rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("model", ["plain", "tied", "packed"])
 async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
@@ -157,6 +158,7 @@ async def test_a_model_at_half_of_its_device_writes_what_the_host_writes(
     assert not +host.provider.leases
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize("wanted", [0, 2, NUM_LAYERS, r"layers\.[14]"])
 async def test_each_choice_of_layers_computes_the_same(store: WeightStore, device: torch.device, wanted: Any) -> None:
@@ -188,6 +190,7 @@ async def test_the_hosts_kernels_compute_its_layers_and_a_text_is_the_same_in_an
             torch.testing.assert_close(rows[first], expected[first], rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("has_kernels", [True, False])
 @pytest.mark.parametrize("model", ["plain", "tied"])
 async def test_a_token_moves_its_activations_over_the_link_and_nothing_else(
@@ -322,6 +325,7 @@ def used_by(host: Host) -> list[int]:
     return counted
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("products_of_torch")
 @pytest.mark.parametrize(("model", "share"), [("plain", 0.7), ("tied", 0.7), ("packed", 0.7), ("plain", 0.4)])
 async def test_layers_on_two_devices_are_each_within_its_budget_and_write_the_same(
@@ -527,6 +531,7 @@ def counted_steps(engine: LLMEngine, link: Any) -> list[tuple[int, int]]:
 
 
 # float32: a row costs the host 2 operations a weight, 2 us, and the link 4 bytes, 4e6 / bytes_per_s us.
+@pytest.mark.drawn
 @pytest.mark.parametrize(("bytes_per_s", "streams_from"), [(1.0, 10**9), (2.5e5, 9), (1e9, 1)])
 @pytest.mark.usefixtures("products_of_torch")
 async def test_layers_of_the_host_come_to_the_device_for_steps_of_many_tokens(

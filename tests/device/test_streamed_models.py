@@ -85,6 +85,7 @@ class Studio:
             return await self.images.generate(request, self._encode)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("model", DENOISERS)
 async def test_a_denoiser_larger_than_the_budget_makes_the_same_images(
     store: WeightStore, device: torch.device, model: str
@@ -153,6 +154,7 @@ ADAPTED = {
 }
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("what", ADAPTED)
 async def test_adapters_where_denoiser_and_vae_take_turns_and_where_the_denoiser_streams(
     store: WeightStore, device: torch.device, what: str

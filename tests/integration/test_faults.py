@@ -216,6 +216,7 @@ def test_after_a_replica_was_killed_at_rest_another_answers_the_same_and_its_lea
     wait_until(lambda: watched.unaccounted_bytes() <= spare_bytes + MARGIN_BYTES, "the memory of before")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("victim", ["keeper", "registry", "worker", "text_encoder"])
 def test_every_request_is_answered_right_while_a_process_is_killed(
     watched: Watched, kill: Callable[[str], Callable[[], None]], victim: str

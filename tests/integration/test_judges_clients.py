@@ -113,11 +113,12 @@ def test_aiperf_sees_a_stream_begin_before_it_ends(observe_load: Callable[[str],
     assert 0 < found["time_to_first_token"] < found["request_latency"]
 
 
-def test_schemathesis_finds_what_the_openapi_page_says(cluster: Cluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_examples", [2, pytest.param(5, marks=pytest.mark.long)])
+def test_schemathesis_finds_what_the_openapi_page_says(cluster: Cluster, tmp_path: Path, num_examples: int) -> None:
     """tests/judges/schemathesis.toml says what is checked, and why what is left out is left out."""
     shutil.copy(JUDGES / "schemathesis.toml", tmp_path)
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{cluster.url}/openapi.json"]
-    command += ["--seed", str(random.getrandbits(32))]
+    command += ["--seed", str(random.getrandbits(32)), "--max-examples", str(num_examples)]
     with _settings_kept(cluster):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout[-8000:]

@@ -45,25 +45,42 @@ def test_second(wide):
 """
 
 
-def drawn(folder: Path, seed: str, *options: str) -> tuple[dict[str, str], str]:
-    """Return what each test has drawn, and all that was printed."""
-    (folder / "test_drawing.py").write_text(DRAWING)
-    words = ["-m", "pytest", "-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "test_drawing.py", *options]
-    environment = os.environ | ALONE | {"ATELIER_TEST_SEED": seed}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    return dict(re.findall(r"(first|second) (\[.*\])", done.stdout)), done.stdout
+# Two runs of pytest, of processes that have loaded torch once.
+RUNS = """
+import os, sys
+import pytest
+import torch
+
+for options in [], ["-k", "second"]:
+    print("a run", flush=True)
+    if not (child := os.fork()):
+        code = pytest.main([*sys.argv[1:], *options])
+        sys.stdout.flush()
+        os._exit(code)
+    os.waitpid(child, 0)
+"""
+
+
+def drawn(printed: str) -> dict[str, str]:
+    """Return what each test has drawn."""
+    return dict(re.findall(r"(first|second) (\[.*\])", printed))
 
 
 @pytest.mark.slow
 def test_a_seed_gives_a_test_the_same_draws_alone_as_among_others(tmp_path: Path) -> None:
-    both, printed = drawn(tmp_path, "7")
+    (tmp_path / "test_drawing.py").write_text(DRAWING)
+    words = ["-p", "kit.seeding", "-p", "no:cacheprovider", "-s", "test_drawing.py"]
+    environment = os.environ | ALONE | {"ATELIER_TEST_SEED": "7"}
+    command = [sys.executable, "-c", RUNS, *words]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=True
+    )
+    _, printed, alone = done.stdout.split("a run\n")
     assert "ATELIER_TEST_SEED=7 draws the same again" in printed
+    both = drawn(printed)
     numbers = re.findall(r"0\.\d+", both["first"] + both["second"])
     assert len(set(numbers)) == 20, "the module's and the fixture's once, five of each test"
-    alone, _ = drawn(tmp_path, "7", "-k", "second")
-    assert alone == {"second": both["second"]}
+    assert drawn(alone) == {"second": both["second"]}
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,26 @@ def functions(source: str) -> Iterator[Function]:
     yield from (node for node in ast.walk(ast.parse(source)) if isinstance(node, Function))
 
 
+@cache
+def functions_of(file: Path) -> list[Function]:
+    return list(functions(file.read_text()))
+
+
+def outermost(nodes: Iterable[ast.AST]) -> Iterator[Function]:
+    """Yield the functions among nodes and within them, and none that is within another."""
+    for node in nodes:
+        if isinstance(node, Function):
+            yield node
+        else:
+            yield from outermost(ast.iter_child_nodes(node))
+
+
 def body_lines(function: Function) -> int:
     """Return the lines of a body without its docstring and without the functions within it."""
     body = function.body[1:] if ast.get_docstring(function) is not None else function.body
     if not body:
         return 0
-    inner = [node for statement in body for node in ast.walk(statement) if isinstance(node, Function)]
-    outermost = [node for node in inner if not any(node in ast.walk(other) for other in inner if other is not node)]
-    within = sum((node.end_lineno or 0) - node.lineno + 1 for node in outermost)
+    within = sum((node.end_lineno or 0) - node.lineno + 1 for node in outermost(body))
     return (body[-1].end_lineno or 0) - body[0].lineno + 1 - within
 
 
@@ -64,7 +77,7 @@ def test_a_function_fits_a_screen() -> None:
     long = {
         f"{file.relative_to(ROOT)} {function.name}"
         for file in FILES
-        for function in functions(file.read_text())
+        for function in functions_of(file)
         if body_lines(function) > MAX_BODY_LINES
     }
     assert long - LONG == set(), f"functions of more than {MAX_BODY_LINES} lines; take a part out that has a name"
@@ -74,7 +87,7 @@ def test_a_constructor_has_few_parameters() -> None:
     wide = {
         f"{file.relative_to(ROOT)}:{function.lineno}": num_parameters(function)
         for file in FILES
-        for function in functions(file.read_text())
+        for function in functions_of(file)
         if function.name == "__init__" and num_parameters(function) > MAX_PARAMETERS
     }
     assert wide == {}, f"constructors of more than {MAX_PARAMETERS} parameters; put what belongs together into a record"

@@ -33,6 +33,7 @@ from weights.formats.ip_adapter import ENCODER as IP_ENCODER
 from weights.formats.ip_adapter import IP_CLASS, check_encoder, is_ip_adapter, is_ip_adapter_folder, read_ip_adapter
 from weights.formats.ip_adapter import LIBRARY as IP_LIBRARY
 from weights.formats.kuiper import read_kuiper
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.learned_words import WORDS_CLASS, WORDS_FILE, check_words, check_words_base, is_words_file
 from weights.formats.lora import (
     PEFT_CLASS,
@@ -42,6 +43,7 @@ from weights.formats.lora import (
     check_peft_base,
     is_lora,
     is_peft,
+    peft_config_of,
     peft_targets,
     read_lora_configs,
     read_peft_config,
@@ -345,7 +347,8 @@ def _transformers(path: Path, allow_torch: bool) -> Checkpoint:
         return _dense_head(path, allow_torch)
     if _is_control_class(config):
         return _controlnet(path, str(config["_class_name"]), allow_torch)
-    architectures = config.get("architectures") or [None]
+    # A model's own class is the one of its type that writes; an encoder's is told by what it is asked for.
+    architectures = config.get("architectures") or [CLASS_NAMES.get(str(config.get("model_type")))]
     class_name = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(class_name, str | None):
         raise FormatError(f"{path / 'config.json'}: architectures must be a list of names, got {shown(architectures)}")
@@ -484,7 +487,7 @@ def _single_file(path: Path, allow_torch: bool) -> Checkpoint:
             header = read_header(path)
             if is_ip_adapter(header.tensors):  # those for FaceID have LoRAs in them, and no image_encoder beside them
                 read_ip_adapter(path, {name: tensor.shape for name, tensor in header.tensors.items()})
-            if is_lora(header.tensors) and not is_peft(list(header.tensors)):
+            if is_lora(header.tensors) and not (is_peft(list(header.tensors)) and peft_config_of(path).is_file()):
                 return _adapter(path)
             if is_words_file(path, header.tensors):
                 return _words(path)

@@ -57,16 +57,23 @@ def check_words_base(file: Path, shapes: Mapping[str, tuple[int, ...]], base: Ad
 
 
 def candidates_in(text: str) -> set[str]:
-    """Return all of a text that may be the name of an adapter."""
-    return {found.rstrip(".-") for found in _NAME.findall(text)}
+    """Return all of a text that may be the name of an adapter, in lower case."""
+    return {found.rstrip(".-").lower() for found in _NAME.findall(text)}
 
 
 def words_in(text: str, words: Iterable[str]) -> list[str]:
-    """Return those of `words` that a text has, as words of their own."""
-    return [word for word in words if word in text and pattern_of([word]).search(text)]
+    """Return those of `words` that a text has, as words of their own, in whatever case. Of several that differ by case
+    alone, that which stands there.
+    """
+    found: dict[str, str] = {}
+    lower = text.lower()
+    for word in words:
+        if word.lower() in lower and pattern_of([word]).search(text) and (word in text or word.lower() not in found):
+            found[word.lower()] = word
+    return list(found.values())
 
 
-def pattern_of(words: Collection[str]) -> re.Pattern[str]:
+def pattern_of(words: Collection[str], *, ignores_case: bool = True) -> re.Pattern[str]:
     """Return what finds any of the words in a text, the longest first."""
-    longest = sorted(words, key=len, reverse=True)
-    return re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, longest))})(?![\w-]|\.\w)")
+    longest, flags = sorted(words, key=len, reverse=True), re.IGNORECASE if ignores_case else 0
+    return re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, longest))})(?![\w-]|\.\w)", flags)

@@ -28,7 +28,18 @@ MAX_METADATA_CHARS: Final = 4 * 2**20  # the config of a large model that names 
 MAX_PATTERNS: Final = 20_000
 MAX_NAME_CHARS: Final = 1024
 _UNSUPPORTED: Final = {"lora_bias": "a LoRA bias"}
-_KOHYA_PREFIXES: Final = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_transformer_")
+# The layout of diffusers: a component, a module's path, and an end of these.
+COMPONENTS: Final = ("transformer", "unet", "text_encoder", "text_encoder_2", "text_encoder_3")
+NAMED_SUFFIXES: Final = {
+    "lora_A.weight": "down",
+    "lora_B.weight": "up",
+    "alpha": "alpha",
+    "lora_magnitude_vector": "magnitude",
+    "lora_magnitude_vector.weight": "magnitude",
+}
+_KOHYA_PREFIXES: Final = (
+    *("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_", "lora_te3_", "lora_transformer_", "lycoris_", "oft_unet_"),
+)
 # How the matrices of LoRAs end: by kohya's trainer and ComfyUI, by diffusers before PEFT, by XLabs; by PEFT.
 _OLD_MATRICES: Final = tuple(
     f"{name}{half}.weight"
@@ -36,8 +47,8 @@ _OLD_MATRICES: Final = tuple(
     for half in ("down", "up")
 )
 _NAMED_MATRICES: Final = (".lora_A.default.weight", ".lora_B.default.weight")  # by PEFT, with its adapter's name
-_MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight")
-_COMFYUI_PREFIX: Final = "diffusion_model."
+_MATRICES: Final = (*_OLD_MATRICES, *_NAMED_MATRICES, ".lora_A.weight", ".lora_B.weight", ".lora_A", ".lora_B")
+_OF_LYCORIS: Final = (".hada_w1_a", ".lokr_w1", ".lokr_w1_a", ".oft_blocks", ".oft_R.weight", ".on_input")
 _REGEX_SIGN = re.compile(r"[\\^$*+?{}\[\]|()]")
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_FILE: Final = "adapter_model.safetensors"
@@ -103,24 +114,27 @@ def is_kohya(name: str) -> bool:
 
 def is_lora(names: Iterable[str]) -> bool:
     """Return whether a file with tensors of these names is a LoRA, in any layout."""
-    return any(is_kohya(name) or name.endswith(_MATRICES) for name in names)
+    return any(is_kohya(name) or name.endswith((*_MATRICES, *_OF_LYCORIS)) for name in names)
 
 
 def is_convertible(names: Iterable[str]) -> bool:
-    """Return whether a file with tensors of these names is a LoRA in a layout that stock converts: kohya's, XLabs',
-    ComfyUI's, DiffSynth's, or that of diffusers before PEFT.
+    """Return whether a file with tensors of these names is in another layout than that of diffusers: kohya's, XLabs',
+    ComfyUI's, DiffSynth's, that of diffusers before PEFT.
     """
-    return any(
-        is_kohya(name) or name.startswith(_COMFYUI_PREFIX) or name.endswith((*_OLD_MATRICES, *_NAMED_MATRICES))
-        for name in names
-    )
+    ends = tuple(f".{end}" for end in NAMED_SUFFIXES)
+
+    def is_named(name: str) -> bool:
+        component, _, rest = name.partition(".")
+        return component in COMPONENTS and rest.endswith(ends) and not rest.startswith(_PREFIX)
+
+    return not all(map(is_named, names))
 
 
 def check_named_base(file: Path, shapes: Mapping[str, Sequence[int]], base: AdapterBase) -> None:
     """Check that a pipeline has what a LoRA changes whose tensors are named as diffusers saves them.
 
-    Of text encoders only that there is one: their layers have several names. What stock converts is named by the
-    engine. Raises AdapterError naming the component or layer.
+    Of text encoders only that there is one: their layers have several names. What is in other layouts is
+    named by the engine. Raises AdapterError naming the component or layer.
     """
     for name, down in () if is_convertible(shapes) else shapes.items():
         component, _, rest = name.partition(".")
@@ -148,7 +162,8 @@ def changes_text_encoders(names: Iterable[str]) -> bool:
     """Return whether an adapter with tensors of these names changes what a text encoder gives."""
     names = list(names)
     return is_words(names) or any(
-        name.startswith(("text_encoder.", "text_encoder_2.", "text_encoders.", "lora_te")) for name in names
+        name.startswith(("text_encoder.", "text_encoder_2.", "text_encoder_3.", "text_encoders.", "lora_te"))
+        for name in names
     )
 
 
@@ -273,6 +288,11 @@ class LoraTarget:
 def is_peft(names: Sequence[str]) -> bool:
     """Return whether a file with tensors of these names is a LoRA that PEFT saved."""
     return bool(names) and all(name.startswith(_PREFIX) for name in names)
+
+
+def peft_config_of(file: Path) -> Path:
+    """Return where the config of a LoRA is that PEFT saved, as a folder or as a file in one."""
+    return (file if file.is_dir() else file.parent) / PEFT_CONFIG
 
 
 def read_peft_config(file: Path) -> LoraConfig:

@@ -7,10 +7,11 @@ Adapters are compared with these, by headers and configs, when they are register
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 from weights.dtypes import cast_target, config_name
 from weights.errors import FormatError
@@ -28,6 +29,7 @@ _SWITCHES: Final = (  # file of the pipeline's folder, key
     ("model_index.json", "is_distilled"),
 )
 _MAX_BLOCKS: Final = 16
+_LEAST_SAMPLE_SIZE: Final = 64  # of a UNet whose config is so old that a smaller one is a mistake
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,8 @@ def _lacking_part(
 
 
 def pipeline_variant(skeleton: Path) -> Mapping[str, bool | int]:
-    """Return the switches of a pipeline's configs that choose its defaults, and `pixels_per_latent` of its VAE.
+    """Return the switches of a pipeline's configs that choose its defaults, `pixels_per_latent` of its VAE, and the
+    latents of an image of the size that its denoiser is made for, `sample_width` and `sample_height`.
 
     What its configs do not have is left out.
     """
@@ -121,7 +124,30 @@ def pipeline_variant(skeleton: Path) -> Mapping[str, bool | int]:
             found["pixels_per_latent"] = 2 ** (len(blocks) - 1)
         elif isinstance(halvings, list) and len(halvings) < _MAX_BLOCKS:  # of a VAE of videos
             found["pixels_per_latent"] = 2 ** len(halvings)
-    return found
+    return found | _sample_sides(skeleton)
+
+
+def _sample_sides(skeleton: Path) -> dict[str, int]:
+    for part in ("unet", "transformer"):
+        with contextlib.suppress(FormatError):
+            config = read_json(skeleton / part / "config.json")
+            size = config.get("sample_size")
+            if _is_side(size) and size < _LEAST_SAMPLE_SIZE and part == "unet" and _is_before_0_9(config):
+                size = _LEAST_SAMPLE_SIZE  # as stock's constructors correct it
+            sides = size if isinstance(size, list) else [size, size]
+            if len(sides) == 2 and all(map(_is_side, sides)):
+                return dict(zip(("sample_height", "sample_width"), map(int, sides), strict=True))
+    return {}
+
+
+def _is_side(value: object) -> TypeGuard[int]:
+    return type(value) is int and value > 0
+
+
+def _is_before_0_9(config: Mapping[str, Any]) -> bool:
+    """Return whether a version of diffusers before 0.9 wrote a config."""
+    version = re.match(r"(\d{1,9})\.(\d{1,9})\.", str(config.get("_diffusers_version")))
+    return version is not None and (int(version[1]), int(version[2])) < (0, 9)
 
 
 @dataclass(frozen=True, slots=True)

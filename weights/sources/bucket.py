@@ -20,7 +20,7 @@ MAX_RETRIES: Final = 6  # of one request, with exponential backoff
 _CHUNK_BYTES: Final = 2**20
 _URL = re.compile(r"s3://(?P<bucket>[A-Za-z0-9][A-Za-z0-9._-]{1,254})(/(?P<prefix>[^?#]*))?")
 _ENDPOINT = re.compile(r"https?://([A-Za-z0-9.-]+|\[[0-9A-Fa-f:.]+\])(:(?P<port>\d{1,5}))?/?")
-_OWN_FILES = ".mirror"  # what a mirror keeps beside the copies
+OWN_FILES: Final = ".mirror"  # what a mirror keeps beside the copies
 _MD5_ETAG = re.compile(r'"?([0-9a-f]{32})"?')
 _CREDENTIALS = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment, or anonymous: true for a public bucket"
 
@@ -84,7 +84,7 @@ class Bucket:
     def _object(self, meta: Mapping[str, Any]) -> RemoteObject:
         key = meta["path"]
         name = key.rpartition("/")[2] if key == self.prefix else key.removeprefix(f"{self.prefix}/")
-        if not is_inside(name) or name.startswith(_OWN_FILES):
+        if not is_inside(name) or name.startswith(OWN_FILES):
             raise StoreError(f"{self.url}: key {key!r} is not a path inside the folder that it is copied to")
         if not meta["e_tag"]:
             raise StoreError(f"{self.url}: the server gives {key!r} no ETag, so its parts cannot be matched")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from weights.storage.durable import remove_path
 
 SOURCES_FOLDER: Final = "sources"  # in the store
 _LOCK = ".mirror.lock"
+_MAX_NAME: Final = 200  # characters; file systems take 255 bytes
 
 
 def mirror_folder(sources: Path, url: str) -> Path:
@@ -24,9 +26,22 @@ def mirror_folder(sources: Path, url: str) -> Path:
     s3://b/a and s3://b/a/x are two mirrors with two locks.
     """
     if url.startswith(SCHEME):
-        return sources / HubName.of(url).folder
-    bucket, prefix = split_url(url)
-    return sources / bucket / (quote(prefix, safe="") or "@")
+        folder = sources / HubName.of(url).folder
+    else:
+        bucket, prefix = split_url(url)
+        folder = sources / bucket / (quote(prefix, safe="") or "@")
+    return folder.with_name(_short(folder.name))
+
+
+def _short(name: str) -> str:
+    """Return a quoted path as the name of a file: of a long one the beginning, and a hash of it all.
+
+    No other path has that name: "=" is always quoted.
+    """
+    if len(name) <= _MAX_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:32]
+    return f"{name[: _MAX_NAME - len(digest) - 1]}={digest}"
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from weights.errors import StoreError
-from weights.sources.bucket import Bucket
+from weights.sources.bucket import OWN_FILES, Bucket
 from weights.sources.download import Download, Journal
 from weights.sources.hub import SCHEME, HubRepository
 from weights.sources.mirrors import locked, mirror_folder
@@ -118,6 +118,8 @@ class _Mirror:
         self._objects = [
             remote for remote in listed if self._is_single or PurePosixPath(remote.name).suffix in _CHECKPOINT_SUFFIXES
         ]
+        if own := [remote.name for remote in self._objects if remote.name.startswith(OWN_FILES)]:
+            raise StoreError(f"{source.url}: {own[0]!r} has the name of a file that its copy keeps beside it")
         self._skipped = tuple(remote.name for remote in listed if remote not in self._objects)
         if not self._objects:
             raise StoreError(f"{source.url}: none of its {len(listed)} objects is part of a checkpoint")

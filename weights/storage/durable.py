@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -120,14 +121,18 @@ def dead_ranges(live: Iterable[tuple[int, int]], size_bytes: int) -> Iterator[tu
 
 
 def punch(path: Path, ranges: Iterable[tuple[int, int]]) -> bool:
-    """Make the (begin, end) ranges holes; the file keeps its size. False: the file system cannot.
+    """Make the (begin, end) ranges holes; the file keeps its size.
 
-    Raises OSError for anything else that goes wrong.
+    False, with nothing done, where another hard link names the file: a backup by `cp -al` or `rsync --link-dest` needs
+    the bytes, and as long as it does nothing would be freed. False as well where the file system makes no holes. Raises
+    OSError for anything else that goes wrong.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
+        if os.fstat(descriptor).st_nlink > 1:
+            return False
         for begin, end in ranges:
             if libc.fallocate(descriptor, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin):
                 code = ctypes.get_errno()
@@ -140,7 +145,11 @@ def punch(path: Path, ranges: Iterable[tuple[int, int]]) -> bool:
         os.close(descriptor)
 
 
-def allocated_bytes(path: Path) -> int:
-    """Return what a file or folder takes on disk, without holes. Symlinks are not followed."""
+def allocated_bytes(path: Path, *, own: bool = False) -> int:
+    """Return what a file or folder takes on disk, without holes. Symlinks are not followed.
+
+    `own`: without files that other hard links name, which removing frees nothing of.
+    """
     files = [path, *path.rglob("*")] if path.is_dir() and not path.is_symlink() else [path]
-    return sum(file.lstat().st_blocks * 512 for file in files)
+    found = [file.lstat() for file in files]
+    return sum(one.st_blocks * 512 for one in found if not (own and stat.S_ISREG(one.st_mode) and one.st_nlink > 1))

@@ -106,7 +106,8 @@ class LatentsMaker:
         if num_extra:
             masked = self._encode(image * (1 - mask), generator, dtype, request).expand(shape)
             return FirstLatents(begun, first_step, extra_channels=torch.cat([mask_B1hw, masked], dim=1))
-        draw(1)  # stock encodes the masked image, and does not look at it
+        if self.codec.draws_latents:
+            draw(1)  # stock encodes the masked image, and does not look at it
         pack: Callable[[torch.Tensor], torch.Tensor] = family.pack_latents
         kept = KeptImage(pack(latents), pack(noise), pack(mask_B1hw.expand(shape)))
         return FirstLatents(begun, first_step, kept)
@@ -132,12 +133,15 @@ class LatentsMaker:
 
 
 def _first_step(family: Family, request: DiffusionRequest, solver: Any) -> int:
-    """Return the place in the solver's schedule that the request's strength leaves to begin at, and begin there."""
-    first = family.first_step(request.num_inference_steps, request.strength) * solver.order
+    """Return the place in the solver's schedule that the request's strength leaves to begin at, and begin there.
+
+    Of a schedule that the request gives, stock counts the steps that the solver makes of it.
+    """
+    is_given = request.sigmas is not None or request.timesteps is not None
+    num_steps = len(solver.timesteps) if is_given else request.num_inference_steps
+    first = family.first_step(num_steps, request.strength) * solver.order
     if first >= len(solver.timesteps):
-        raise EngineError(
-            f"strength {request.strength} of {request.num_inference_steps} steps leaves no step to take; ask for more"
-        )
+        raise EngineError(f"strength {request.strength} of {num_steps} steps leaves no step to take; ask for more")
     if hasattr(solver, "set_begin_index"):
         solver.set_begin_index(first)
     return first

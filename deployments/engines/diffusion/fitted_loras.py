@@ -1,13 +1,10 @@
 """LoRAs fitted to one component of a pipeline: their modules named as it names them, in its dtype and place.
 
-Files of kohya's trainer (`lora_unet_…`, `lora_te_…`, `.alpha`), of ComfyUI, of XLabs, and of diffusers before PEFT are
-renamed as the stock loaders do it. Which module a name means depends on the model, so it is found out beside the model
-and not in the store. The renaming is that of diffusers 0.42, `loaders/lora_conversion_utils.py`, behind
-`lora_state_dict` of the pipelines.
+Files are in many layouts: `lora_names.py` knows what their names mean for a model, `lora_kinds.py` what their tensors
+add to a layer. Every tensor of a file has an effect, or its name stands in a refusal or in the log. Which module a name
+means depends on the model, so it is found out beside the model and not in the store.
 
-At their registration LoRAs are fitted to a pipeline's modules without weights, and without values of their own. Which
-module a name of kohya's, ComfyUI's or XLabs' layout means is known to the converters of diffusers alone, so the LoRA
-goes through them as a request's does: with its layers' sizes, and matrices of rank 1 that are all ones.
+At their registration LoRAs are fitted to a pipeline's modules without weights, and without values of their own.
 """
 
 from __future__ import annotations
@@ -16,29 +13,31 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Final, TypeVar
 
 import torch
 from torch import nn
 
 from deployments.engines.build import build_blank
 from deployments.engines.diffusion.families.base import Family
-from deployments.engines.library_seam import peft_name
-from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, fit_pairs, merge_pairs
+from deployments.engines.diffusion.lora_kinds import Parts, Product, product_of
+from deployments.engines.diffusion.lora_names import DENOISER, NamedLayer, component_of, layer_names, part_of
+from deployments.engines.nn.lora import FittedPairs, MergedLayers, Pairs, check_targets, fit_pairs, merge_pairs
 from deployments.engines.nn.streamed_blocks import is_streamed
 from deployments.engines.protocol import AdapterUse, DiffusionRequest, EngineError
-from weights.adapters import LoraAdapter, parse_adapter, parse_named
+from weights.adapters import LoraAdapter, LoraPair, parse_adapter
 from weights.errors import AdapterError
 from weights.formats.checkpoint import Checkpoint
-from weights.formats.lora import is_kohya
+from weights.formats.lora import LoraConfig
 from weights.formats.pipeline_parts import AdapterBase
 from weights.formats.tensors import SourceTensor
+from weights.formats.untrusted import shown
 from weights.torch_dtypes import TORCH_DTYPES
 
-_DORA_SCALE: Final = ".dora_scale"
-_MAX_REASON_CHARS: Final = 300
+_MAX_NAMES: Final = 5  # that a message has
+_Fitted = TypeVar("_Fitted")
 logger = logging.getLogger(__name__)
 
 
@@ -79,7 +78,7 @@ class FittedLoras:
         """
         pairs = self._pairs.get(adapter)
         if pairs is None:
-            pairs = self._fit(adapter)
+            pairs = self._fit(adapter, fit_pairs)
             self._pairs[adapter] = pairs
         return pairs
 
@@ -99,23 +98,25 @@ class FittedLoras:
                     self._merged[adapter] = found
         return found
 
-    def _fit(self, adapter: LoraAdapter) -> FittedPairs:
-        family, of_text = self._family, self._component != self._family.denoiser_name
-        is_converted = bool(adapter.raw)
-        if is_converted:
-            config = None if of_text else self._module.config
-            adapter = _convert(adapter, family, of_text=of_text, denoiser_config=config)
+    def check(self, adapter: LoraAdapter) -> None:
+        """Raise what `pairs_of` does, of tensors without values and a module without weights."""
+        self._fit(adapter, check_targets)
+
+    def _fit(self, adapter: LoraAdapter, fit: Callable[[nn.Module, Pairs], _Fitted]) -> _Fitted:
+        family = self._family
+        if adapter.raw:
+            try:
+                return fit(self._module, _read_raw(adapter, family, self._component, self._module))
+            except EngineError as error:
+                raise EngineError(f"{adapter.path}: {error}") from None
         adaptable = (family.denoiser_name, *family.lora_encoders)
         if foreign := sorted(set(adapter.components) - set(adaptable)):
             raise EngineError(
                 f"{adapter.path}: changes {', '.join(foreign)}; "
                 f"of a {family.class_name}, {', '.join(adaptable)} can be adapted"
             )
-        pairs = self._named(adapter.components.get(self._component, {}))
-        if is_converted:
-            pairs = _without_absent(adapter.path, pairs, self._module)
         try:
-            return fit_pairs(self._module, pairs)
+            return fit(self._module, self._named(adapter.components.get(self._component, {})))
         except EngineError as error:
             raise EngineError(f"{adapter.path}: {error}") from None
 
@@ -143,154 +144,134 @@ def _check_adapters(uses: Sequence[AdapterUse], known: Mapping[str, object]) -> 
     return loras
 
 
-def _without_absent(path: Path, pairs: Pairs, module: nn.Module) -> Pairs:
-    """Leave out pairs for modules that are not there, as stock does for a file with some more; all, if none is."""
-    known = {name for name, _ in module.named_modules()}
-    there = {name: pair for name, pair in pairs.items() if name in known}
-    absent = [name for name in pairs if name not in known]
-    if not there or not absent:
-        return pairs
-    logger.warning(
-        f"{path}: {len(absent)} of {len(pairs)} modules are not in a {type(module).__name__} and have no effect "
-        f"({absent[0]!r} first)"
-    )
-    return there
+def _read_raw(adapter: LoraAdapter, family: Family, component: str, module: nn.Module) -> Pairs:
+    """Return what a file in another layout than diffusers' adds to a component, by the paths of its module.
 
-
-def _convert(adapter: LoraAdapter, family: Family, *, of_text: bool, denoiser_config: Any = None) -> LoraAdapter:
-    """Return what the adapter changes in text encoders, or else in the denoiser, with modules named as diffusers does.
-
-    A UNet's names depend on `denoiser_config`. The adapter's tensors are not written. Raises EngineError naming the
-    file, for one of another family or kind.
+    Raises EngineError for a tensor of no kind that is read, of a component that cannot be adapted, or that does not go
+    with its others; and where none of the names is one of the module's. Of several, the log says which are not.
     """
-    if family.lora_loader is None and any(map(is_kohya, adapter.raw)):
-        raise EngineError(f"{adapter.path}: {family.class_name} takes LoRAs in the layout of diffusers, not of kohya")
-    others = "lora_unet_" if of_text else "lora_te"
-    # HAZARD: stock scales the matrices of Flux's text encoder in place.
-    own = {
-        name: tensor if name.startswith("lora_unet_") else tensor.clone()
-        for name, tensor in adapter.raw.items()
-        if not name.startswith(others)
-    }
-    if not own:
-        return LoraAdapter(adapter.path, {})
-    try:
-        tensors = _named_by_stock(own, family, denoiser_config)
-        tensors |= _magnitudes(own, family, denoiser_config)
-    except EngineError as error:
-        raise EngineError(f"{adapter.path}: {error}") from None
-    except Exception as error:  # the converters know the layouts of their models, and fail in their own ways
-        why = f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_CHARS]}"  # it may list all names
-        raise EngineError(f"{adapter.path}: is no LoRA for a {family.class_name} that can be read: {why}") from error
-    try:
-        return parse_named(adapter.path, tensors, {})
-    except AdapterError as error:
-        raise EngineError(str(error)) from None
-
-
-def _named_by_stock(own: Mapping[str, torch.Tensor], family: Family, denoiser_config: Any) -> dict[str, torch.Tensor]:
-    """Return tensors by the names that diffusers saves them with, as the family's loader renames them."""
-    state, alphas = dict(own), {}
-    if family.lora_loader is not None:
-        from diffusers import loaders  # which nobody else needs, and which take their time
-
-        loader: Any = getattr(loaders, family.lora_loader)
-        options = {"unet_config": denoiser_config} if family.denoiser_name == "unet" else {"return_alphas": True}
-        found = loader.lora_state_dict(state, **options)
-        state, alphas = (
-            found[:2] if isinstance(found, tuple) else (found, {})
-        )  # those of newer models are multiplied in
-    names = {peft_name(name): name for name in state if "lora" in name}  # stock looks at no others
-    alpha_of = {_module_of(name.removesuffix(".alpha")): alpha for name, alpha in (alphas or {}).items()}
-    tensors = {new: state[old] for new, old in names.items()}
-    for new, old in names.items():
-        module, is_down, _ = new.rpartition(".lora_A.weight")
-        if is_down and (alpha := alpha_of.get(_module_of(old))) is not None:
-            tensors[f"{module}.alpha"] = torch.as_tensor(alpha)
-    return tensors
-
-
-def _magnitudes(own: Mapping[str, torch.Tensor], family: Family, denoiser_config: Any) -> dict[str, torch.Tensor]:
-    """Return the magnitudes of a kohya DoRA, which stock drops, by the names that diffusers saves them with.
-
-    Each takes the place of its module's matrix in a LoRA of rank 1, so that the loader renames, and divides, it alike.
-    Raises EngineError for what no layer can have.
-    """
-    found: dict[str, torch.Tensor] = {}
-    by_axis: dict[bool, dict[str, torch.Tensor]] = {False: {}, True: {}}
-    for name, scale in own.items():
-        module, is_scale, _ = name.rpartition(_DORA_SCALE)
-        if not is_scale:
+    layers = _layers_of(adapter, family, component)
+    known = layer_names(type(module).__name__, [path for path, _ in module.named_modules() if path])
+    there = {name: known[name] for name in layers if name in known}
+    if layers and not there:
+        count = f"({len(layers)} of {len(layers)})"
+        raise EngineError(f"adapter targets {_listed(list(layers))} {count} are not in {type(module).__name__}")
+    if absent := [name for name in layers if name not in known]:
+        _warn(adapter, f"{len(absent)} of {len(layers)} modules are not in a {type(module).__name__}", absent)
+    config = adapter.configs.get(component, LoraConfig())
+    pairs: dict[str, LoraPair] = {}
+    # What diffusers calls so first, then what is one of its layers: a file may have one fused and divided.
+    for name in sorted(there, key=lambda name: (there[name].paths != (name,), len(there[name].paths))):
+        if twice := [path for path in there[name].paths if path in pairs]:
+            _warn(adapter, f"{twice[0]} is there twice, and the other one", [name])
             continue
-        down, up = own[f"{module}.lora_down.weight"][:1], own[f"{module}.lora_up.weight"][:, :1]
-        by_input = scale.shape[0] == 1 != len(up)
-        if scale.numel() != (down.shape[1] if by_input else len(up)) or not scale.is_floating_point():
-            raise EngineError(f"{name} has the shape {tuple(scale.shape)}, which no layer of its LoRA has")
-        if by_input and family.denoiser_name != "unet":  # stock divides its layers by outputs, and norms of inputs not
-            raise EngineError(f"{name} is by input, which is not supported for a {family.class_name}")
-        part = by_axis[by_input]
-        row = scale.reshape(1, -1, *[1] * (down.ndim - 2)).expand(1, -1, *down.shape[2:])
-        part[f"{module}.lora_down.weight"] = row if by_input else down
-        part[f"{module}.lora_up.weight"] = up if by_input else scale.reshape(up.shape)
-        part[f"{module}.alpha"] = torch.tensor(1.0)
-    for by_input, part in by_axis.items():
-        half = "lora_A.weight" if by_input else "lora_B.weight"
-        for name, tensor in (_named_by_stock(part, family, denoiser_config) if part else {}).items():
-            if name.endswith(half):
-                row = tensor[:1].flatten(2)[..., 0] if by_input and tensor.ndim > 2 else tensor
-                found[name.removesuffix(half) + "lora_magnitude_vector"] = row if by_input else tensor.flatten()
-    return found
+        product = product_of(name, layers[name], config.alpha_of(name), use_rslora=config.use_rslora)
+        pairs |= _placed(name, there[name], product, module, family)
+    return pairs
 
 
-def _module_of(name: str) -> str:
-    """Return what the names of a module's matrices and of its alpha have in common."""
-    for suffix in (".down.weight", ".up.weight", ".lora"):
-        name = name.removesuffix(suffix)
-    return name
+def _layers_of(adapter: LoraAdapter, family: Family, component: str) -> dict[str, Parts]:
+    """Return the tensors of a component, by the layer's name and by what they are of it. Raises EngineError."""
+    aliases = {alias: name for name, own in family.lora_encoders.items() for alias in (name, *own)}
+    aliases |= {DENOISER: family.denoiser_name, family.denoiser_name: family.denoiser_name}
+    layers: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    for name, tensor in adapter.raw.items():
+        whole, what = part_of(name)
+        of, layer = component_of(whole)
+        if of not in aliases:
+            expected = ", ".join((family.denoiser_name, *family.lora_encoders))
+            raise EngineError(f"tensor {name} is of {of}; of a {family.class_name}, {expected} can be adapted")
+        if aliases[of] != component:
+            continue
+        parts = layers.setdefault(layer, {})
+        if what in parts:
+            raise EngineError(f"tensors {parts[what][0]} and {name} are both the {what} of a layer")
+        parts[what] = name, tensor
+    return dict(layers)
 
 
-_DOWN: Final = ("down.weight", "lora_A.weight", "lora_A.default.weight")
-_UP: Final = ("up.weight", "lora_B.weight", "lora_B.default.weight")
+def _placed(name: str, layer: NamedLayer, product: Product, module: nn.Module, family: Family) -> dict[str, LoraPair]:
+    """Return a layer's product for each layer of the module that it is: each has its rows. Raises EngineError."""
+    by_input = product.has_lengths_of_inputs
+    if by_input and len(layer.paths) > 1:
+        raise EngineError(
+            f"{product.names['magnitude']} is by input, which is not supported for a {family.class_name}, whose layer "
+            "it is a part of"
+        )
+    targets = {path: module.get_submodule(path) for path in layer.paths}
+    counts = {path: _num_outputs(target) for path, target in targets.items()}
+    by_row = [product.up, None if by_input else product.lengths, product.bias]
+    if layer.swaps_halves:
+        by_row = [one if one is None else torch.cat(one.chunk(2)[::-1]) for one in by_row]
+    if len(targets) > 1 and sum(counts.values()) != len(product.up):
+        raise EngineError(
+            f"adapter target {name!r}: matrices of (in, out) sizes {(product.down.shape[1], len(product.up))} do not "
+            f"fit {', '.join(layer.paths)} of {sum(counts.values())} outputs together"
+        )
+    pairs, start = {}, 0
+    for path, target in targets.items():
+        stop = start + counts[path] if len(targets) > 1 else None
+        up, lengths, bias = (one if one is None else one[start:stop] for one in by_row)
+        assert up is not None
+        lengths = product.lengths if by_input else lengths
+        magnitude = None if lengths is None else lengths.flatten().float()
+        pairs[path] = _shaped(LoraPair(product.down, up, product.scale, magnitude, by_input, bias), target)
+        start = stop or 0
+    return pairs
+
+
+def _num_outputs(layer: nn.Module) -> int:
+    return int(getattr(layer, "out_features", 0) or getattr(layer, "out_channels", 0))
+
+
+def _shaped(pair: LoraPair, target: nn.Module) -> LoraPair:
+    """Return a pair with the axes of its target: a matrix may be written as a kernel of one place, and the reverse."""
+    down, up, scale = pair.down, pair.up, pair.scale
+    if not down.shape[1]:  # of a bias alone
+        down = down.new_zeros(1, int(getattr(target, "in_features", 0) or getattr(target, "in_channels", 0)))
+    if isinstance(target, nn.Conv2d) and down.ndim == 2:
+        kernel = target.kernel_size if not pair.down.shape[1] else (1, 1)
+        down, up = down[:, :, None, None].expand(-1, -1, *kernel), up[:, :, None, None]
+    elif not isinstance(target, nn.Conv2d) and down.ndim == 4 and down.shape[2:] == (1, 1):
+        down, up = down.flatten(1), up.flatten(1)
+    if pair.bias is not None:  # which no scale is for
+        up, scale = up * scale, 1.0
+    return replace(pair, down=down, up=up, scale=scale)
+
+
+def _warn(adapter: LoraAdapter, what: str, names: Sequence[str]) -> None:
+    logger.warning(f"{adapter.path}: {what} and have no effect ({_listed(names)})")
+
+
+def _listed(names: Sequence[str]) -> str:
+    rest = len(names) - _MAX_NAMES
+    return ", ".join(map(shown, names[:_MAX_NAMES])) + (f" and {rest} more" if rest > 0 else "")
 
 
 def check_lora(adapter: Checkpoint, base: AdapterBase, family: Family) -> None:
     """Raise AdapterError for what its first request would be refused for: a layer that is absent or of another size."""
     (component,) = adapter.components
-    _check_ranks(adapter, component.tensors)
     lora = parse_adapter(adapter.path, _blank_tensors(component.tensors), component.metadata)
     try:
         for name in (family.denoiser_name, *family.lora_encoders):
             if name in base.components:
                 _fit(lora, family, name, base)
+            elif layers := _layers_of(lora, family, name):
+                raise EngineError(f"{adapter.path}: changes {name}.{min(layers)}, and {base.model!r} has no {name}")
     except EngineError as error:
         raise AdapterError(f"{error}; expected a LoRA for {base.model!r}, a {base.class_name}") from None
 
 
 def _fit(lora: LoraAdapter, family: Family, name: str, base: AdapterBase) -> None:
     part = base.components[name]
-    FittedLoras(family, name, build_blank(part.library, part.class_name, base.folder / name)).pairs_of(lora)
-
-
-def _check_ranks(adapter: Checkpoint, tensors: Mapping[str, SourceTensor]) -> None:
-    """Raise AdapterError for two matrices of unlike ranks, which go to the converters with one."""
-    for name in tensors:
-        end = next((end for end in _DOWN if name.endswith(end)), None)
-        other = name.removesuffix(end or "") + _UP[_DOWN.index(end)] if end else ""
-        down, up = tensors[name].shape, tensors[other].shape if other in tensors else ()
-        if up and (len(down) < 2 or len(up) < 2 or down[0] != up[1]):
-            raise AdapterError(
-                f"{adapter.path}: tensor {name} has shape {list(down)}, and {other} {list(up)}: they do not go together"
-            )
+    FittedLoras(family, name, build_blank(part.library, part.class_name, base.folder / name)).check(lora)
 
 
 def _blank_tensors(tensors: Mapping[str, SourceTensor]) -> dict[str, torch.Tensor]:
-    """Return tensors of these names, ones of no memory: the matrices of rank 1, all else in its shape."""
-    found = {}
-    for name, tensor in tensors.items():
-        blank = torch.ones((), dtype=TORCH_DTYPES[tensor.dtype]).expand(tensor.shape)
-        if blank.ndim > 1 and name.endswith(_DOWN):
-            blank = blank[:1]
-        elif blank.ndim > 1 and name.endswith(_UP):
-            blank = blank[:, :1]
-        found[name] = blank
-    return found
+    """Return tensors of these names, types and shapes without values; of single numbers, which are read, ones."""
+    return {
+        name: torch.ones(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype])
+        if math.prod(tensor.shape) == 1 and len(tensor.shape) < 2
+        else torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
+        for name, tensor in tensors.items()
+    }

@@ -7,12 +7,14 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from diffusers import AutoencoderTiny
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
@@ -23,6 +25,22 @@ from deployments.engines.protocol import EngineError
 _RECORDED_SIDE: Final = 32  # latents of the decode that tells what a pixel takes
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Latents:
+    """What a small VAE gives in place of a distribution of latents: the latents, of which nothing is drawn."""
+
+    parameters: torch.Tensor
+
+    def sample(self, generator: torch.Generator | None = None) -> torch.Tensor:
+        return self.parameters
+
+    def mode(self) -> torch.Tensor:
+        return self.parameters
+
+
+Posterior: TypeAlias = DiagonalGaussianDistribution | _Latents
 
 
 class ImageCodec:
@@ -39,6 +57,7 @@ class ImageCodec:
         self.vae = vae
         self._max_bytes = max_bytes
         self._is_of_video = "temperal_downsample" in self.vae.config  # an image is a video of one frame to it
+        self.draws_latents = not isinstance(vae, AutoencoderTiny)  # which gives them itself
         # Pixels per latent.
         self.scale_factor = 2 ** (
             len(vae.config.temperal_downsample) if self._is_of_video else len(vae.config.block_out_channels) - 1
@@ -73,10 +92,8 @@ class ImageCodec:
         latents: torch.Tensor = self.posterior(images_BCHW).mode()
         return scale(latents[:, :, 0] if self._is_of_video else latents, self.vae)
 
-    def posterior(
-        self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True
-    ) -> DiagonalGaussianDistribution:
-        """Return the distribution of the images' latents.
+    def posterior(self, images_BCHW: torch.Tensor, *, upcasts: bool = False, may_change: bool = True) -> Posterior:
+        """Return the distribution of the images' latents, or what stands for it: see `draws_latents`.
 
         `upcasts`: in float32 whatever the VAE's dtype, if its config has `force_upcast`. `may_change`: what finds no
         memory goes in tiles, which changes it a little.
@@ -86,7 +103,7 @@ class ImageCodec:
         images = images.unsqueeze(2) if self._is_of_video else images
         with torch.no_grad():
             found = self._in_tiles_if_large(vae, vae.encode, images, images.shape[-2:], may_change)
-        posterior: DiagonalGaussianDistribution = found.latent_dist
+        posterior: Posterior = found.latent_dist if self.draws_latents else _Latents(found.latents)
         return posterior
 
     def decode(
@@ -172,7 +189,7 @@ class RecordingCodec(ImageCodec):
         self._codec = codec
         self.noted: list[torch.Tensor] = []
 
-    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> DiagonalGaussianDistribution:
+    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> Posterior:
         found = self._codec.posterior(images_BCHW, **options)
         self.noted.append(found.parameters.cpu())
         return found
@@ -193,8 +210,8 @@ class ReplayingCodec(ImageCodec):
         self._noted = iter(noted)
         self._device = device
 
-    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> DiagonalGaussianDistribution:
-        return DiagonalGaussianDistribution(self._next())
+    def posterior(self, images_BCHW: torch.Tensor, **options: Any) -> Posterior:
+        return DiagonalGaussianDistribution(self._next()) if self.draws_latents else _Latents(self._next())
 
     def most_likely(
         self, images_BCHW: torch.Tensor, scale: Callable[[torch.Tensor, Any], torch.Tensor]

@@ -78,7 +78,7 @@ class Modulation:
 
     def _is_adapted(self, state: DenoiseState) -> bool:
         """Return whether a LoRA changes the embedding. One of the layers adds to what they give, known or not."""
-        return any(layer in self._embedded for pairs, _ in state.adapters for layer, _ in pairs)
+        return any(layer in pairs for pairs, _ in state.adapters for layer in self._embedded)
 
     def given(self, outputs: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """Let the modules give these `rows_of`, if any, within the block. HAZARD: one thread at a time may run them."""
@@ -120,9 +120,7 @@ def _rows_of_step(part: Condition) -> tuple[torch.Tensor, ...]:
     """Return what is known of the next step of a part, for each of its images."""
     ahead: _Ahead = part.state.ahead[id(part.branch)]
     step, count = part.state.step_index - ahead.first, len(part.state.latents)
-    # The side path of a LoRA adds to them in place, and those of the text are wanted again.
-    of_text = [one.clone() for one in ahead.of_text] if part.state.adapters else ahead.of_text
-    found = [*(output[step : step + 1] for output in ahead.outputs), *of_text]
+    found = [*(output[step : step + 1] for output in ahead.outputs), *ahead.of_text]
     return tuple(found if count == 1 else [one.expand(count, *one.shape[1:]) for one in found])
 
 

@@ -61,7 +61,7 @@ from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.memory_limits import MemoryLimits, run_in_parts
 from deployments.engines.nn.batch_invariant import make_batch_invariant, repeatable_kernels
 from deployments.engines.nn.forwards import checked_blocks, make_quick, outer_blocks, replaced_forwards
-from deployments.engines.nn.lora import applied_adapters
+from deployments.engines.nn.lora import Batch, applied_adapters
 from deployments.engines.protocol import ComputationFailed, DiffusionRequest, EngineError
 from weights.adapters import LoraAdapter, LoraPair
 from weights.memory.devices import computes_on_host, host_generator
@@ -152,7 +152,7 @@ class DenoisePipeline:
         paths = {layer: path for path, layer in self.denoiser.named_modules()}
         found, _ = self._loras.forms_of(request, adapters)
         names = sorted(use.name for use in request.adapters)
-        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in pairs} for pairs, _ in found]
+        pairs_of = [{paths[layer]: pair.to("meta") for layer, pair in own.items()} for own, _ in found]
         return [*zip(names, pairs_of, strict=True), *beside]
 
     def encode_inputs(
@@ -198,7 +198,8 @@ class DenoisePipeline:
         known = adapters or {}
         pairs, merged = self._loras.forms_of(request, known)
         branches = self._branches(request, conditioning)
-        solver = self._solvers.create_solver(self.device, request, partial(family.schedule, request, size=size))
+        schedule, changes = partial(family.schedule, request, size=size), partial(family.solver_changes, request)
+        solver = self._solvers.create_solver(self.device, request, schedule, changes)
         generator = host_generator(request.seed)
         controls = make_controls(request, known, family, self.denoiser, codec, generator, self.device)
         image_prompts = make_image_prompts(request, known, family, self.denoiser, len(branches))
@@ -339,7 +340,8 @@ class DenoisePipeline:
 
     def _forward(self, rows: Rows, height: int, width: int) -> torch.Tensor:
         images = prompted_by_images(rows.image_prompts)
-        with applied_adapters(rows.adapters), images, self._modulation.given(rows.modulation):
+        adapters = applied_adapters(rows.adapters, Batch(len(rows), self.family.repeats_rows))
+        with adapters, images, self._modulation.given(rows.modulation):
             return self.family.predict_noise(self.denoiser, rows, self._size(height, width))
 
     def _replayed(self, rows: Rows, height: int, width: int) -> torch.Tensor:
@@ -349,7 +351,8 @@ class DenoisePipeline:
         inputs = rows.tensors()
         shapes = tuple((one.shape, one.dtype) for one in inputs)
         optional = rows.pooled is None, rows.mask is None
-        key = shapes, optional, height, width, rows.sizes, torch.get_num_threads()
+        lengths = rows.lengths if self.family.counts_tokens else ()
+        key = shapes, optional, height, width, rows.sizes, lengths, torch.get_num_threads()
         return self._replays.run(key, inputs, lambda given: self._forward(rows.with_tensors(given), height, width))
 
     def _latent_images(self, latents: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -160,7 +160,7 @@ def _adapters_key(part: Condition) -> Hashable:
 
 def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...]) -> Rows:
     """Return the rows of a forward, in the order part, image. `modulation` is that of `Rows`."""
-    latents, timesteps, prompts, guidance, pooled, masks = [], [], [], [], [], []
+    latents, timesteps, prompts, guidance, pooled, masks, lengths = [], [], [], [], [], [], list[int]()
     for state, branch in group:
         scaled = _model_input(state)
         count = len(scaled)
@@ -172,6 +172,7 @@ def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...])
             pooled.append(branch.pooled.expand(count, -1))
         if branch.mask is not None:
             masks.append(branch.mask.expand(count, -1))
+        lengths += [branch.num_tokens or branch.prompt.shape[1]] * count
     controls = tuple(_control_rows(group, place) for place in range(len(group[0].state.acting_controls)))
     return Rows(
         torch.cat(latents),
@@ -185,6 +186,7 @@ def build_rows(group: Sequence[Condition], modulation: tuple[torch.Tensor, ...])
         modulation,
         tuple(state.size for state, _ in group for _ in range(len(state.latents))),
         tuple(_prompted_spans(group)),
+        tuple(lengths),
     )
 
 

@@ -18,6 +18,7 @@ from deployments.engines.diffusion.known_solvers import REFUSED, check_solver
 from deployments.engines.protocol import DiffusionRequest, EngineError
 
 Schedule = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> arguments of its set_timesteps
+Changes = Callable[[Mapping[str, Any]], Mapping[str, Any]]  # a solver's config -> what takes the place of its values
 
 # Solvers over a schedule of betas: each runs with the config of any other, as stock's users exchange them. LCM and TCD
 # are none's `compatibles` in diffusers, though they read the same config; EDM is everybody's, and reads another one.
@@ -42,6 +43,9 @@ _OPTIONS: Final[Mapping[str, type[bool] | tuple[float, float] | frozenset[str]]]
     "solver_type": frozenset({"midpoint", "heun", "logrho", "bh1", "bh2"}),
     "solver_order": (1, 3),
     "original_inference_steps": (1, 1000),
+    "prediction_type": frozenset({"epsilon", "v_prediction", "sample", "flow_prediction"}),
+    "use_flow_sigmas": bool,
+    "flow_shift": (0.01, 100.0),
     "shift": (0.01, 100.0),
 }
 
@@ -65,14 +69,18 @@ class SolverFactory:
         device: torch.device,
         request: DiffusionRequest,
         schedule: Schedule,
+        changes: Changes = lambda config: {},
     ) -> Any:
         """Return the solver of a request with its timesteps set by what `schedule` makes of its config.
+
+        `changes` are made to that config first, of whatever class the solver is.
 
         A request's `scheduler` is another class than the pipeline's, which gets its config, as stock's `from_config`
         does, with the `scheduler_options` in place of what is there. Raises EngineError when there is none, or it
         cannot make such a schedule (more steps than it was trained with, say).
         """
         solver = self.configured(request.scheduler, request.scheduler_options)
+        solver.register_to_config(**changes(solver.config))
         try:
             solver.set_timesteps(device=device, **schedule(solver.config))
         except (ValueError, TypeError, ImportError) as error:

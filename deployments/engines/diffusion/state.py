@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from deployments.engines.diffusion.families.base import Branch, Family, ImageSize
+from deployments.engines.diffusion.families.base import MAX_SIDE_PX, Branch, Family, ImageSize
 from deployments.engines.diffusion.image_codec import ImageCodec, unit_pixels
 from deployments.engines.diffusion.input_images import find_bad_image
 from deployments.engines.nn.batch_invariant import make_batch_invariant
@@ -82,7 +82,6 @@ def _misfit(family: Family, net: Any, denoiser: Any, pixels_per_latent: int) -> 
     return reason
 
 
-MAX_SIDE_PX = 4096
 MAX_STEPS = 1000
 MAX_IMAGES = 32
 SEEDS = range(-(2**63), 2**64)  # what torch.Generator.manual_seed takes
@@ -250,7 +249,9 @@ def _padded(branch: Branch, padded_length: Callable[[int], int]) -> Branch:
     if length == num_tokens:
         return branch
     mask = (torch.arange(length, device=branch.prompt.device) < num_tokens)[None]
-    return Branch(torch.nn.functional.pad(branch.prompt, (0, 0, 0, length - num_tokens)), branch.pooled, mask)
+    return Branch(
+        torch.nn.functional.pad(branch.prompt, (0, 0, 0, length - num_tokens)), branch.pooled, mask, num_tokens
+    )
 
 
 def _conditioning(conditioning: Mapping[str, torch.Tensor], name: str, shape: tuple[int | None, ...]) -> torch.Tensor:

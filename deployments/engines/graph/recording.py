@@ -21,6 +21,7 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from weights.memory.devices import allocated_bytes, with_index
 from weights.memory.lifetimes import Lifetime
@@ -38,6 +39,10 @@ from weights.torch_seam import (
 
 MAX_NODES: Final = 200_000  # of one recording
 _ATEN: Final[Any] = torch.ops.aten
+# What gives the values of a tensor to Python, or to a kernel of others, by no operation.
+_TELLERS: Final = frozenset(
+    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr")
+)
 
 logger = logging.getLogger(__name__)
 
@@ -201,6 +206,16 @@ class Recorder(DispatchMode):
             for handle in handles:
                 handle.remove()
 
+    def note_told(self, teller: str, tensor: torch.Tensor) -> None:
+        """Note that the values of a tensor were told by a method that is no operation, as if `item` had told them."""
+        number, at = self._number_of(tensor), len(self.recording.nodes)
+        reads = () if number is None else (number,)
+        for one in reads:
+            self.recording.buffers[one].last = at
+        call = self._call(_ATEN.item.default, (tensor,), {}, teller)
+        layer = self._layers[-1] if self._layers else ""
+        self.recording.nodes.append(Node(f"Tensor.{teller}", layer, reads, (), call=call))
+
     def end(self, results: Any) -> None:
         """Note that the forward has given `results`: what is let go of from here on outlives it."""
         self._alive.clear()
@@ -265,6 +280,21 @@ class Recorder(DispatchMode):
         if isinstance(value, dict):
             return {key: self._slots(one) for key, one in value.items()}
         return value
+
+
+class Listener(TorchFunctionMode):
+    """Notes in a recorder that keeps calls where a forward is told values of a tensor without an operation."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _TELLERS:
+            self._recorder.note_told(func.__name__, args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _convolution(

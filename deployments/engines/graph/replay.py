@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from deployments.engines.graph.recording import Node, Recorder, Recording, Slot, record, tensors_in
+from deployments.engines.graph.recording import Call, Listener, Node, Recorder, Recording, Slot, record, tensors_in
 from weights.memory.lifetimes import place
 from weights.residency.recent import Recent
 from weights.torch_seam import is_written_to, out_form
@@ -84,9 +84,9 @@ class BoundCalls:
 
 
 def _check_inputs(recording: Recording, inputs: Inputs) -> None:
-    """Check that no call gave a number that depends on the inputs. Raises NotReplayable, naming it.
+    """Check that no call gave a number, or a shape, that depends on values of the inputs.
 
-    Such a number has become a constant of the calls behind it.
+    Such a one has become a constant of the calls behind it. Raises NotReplayable, naming the call.
     """
     storages = {id(one.untyped_storage()) for one in inputs}
     given = {number for number, storage in enumerate(recording.given) if id(storage) in storages}
@@ -103,6 +103,8 @@ def _check_inputs(recording: Recording, inputs: Inputs) -> None:
             continue
         if not _is_of_tensors(node.call.results):
             raise NotReplayable(f"{node.op} in {node.layer or 'the forward'} reads a number from an input")
+        if any(map(depends, _shaping(node.call))):
+            raise NotReplayable(f"the shape that {node.op} in {node.layer or 'the forward'} gives depends on an input")
         written = [*_slots(node.call.results)]
         if is_written_to(node.call.op):
             written += _slots(node.call.args[:1])
@@ -155,7 +157,8 @@ class HostCalls:
             results.append(forward(own))
             return results
 
-        recording = record(run, recorder, {})
+        with Listener(recorder):
+            recording = record(run, recorder, {})
         return _bind_calls(recording, own, results[0], self.workspace), results[0]
 
 
@@ -285,6 +288,15 @@ def _bound(value: Any, tensor: Callable[[Slot], torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return {key: _bound(one, tensor) for key, one in value.items()}
     return value
+
+
+def _shaping(call: Call) -> Iterator[Slot]:
+    """Return the tensors whose values say which shape the result of a call has: of indices, those that are masks."""
+    if torch.Tag.dynamic_output_shape not in call.op.tags:
+        return iter(())
+    if call.op.name().startswith("aten::index"):
+        return (slot for slot in _slots(call.args[1:]) if slot.dtype in (torch.bool, torch.uint8))
+    return _slots((call.args, call.kwargs))
 
 
 def _slots(value: Any) -> Iterator[Slot]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -61,14 +61,16 @@ class BlockPool:
             self._forget(block)
             self._is_free[block] = True
             self._num_free += 1
-        blocks: list[int] = []
-        while len(blocks) < count:
-            last = blocks[-1] if blocks else after
-            block = self._next_free(last)
-            self._is_free[block] = False
-            self._num_free -= 1
+        blocks = self._run_behind(after, count)
+        if len(blocks) < count:
+            for first, end in self._other_runs(blocks):
+                blocks += range(first, min(end, first + count - len(blocks)))
+                if len(blocks) == count:
+                    break
+        for block in blocks:
             self._uses[block] = 1
-            blocks.append(block)
+        self._is_free[blocks] = False
+        self._num_free -= count
         return blocks
 
     def share_blocks(self, blocks: Iterable[int]) -> None:
@@ -119,10 +121,19 @@ class BlockPool:
     def _forget(self, block: int) -> None:
         del self._published[self._keys.pop(block)]
 
-    def _next_free(self, last: int | None) -> int:
-        """Return the block behind `last`, or the first of the longest run of free ones."""
-        if last is not None and last + 1 < self.num_blocks and self._is_free[last + 1]:
-            return last + 1
-        edges = np.flatnonzero(np.diff(np.concatenate(([0], self._is_free.view(np.int8), [0]))))
+    def _run_behind(self, block: int | None, count: int) -> list[int]:
+        """Return the free blocks that follow `block`, at most `count`."""
+        first = self.num_blocks if block is None else block + 1
+        end = first
+        while end < self.num_blocks and end - first < count and self._is_free[end]:
+            end += 1
+        return list(range(first, end))
+
+    def _other_runs(self, taken: list[int]) -> Iterator[tuple[int, int]]:
+        """Yield the runs of free blocks without those taken, each from and to, the longest first."""
+        is_free = self._is_free.view(np.int8).copy()
+        is_free[taken] = 0
+        edges = np.flatnonzero(np.diff(np.concatenate(([0], is_free, [0]))))
         starts, ends = edges[::2], edges[1::2]
-        return int(starts[np.argmax(ends - starts)])
+        for place in np.argsort(starts - ends, kind="stable"):
+            yield int(starts[place]), int(ends[place])

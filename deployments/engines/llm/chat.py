@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, PlainVa
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 
 
 class NullIsDefault(BaseModel):
@@ -44,25 +44,21 @@ class _ChatPart(NullIsDefault):
 
 
 class FunctionCall(_ChatPart):
-    """The function that an earlier answer called; `arguments` are a JSON object, as text."""
+    """The function that an earlier answer called, whatever the model named it; `arguments` are a JSON object, as text.
 
-    name: FunctionName
-    arguments: str
+    They are as they came: an answer may have ended within them.
+    """
 
-    @model_validator(mode="after")
-    def _has_an_object(self) -> Self:
-        self.parsed_arguments()
-        return self
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    arguments: str = ""
 
-    def parsed_arguments(self) -> dict[str, Any]:
-        """Return the arguments as an object. Raises ValueError where they are none."""
+    def for_template(self) -> dict[str, Any]:
+        """Return the call as chat templates expect it: the arguments as an object, or as text where they are none."""
         try:
             found = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments of {self.name} are not JSON: {error}") from None
-        if not isinstance(found, dict):
-            raise ValueError(f"the arguments of {self.name} are not a JSON object")
-        return found
+        except (ValueError, RecursionError):
+            found = None
+        return {"name": self.name, "arguments": found if isinstance(found, dict) else self.arguments}
 
 
 class ToolCall(_ChatPart):
@@ -90,7 +86,8 @@ Part = Annotated[str | npt.NDArray[np.uint8], PlainValidator(_as_part)]
 class Message(BaseModel):
     """One message of a chat: text, an assistant's tool calls, or (role `tool`) the result of one of them.
 
-    A content in parts has texts and images, uint8 (height, width, 3); a PIL image in RGB will do.
+    `reasoning` is what an assistant thought before, which templates show or leave out; `name` is who speaks, or the
+    tool. A content in parts has texts and images, uint8 (height, width, 3); a PIL image in RGB will do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -99,6 +96,8 @@ class Message(BaseModel):
     content: str | Annotated[tuple[Part, ...], Field(max_length=MAX_PARTS)] = ""
     tool_calls: tuple[ToolCall, ...] = Field((), max_length=128)
     tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning: str | None = None
+    name: Annotated[str, Field(max_length=256)] | None = None
 
     @model_validator(mode="after")
     def _fits_the_role(self) -> Self:
@@ -133,13 +132,13 @@ class Message(BaseModel):
             ]
         if self.tool_calls:
             message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.function.name, "arguments": call.function.parsed_arguments()},
-                }
+                {"id": call.id, "type": "function", "function": call.function.for_template()}
                 for call in self.tool_calls
             ]
+        if self.name is not None:
+            message["name"] = self.name
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         return message
@@ -202,15 +201,18 @@ class JsonSchema(_ChatPart):
 
 
 class ResponseFormat(_ChatPart):
-    """The form of an answer: text, any JSON object, or a JSON document of a schema."""
+    """The form of an answer: text, any JSON object, or a JSON document of a schema, in either member."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
     @model_validator(mode="after")
     def _has_its_schema(self) -> Self:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("the type 'json_schema', and no other, needs a json_schema")
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("a schema by itself is for the type 'json_object'")
         return self
 
     @property
@@ -218,7 +220,12 @@ class ResponseFormat(_ChatPart):
         """Return the schema that the answer keeps to; None for free text."""
         if self.json_schema is not None:
             return self.json_schema.schema_
-        return {"type": "object"} if self.type == "json_object" else None
+        if self.type == "text":
+            return None
+        return self.schema_ if self.schema_ is not None else {"type": "object"}
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from deployments.engines.llm.sampler import SampledToken
 from deployments.engines.llm.scheduler import Sequence
 from deployments.engines.llm.token_picker import TokenPicker
 from deployments.engines.llm.tokenizer import IncrementalDecoder, StopMatcher
-from deployments.engines.protocol import EngineError, SamplingParams, TextDelta, TextRequest
+from deployments.engines.protocol import EngineError, PromptTooLong, SamplingParams, TextDelta, TextRequest
 
 _SEED_LIMITS = (-(2**63), 2**64 - 1)  # what torch.Generator.manual_seed takes
 MAX_BIAS = 100.0  # OpenAI's
@@ -25,9 +25,11 @@ def check_request(request: TextRequest, *, max_model_len: int, vocab_size: int, 
     prompt = request.prompt_token_ids
     if not prompt:
         raise EngineError("the prompt is empty; expected at least one token")
-    if len(prompt) >= max_model_len:
-        raise EngineError(
-            f"the prompt has {len(prompt)} tokens; expected fewer than {max_model_len}, the greatest length"
+    most = max_model_len - (request.pooling is None)  # one is to be written
+    if len(prompt) > most:
+        raise PromptTooLong(
+            f"prompt is too long: {len(prompt)} tokens > {most} maximum ({len(prompt)} tokens; expected fewer than "
+            f"{most + 1}: this model's maximum context length is {max_model_len} tokens)"
         )
     for token_id in prompt:
         if not 0 <= token_id < vocab_size:
@@ -111,7 +113,7 @@ class Completion:
             picker=TokenPicker.create(
                 sampling, prompt, index=index, constraint=request.constraint and request.constraint.fork()
             ),
-            decoder=IncrementalDecoder(tokenizer, prompt),
+            decoder=IncrementalDecoder(tokenizer, prompt, request.hidden_token_ids),
             matcher=StopMatcher(sampling.stop),
             max_tokens=min(sampling.max_tokens, max_model_len - len(prompt)),
             end_token_ids=eos | frozenset(sampling.stop_token_ids),

@@ -21,6 +21,7 @@ import torch
 from deployments.engines.build import converted_bytes
 from deployments.engines.graph.workspace import UNBOUNDED, Workspace
 from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, encode_rendered, render_chat
 from deployments.engines.llm.completion import Completion, check_request
 from deployments.engines.llm.engine_config import STEP_KIND, LLMEngineConfig, LLMEngineStats
 from deployments.engines.llm.grammar import GrammarCompiler
@@ -49,7 +50,6 @@ from deployments.engines.llm.sampler import SampledToken, sample
 from deployments.engines.llm.scheduler import Chunk, Scheduler, Sequence
 from deployments.engines.llm.state_slots import SLOTS_PER_SEQUENCE, StateSlots
 from deployments.engines.llm.tokenizer import (
-    encode_chat,
     encode_text,
     load_eos_token_ids,
     load_generation_defaults,
@@ -60,6 +60,7 @@ from deployments.engines.prompt_images import PromptImage, PromptImages
 from deployments.engines.protocol import ComputationFailed, EngineError, StepAborted, TextDelta, TextRequest
 from weights.memory.block_stream import BlockStream
 from weights.memory.devices import allocated_bytes
+from weights.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -158,11 +159,9 @@ class LLMEngine:
         if self._stream is not None:
             self._stream.close()
 
-    def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, begun: str = ""
-    ) -> tuple[int, ...]:
+    def encode_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> tuple[int, ...]:
         """Return the token ids of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
-        return self.read_chat(messages, (), tools, begun)[0]
+        return self.read_chat(messages, (), options)[0]
 
     def read_images(self, pixels: Iterable[npt.NDArray[np.uint8]]) -> list[PromptImage]:
         """Return images, uint8 (height, width, 3), as the model takes them. Takes a while; uses no tokenizer.
@@ -175,27 +174,34 @@ class LLMEngine:
             return []
         return [self._images.read(one) for one in pixels]
 
-    def read_chat(
-        self,
-        messages: list[dict[str, Any]],
-        images: Items[PromptImage],
-        tools: list[dict[str, Any]] | None = None,
-        begun: str = "",
-    ) -> tuple[tuple[int, ...], PromptImages | None]:
-        """Return the token ids of a chat with the images of its image parts, in their order.
+    def render_chat(self, messages: list[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
+        """Return the text of a chat by the tokenizer's template. Raises EngineError if it has none or refuses."""
+        if self._images is None:
+            return render_chat(self.tokenizer, messages, options)
+        return self._images.render(messages, options)
 
-        Raises EngineError as `encode_chat` does, and where there are not as many parts as images.
+    def encode_rendered(
+        self, text: str, images: Items[PromptImage] = ()
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return the token ids of a rendered chat with the images of its image parts, in their order.
+
+        Raises EngineError where there are not as many parts as images.
         """
         if self._images is None or self._eyes is None:
-            return encode_chat(self.tokenizer, messages, tools or [], begun), None
-        text = self._images.expand(self._images.render(messages, tools or []) + begun, images)
-        token_ids = self._images.encode(text)
+            return encode_rendered(self.tokenizer, text), None
+        token_ids = self._images.encode(self._images.expand(text, images))
         rows = self._images.place(token_ids, images)
         return token_ids, self._eyes.placed(token_ids, images, rows) if images else None
 
-    def encode_text(self, text: str) -> tuple[int, ...]:
-        """Return the token ids of a plain prompt."""
-        return encode_text(self.tokenizer, text)
+    def read_chat(
+        self, messages: list[dict[str, Any]], images: Items[PromptImage], options: ChatOptions = NO_OPTIONS
+    ) -> tuple[tuple[int, ...], PromptImages | None]:
+        """Return the token ids of a chat with its images. Raises EngineError as the two parts of it do."""
+        return self.encode_rendered(self.render_chat(messages, options), images)
+
+    def encode_text(self, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
+        """Return the token ids of a plain prompt, which is cut where it has more."""
+        return encode_text(self.tokenizer, text, max_tokens)
 
     def add_request(self, request: TextRequest) -> None:
         """Take a request in, at the end of the line. `max_tokens` is clipped to what fits behind the prompt.
@@ -303,12 +309,8 @@ class LLMEngine:
         if not chunks:
             return {}
         try:
-            logits = self._logits(chunks)
-            groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
-            completions = [completion for group in groups for completion in group]
-            if len(completions) > len(groups):  # a prompt's row is the first of all its completions
-                logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
-            outcomes = sample(logits, [completion.picker for completion in completions])
+            with panics_as_errors():
+                completions, outcomes = self._sampled(chunks)
         except StepAborted:
             raise
         except Exception as error:
@@ -362,6 +364,15 @@ class LLMEngine:
             self._fail(request_id)
         return [delta for delta in deltas if delta.request_id not in self.failures]
 
+    def _sampled(self, chunks: tuple[Chunk, ...]) -> tuple[list[Completion], Items[SampledToken | Exception]]:
+        """Run the model; return the completions that get a token, and the tokens. Raises what the model raises."""
+        logits = self._logits(chunks)
+        groups = [self._completions(chunk.sequence) for chunk in chunks if chunk.has_logits]
+        completions = [completion for group in groups for completion in group]
+        if len(completions) > len(groups):  # a prompt's row is the first of all its completions
+            logits = logits.repeat_interleave(torch.tensor([len(g) for g in groups], device=logits.device), 0)
+        return completions, sample(logits, [completion.picker for completion in completions])
+
     def _advance(self, completion: Completion, token: SampledToken | None) -> TextDelta | None:
         """Return what the token adds to the completion, without one its prompt's embedding.
 
@@ -370,7 +381,8 @@ class LLMEngine:
         sequence = completion.sequence
         completions = self._requests[sequence.request_id]
         try:
-            delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
+            with panics_as_errors():
+                delta = completion.embedded() if token is None else completion.advance(token, len(completions) - 1)
         except Exception as error:
             if not isinstance(error, EngineError):
                 logger.exception("request %r ends: its text failed", sequence.request_id)

@@ -14,8 +14,11 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from deployments.engines.llm.answer_grammars import LarkGrammar
 from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
+from deployments.engines.llm.tokenizer import special_tokens
 from deployments.engines.protocol import ComputationFailed, EngineError
+from weights.panics import panics_as_errors
 
 # Room between the parts of a document is bounded, so that no model fills its answer with spaces.
 _OPTIONS: Final[Any] = {"whitespace_pattern": r"[ \n\t]{0,24}"}
@@ -25,6 +28,7 @@ _LIMITS: Final[Any] = {"initial_lexer_fuel": 500_000, "max_grammar_size": 100_00
 _MISFIT: Final = "doesn't satisfy the grammar"  # every other error of a matcher is a limit of it
 _NUM_REHEARSALS: Final = 3
 _REHEARSED_BYTES: Final = 96
+_FORCED_TOKENS: Final = 64
 _BYTES: Final = LLTokenizer("byte")  # a vocabulary of single bytes, in which a step costs microseconds
 
 
@@ -32,7 +36,7 @@ class GrammarCompiler:
     """Compiles schemas for the tokens of one model. One thread at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self.special_tokens = tokenizer, special_tokens(tokenizer)
         self._vocab_size = vocab_size
         self._end_token_ids = sorted(end_token_ids)
         self._tokens: LLTokenizer | None = None  # made when it is first asked for: most models never are
@@ -53,6 +57,10 @@ class GrammarCompiler:
             raise EngineError(f"the schema cannot be compiled: {_reason(str(error))}") from None
         return self._compile(grammar)
 
+    def lark(self) -> LarkGrammar:
+        """Return the beginning of a grammar that knows this model's special tokens, for `compile_lark`."""
+        return LarkGrammar(self.special_tokens)
+
     def compile_lark(self, grammar: str) -> Grammar:
         """Return a grammar in llguidance's dialect of Lark. Raises EngineError as `compile_schema` does."""
         if len(grammar) > MAX_SCHEMA_CHARS:
@@ -67,13 +75,15 @@ class GrammarCompiler:
         if matcher.is_error():  # as of a schema that refers to nothing but itself: it compiles, and nothing can begin
             raise EngineError(f"no document fits the schema ({_reason(matcher.get_error())})")
         _rehearse(grammar)
+        _check_vocabulary(matcher.deep_copy())
         return Grammar(matcher)
 
     def _known_tokens(self) -> LLTokenizer:
         if self._tokens is None:
             size = max(self._vocab_size, len(self._tokenizer))
             try:
-                self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
+                with panics_as_errors():
+                    self._tokens = from_tokenizer(self._tokenizer, size, self._end_token_ids or None)
             except Exception as error:  # of several kinds; all mean that these tokens are not understood
                 raise EngineError(f"no grammar works with this model's tokenizer: {error}") from error
         return self._tokens
@@ -98,6 +108,22 @@ def _rehearse(grammar: str) -> None:
                 matcher.consume_token(int(draw.choice(allowed)))
             if matcher.is_error():
                 raise _too_complex(matcher)
+
+
+def _check_vocabulary(matcher: LLMatcher) -> None:
+    """Write what a grammar leaves no choice of. Raises EngineError where the model's tokens cannot."""
+    for _ in range(_FORCED_TOKENS):
+        forced = matcher.compute_ff_bytes()
+        if not forced or matcher.is_stopped():
+            return
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little"))
+        if len(allowed):
+            matcher.consume_token(int(allowed[-1]))  # of one text's tokens the longer ones mostly come later
+        if matcher.is_error() and _MISFIT not in matcher.get_error():
+            return  # too complex, which the request is told that meets it
+        if matcher.is_error() or not len(allowed):
+            text = forced.decode(errors="replace")[:64]
+            raise EngineError(f"the model's vocabulary has no tokens that write {text!r}")
 
 
 def _too_complex(matcher: LLMatcher) -> EngineError:

@@ -16,10 +16,12 @@ from PIL import Image
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from deployments.engines.library_seam import process_image
-from deployments.engines.llm.tokenizer import checked_characters, render_chat
+from deployments.engines.llm.chat_prompts import NO_OPTIONS, ChatOptions, render_chat
+from deployments.engines.llm.tokenizer import checked_characters
 from deployments.engines.processors import load_image_processor
 from deployments.engines.prompt_images import PromptImage
 from deployments.engines.protocol import EngineError
+from weights.panics import panics_as_errors
 
 # Its own processor wants a package that spells numbers, for videos alone. Images are told in the same words.
 _STAND_INS: Final = {"SmolVLMProcessor": "Idefics3Processor"}
@@ -50,7 +52,8 @@ class ImageReader:
         try:
             found = PROCESSOR_MAPPING[type(config)]
             class_ = getattr(transformers, _STAND_INS.get(found.__name__, found.__name__))
-            processor = load_image_processor(class_, folder, tokenizer)
+            with panics_as_errors():
+                processor = load_image_processor(class_, folder, tokenizer)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a processor
             raise EngineError(f"no image processor could be read from {folder}: {error}") from error
         if processor.chat_template:
@@ -68,7 +71,8 @@ class ImageReader:
         if (known := self._known.get(key)) is not None:
             return known
         try:
-            inputs, text = process_image(self._processor, Image.fromarray(pixels), self._options)
+            with panics_as_errors():
+                inputs, text = process_image(self._processor, Image.fromarray(pixels), self._options)
         except Exception as error:  # of sizes that it does not take, say
             height, width = pixels.shape[:2]
             raise EngineError(f"the model takes no image of {width}x{height} pixels: {error}") from error
@@ -77,14 +81,14 @@ class ImageReader:
         self._known[key] = image
         return image
 
-    def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> str:
+    def render(self, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS) -> str:
         """Return a chat as text, as `render_chat` does. Raises EngineError as it does.
 
         Some templates of these models take nothing but contents in parts.
         """
         if not self._shows_texts:
             messages = [message | {"content": _in_parts(message["content"])} for message in messages]
-        return render_chat(self._processor.tokenizer, messages, tools)
+        return render_chat(self._processor.tokenizer, messages, options)
 
     def expand(self, text: str, images: Sequence[PromptImage]) -> str:
         """Return a chat with what stands for each image in the place of its one placeholder.

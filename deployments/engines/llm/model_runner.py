@@ -21,7 +21,7 @@ from deployments.engines.llm.prompt_logprobs import ROWS_AT_ONCE
 from deployments.engines.llm.scheduler import Chunk
 from deployments.engines.llm.split_layers import SplitLayers, SplitStep
 from deployments.engines.nn.batch_invariant import settled_rows
-from deployments.engines.nn.lora import RowAdapter, adapted_rows
+from deployments.engines.nn.lora import AdaptedRows, RowAdapter
 from deployments.engines.prompt_images import PromptImages
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
@@ -36,6 +36,7 @@ class ModelRunner:
         self, model: LoadedModel | StockModel, num_blocks: int, kv_dtype: KvDtype = "auto", num_states: int = 0
     ) -> None:
         self._model = model
+        self._adapted = AdaptedRows(model.module)
         stored = NativeDecoder.cache_dtype(model)
         is_split = isinstance(model, LoadedModel) and model.is_split
         places = model.layer_devices if isinstance(model, LoadedModel) else ()
@@ -102,14 +103,14 @@ class ModelRunner:
             return plan_attention(chunks, self._cache, model.device, window, visible, sees_spans=sees_spans)
 
         arguments = (token_ids_T, positions_T if positions_T.ndim == 1 else positions_T.T, plan, check)
-        with adapted_rows(model.module, _row_adapters(chunks, model.device)):
+        with self._adapted.adding(_row_adapters(chunks, model.device)):
             if isinstance(model, StockModel):
                 rows = _kernel_rows(chunks, len(token_ids_T), self._row_multiple)
                 hidden = model.hidden_states(*arguments, rows, seen, self._step_states(model, chunks, check))
             else:
                 hidden = model.hidden_states(*arguments)
         self._read_prompts(chunks, hidden)
-        with adapted_rows(model.module, _row_adapters(chunks, model.device, of_head=True)):
+        with self._adapted.adding(_row_adapters(chunks, model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
     def _step_states(
@@ -137,10 +138,10 @@ class ModelRunner:
         ids_T, positions_T = self._padded(torch.tensor(tokens)), self._padded(_positions(chunks))
         is_adapted = any(chunk.sequence.loras for chunk in chunks)
         step = SplitStep(ids_T, positions_T, len(tokens), plan, check, spans, is_adapted)
-        with adapted_rows(self._model.module, _by_place(_row_adapters(chunks, self._model.device))):
+        with self._adapted.adding(_by_place(_row_adapters(chunks, self._model.device))):
             hidden = self._split.hidden_states(step)
         self._read_prompts(chunks, hidden)
-        with adapted_rows(self._model.module, _row_adapters(chunks, self._model.device, of_head=True)):
+        with self._adapted.adding(_row_adapters(chunks, self._model.device, of_head=True)):
             return self._logits(hidden, _last_rows(chunks))
 
     def _run_kernels(self, chunks: Collection[Chunk], check: Callable[[], None]) -> torch.Tensor:
@@ -170,7 +171,7 @@ class ModelRunner:
                 end = min(begin + ROWS_AT_ONCE, chunk.end)
                 part = replace(chunk, start=begin, end=end)
                 adapters = _row_adapters([part], self._model.device, of_head=True, all_rows=True)
-                with adapted_rows(self._model.module, adapters):
+                with self._adapted.adding(adapters):
                     logits = self._logits(hidden, list(range(first + begin - chunk.start, first + end - chunk.start)))
                 assert scores is not None
                 scores.note_logits(begin, logits)
@@ -198,6 +199,7 @@ class OwnCacheRunner:
 
     def __init__(self, model: OwnCacheModel) -> None:
         self._model = model
+        self._adapted = AdaptedRows(model.module)
 
     def copy_blocks(self, copies: Iterable[tuple[int, int]]) -> None:
         """Do nothing: blocks count bytes here, and hold none."""
@@ -227,7 +229,7 @@ class OwnCacheRunner:
             state = SequenceState()
         start, scores = state.num_tokens, sequence.prompt_logprobs
         is_read = scores is not None and start < scores.end
-        with adapted_rows(model.module, _adapters_of(chunk, chunk.end - start, is_read, model.device)):
+        with self._adapted.adding(_adapters_of(chunk, chunk.end - start, is_read, model.device)):
             logits = model.advance(state, sequence.token_ids[: chunk.end], all_rows=is_read)
         sequence.state = state
         if scores is not None and is_read:

@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from deployments.engines.llm.block_manager import BLOCK_SIZE
+from deployments.engines.llm.block_manager import BLOCK_SIZE, blocks_for
 from deployments.engines.llm.kv_cache import KVCache
 from deployments.engines.llm.scheduler import Chunk, Sequence
 from weights.memory.devices import computes_on_host
@@ -52,7 +51,8 @@ _PLAIN = Scores()
 class _PromptPart:
     """Rows `first` to `last` of the step: tokens of a prompt, the first of them at `position`.
 
-    `context` has the slots of all tokens up to the last one; `run` is the first of them where they follow each other.
+    `context` has the slots of all tokens up to the last one; where they follow each other, it is empty, and `run` the
+    first of them.
     `tiles` are (row, row, key, key, mask): rows of the part, keys of the context, and which of them each row sees.
     Tiles of one size have rows of their own before and behind those of the part, which are dropped.
     """
@@ -77,7 +77,10 @@ class _DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class _LongDecode:
-    """A token of a long completion: its row, and its slots, or the first of them where they follow each other."""
+    """A token of a long completion: its row, and its slots, or the first of them where they follow each other.
+
+    Then `slots` is empty.
+    """
 
     row: int
     num_tokens: int
@@ -107,19 +110,21 @@ class StepAttention:
         out_THD = q_THD.new_zeros(*q_THD.shape[:2], v_TKD.shape[2])
         for part in self.parts:
             rows = slice(part.first, part.last)
-            keys, values = self._read(layer, part.context, part.run)
+            keys, values = self._read(layer, part.context, part.run, part.position + part.last - part.first)
             _attend_part(q_THD[rows], keys, values, part, out_THD[rows], scores)
         for group in self.groups:
             keys, values = self.cache.read_slots(layer, group.slots)
             out_THD[group.rows] = _attend_group(q_THD[group.rows], keys, values, group.mask, scores)
         for one in self.long:
-            keys, values = self._read(layer, one.slots, one.run)
+            keys, values = self._read(layer, one.slots, one.run, one.num_tokens)
             row = slice(one.row, one.row + 1)
             out_THD[row] = _attend_group(q_THD[row], keys[None], values[None], one.mask, scores)
         return out_THD
 
-    def _read(self, layer: int, slots: torch.Tensor, run: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, len(slots))
+    def _read(
+        self, layer: int, slots: torch.Tensor, run: int | None, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.read_slots(layer, slots) if run is None else self.cache.read_run(layer, run, num_tokens)
 
 
 # A window and what is visible of it -> where the step's tokens are stored, and what each attends to.
@@ -160,10 +165,9 @@ def plan_attention(
     first = 0
     for chunk in chunks:
         sequence = chunk.sequence
-        slots = _slots(sequence, chunk.end)
-        written.append(slots[chunk.start :])
-        blocks = sequence.block_table[: -(-chunk.end // BLOCK_SIZE)]
-        run = blocks[0] * BLOCK_SIZE if _is_run(blocks) else None
+        slots = _slots_of(sequence)
+        written.append(slots.part(chunk.start, chunk.end))
+        run = slots.run(chunk.end)
         # On other devices than the host, a completion that is computed again is as good in one piece.
         is_whole = chunk.num_tokens > 1 and not is_exact
         prompt_end = chunk.end if is_whole else min(max(sequence.num_prompt_tokens, chunk.start), chunk.end)
@@ -171,19 +175,21 @@ def plan_attention(
             tile = TILE if is_exact else None
             spans = sequence.images.spans if sees_spans and sequence.images is not None else ()
             seen = _Visibility(window, visible, spans)
-            parts.append(_prompt_part(chunk.start, prompt_end, first, slots, run, tile, device, seen))
+            context = slots.part(0, prompt_end if run is None else 0)
+            parts.append(_prompt_part(chunk.start, prompt_end, first, context, run, tile, device, seen))
         for position in range(prompt_end, chunk.end):
             row, length = first + position - chunk.start, position + 1
             unseen = max(0, length - window) if window else 0
-            one = _Decoding(row, slots[unseen:length], None)
-            if visible is not None:
-                one = one._replace(mask=visible(torch.tensor([position]), torch.arange(unseen, length)))
+            mask = None if visible is None else visible(torch.tensor([position]), torch.arange(unseen, length))
             num_seen = length - unseen
             if is_exact and num_seen > MAX_PADDED:
                 first_slot = None if run is None else run + unseen
-                mask = None if one.mask is None else one.mask[None].to(device)
-                long.append(_LongDecode(row, num_seen, one.slots.to(device), first_slot, mask))
+                own = slots.part(unseen, length if run is None else unseen).to(device)
+                long.append(
+                    _LongDecode(row, num_seen, own, first_slot, None if mask is None else mask[None].to(device))
+                )
             else:
+                one = _Decoding(row, slots.part(unseen, length), mask)
                 decoding.setdefault(_padded_length(num_seen), []).append(one)
         first += chunk.num_tokens
     groups = []
@@ -202,19 +208,59 @@ class _Decoding(NamedTuple):
     mask: torch.Tensor | None
 
 
-def _is_run(blocks: list[int]) -> bool:
-    return blocks[-1] - blocks[0] == len(blocks) - 1 and all(b - a == 1 for a, b in pairwise(blocks))
-
-
 def _padded_length(length: int) -> int:
     """Return the next power of two from 32 to 512, then the next multiple of 512."""
     return max(32, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
 
 
-def _slots(sequence: Sequence, end: int) -> torch.Tensor:
-    """The slots of the tokens 0 to `end`, (end,)."""
-    first_slots = torch.tensor(sequence.block_table) * BLOCK_SIZE
-    return (first_slots[:, None] + torch.arange(BLOCK_SIZE)).flatten()[:end]
+class SlotTable:
+    """The slots of a sequence's tokens, by the blocks that it had when it was last asked, of which `num_run` follow
+    each other. A step adds a block at most, and does not go through the others again.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: list[int] = []
+        self._num_run = 0
+        self._first_slots: torch.Tensor | None = None  # of the blocks, where they were asked for
+
+    def follow(self, blocks: list[int]) -> None:
+        """Take over the blocks of now."""
+        known = self._blocks
+        if blocks[: len(known)] != known:  # as lists compare: what is the same object is not looked into
+            known.clear()
+            self._num_run, self._first_slots = 0, None
+        for block in blocks[len(known) :]:
+            if self._num_run == len(known) and (not known or block == known[-1] + 1):
+                self._num_run += 1
+            known.append(block)
+
+    def run(self, num_tokens: int) -> int | None:
+        """Return the first slot, where those of the first so many tokens follow each other."""
+        return self._blocks[0] * BLOCK_SIZE if num_tokens <= self._num_run * BLOCK_SIZE else None
+
+    def part(self, start: int, stop: int) -> torch.Tensor:
+        """Return the slots of the tokens `start` to `stop`."""
+        if (first := self.run(stop)) is not None:
+            return torch.arange(first + start, first + stop)
+        first_block, last_block = start // BLOCK_SIZE, blocks_for(stop)
+        slots = (self._known_slots()[first_block:last_block, None] + torch.arange(BLOCK_SIZE)).flatten()
+        return slots[start - first_block * BLOCK_SIZE : stop - first_block * BLOCK_SIZE]
+
+    def _known_slots(self) -> torch.Tensor:
+        """Return the first slots of the blocks."""
+        known = self._first_slots
+        new = self._blocks if known is None else self._blocks[len(known) :]
+        if new or known is None:
+            added = torch.tensor(new) * BLOCK_SIZE
+            known = self._first_slots = added if known is None else torch.cat([known, added])
+        return known
+
+
+def _slots_of(sequence: Sequence) -> SlotTable:
+    if sequence.slots is None:
+        sequence.slots = SlotTable()
+    sequence.slots.follow(sequence.block_table)
+    return sequence.slots
 
 
 class _Visibility(NamedTuple):
@@ -262,7 +308,7 @@ def _prompt_part(
         unseen = max(0, begin - seen.window + 1) if seen.window else 0
         mask = seen.mask(begin, num_rows, unseen, num_keys, device)
         tiles.append((max(begin, start) - start, min(begin + num_rows, end) - start, unseen, num_keys, mask))
-    return _PromptPart(first, first + end - start, slots[:end].to(device), run, tuple(tiles), tile, start)
+    return _PromptPart(first, first + end - start, slots.to(device), run, tuple(tiles), tile, start)
 
 
 def _decode_group(members: list[_Decoding], length: int, null_slot: int, device: torch.device) -> _DecodeGroup:

@@ -15,6 +15,7 @@ from deployments.engines.llm.state_slots import StateSlots
 if TYPE_CHECKING:
     from deployments.engines.llm.loras import SequenceLora
     from deployments.engines.llm.models.own_cache import SequenceState
+    from deployments.engines.llm.paged_attention import SlotTable
     from deployments.engines.llm.pooling import PooledStates
     from deployments.engines.llm.prompt_logprobs import PromptLogprobs
     from deployments.engines.prompt_images import PromptImages
@@ -59,7 +60,9 @@ class Sequence:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_keys: list[bytes] = field(default_factory=list)  # of the full blocks
+    known_keys: list[bytes] = field(default_factory=list)  # of all blocks that were asked for: tokens stay as they are
     state: SequenceState | None = None
+    slots: SlotTable | None = None  # what attention knows of its blocks
     state_slot: int | None = None
     state_cut: int = 0
     next_states: tuple[tuple[int, int], ...] = ()
@@ -67,12 +70,15 @@ class Sequence:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def key_behind(self, before: bytes, start: int) -> bytes:
-        """Return the identity of the block of the tokens from `start` on, behind all that `before` stands for."""
-        end = start + BLOCK_SIZE
-        if self.images is not None:
-            before += self.images.identity(start, end)
-        return block_key(before, self.token_ids[start:end])
+    def keys_of(self, count: int) -> list[bytes]:
+        """Return the identities of its first `count` blocks, which are full. Each is computed once."""
+        for place in range(len(self.known_keys), count):
+            before = self.known_keys[-1] if place else self.scope
+            start, end = place * BLOCK_SIZE, (place + 1) * BLOCK_SIZE
+            if self.images is not None:
+                before += self.images.identity(start, end)
+            self.known_keys.append(block_key(before, self.token_ids[start:end]))
+        return self.known_keys[:count]
 
     @property
     def num_completion_tokens(self) -> int:
@@ -193,6 +199,7 @@ class Scheduler:
         It shares the parent's blocks.
         """
         child.block_table, child.block_keys = list(parent.block_table), list(parent.block_keys)
+        child.known_keys = list(parent.block_keys)
         child.num_computed_tokens = parent.num_computed_tokens
         child.num_cached_tokens = parent.num_cached_tokens
         self._blocks.share_blocks(child.block_table)
@@ -297,10 +304,7 @@ class Scheduler:
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
         """Give a waiting sequence the blocks of all its tokens, of which it computes at least the last one."""
-        keys, key = [], sequence.scope
-        for start in range(0, len(sequence) - BLOCK_SIZE, BLOCK_SIZE):
-            key = sequence.key_behind(key, start)
-            keys.append(key)
+        keys = sequence.keys_of((len(sequence) - 1) // BLOCK_SIZE)
         pooled, scores = sequence.pooled, sequence.prompt_logprobs
         is_read = (scores is not None and not sequence.num_completion_tokens) or (
             pooled is not None and pooled.needs_all
@@ -344,10 +348,11 @@ class Scheduler:
         end = sequence.num_computed_tokens if self._shares_prefixes else 0
         if not self._shares_completions:
             end = min(end, sequence.num_prompt_tokens)
-        keys = sequence.block_keys
-        for place in range(len(keys), end // BLOCK_SIZE):
-            keys.append(sequence.key_behind(keys[-1] if keys else sequence.scope, place * BLOCK_SIZE))
-            self._blocks.publish(sequence.block_table[place], keys[-1])
+        keys, count = sequence.block_keys, end // BLOCK_SIZE
+        if count > len(keys):
+            for place, key in enumerate(sequence.keys_of(count)[len(keys) :], len(keys)):
+                keys.append(key)
+                self._blocks.publish(sequence.block_table[place], key)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._unseat(sequence)

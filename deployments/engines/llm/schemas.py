@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -22,12 +23,22 @@ _FORMATS: Final = frozenset(
 _ONE: Final = frozenset({"items", "additionalProperties", "not", "contains", "propertyNames", "if", "then", "else"})
 _LISTS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
 _NAMED: Final = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_UNREAD: Final = re.compile(r"\(\?(?:[=!]|<[=!])|\\[1-9]")  # what looks around or back
+_LARGEST: Final = 2**53
+_INT64: Final = 2**63 - 1
 _MOST_UNIQUE: Final = 4  # values, which have 65 orders
 _MOST_TAGS: Final = 16  # properties that are looked at for what tells members apart
 
 
-def prepare_schema(schema: Any) -> Any:
-    """Return an equivalent schema without what llguidance refuses.
+def left_out_of(schema: Any) -> tuple[str, ...]:
+    """Return what of a schema no grammar keeps to, and is left out: `prepare_schema` does that. Raises as it does."""
+    left_out: list[str] = []
+    prepare_schema(schema, left_out)
+    return tuple(dict.fromkeys(left_out))
+
+
+def prepare_schema(schema: Any, left_out: list[str] | None = None) -> Any:
+    """Return an equivalent schema without what llguidance refuses; `left_out` takes what that changes of it.
 
     Raises EngineError for one that is too large or too deep, or that no grammar can keep to.
     """
@@ -35,32 +46,52 @@ def prepare_schema(schema: Any) -> Any:
         size = len(json.dumps(schema, ensure_ascii=False))
         if size > MAX_SCHEMA_CHARS:
             raise EngineError(f"the schema has {size} characters; expected {MAX_SCHEMA_CHARS} at most")
-        return _prepared(schema, schema)
+        return _prepared(schema, schema, [] if left_out is None else left_out)
     except RecursionError:
         raise EngineError("the schema is nested too deeply") from None
 
 
-def _prepared(schema: Any, root: Any) -> Any:
+def _prepared(schema: Any, root: Any, left_out: list[str]) -> Any:
     if not isinstance(schema, Mapping):
         return schema
+    if schema.get("not") in ({}, True):  # nothing
+        return False
     found = dict(schema)
+    _leave_out(found, left_out)
     if isinstance(found.get("format"), str) and found["format"] not in _FORMATS:
         del found["format"]
     if not found.get("uniqueItems", True):
         del found["uniqueItems"]
     for key, value in found.items():
         if key in _ONE:
-            found[key] = _prepared(value, root)
+            found[key] = _prepared(value, root, left_out)
         elif key in _LISTS and isinstance(value, list):
-            found[key] = [_prepared(one, root) for one in value]
+            found[key] = [_prepared(one, root, left_out) for one in value]
         elif key in _NAMED and isinstance(value, Mapping):
-            found[key] = {name: _prepared(one, root) for name, one in value.items()}
+            found[key] = {name: _prepared(one, root, left_out) for name, one in value.items()}
     if isinstance(found.get("oneOf"), list) and "anyOf" not in found:
         members = _by_discriminator(found["oneOf"], found.get("discriminator"), root)
         if members is not None:  # no document fits two of them
             del found["oneOf"]
             found["anyOf"] = members
     return _permutations(found, root) if found.get("uniqueItems") is True else found
+
+
+def _leave_out(schema: dict[str, Any], left_out: list[str]) -> None:
+    """Take out what llguidance does not know and most schemas have for other readers, as zod and pydantic write it."""
+    schema.pop("$schema", None)
+    if isinstance(schema.get("pattern"), str) and _UNREAD.search(schema["pattern"]):
+        left_out.append(f"pattern {schema.pop('pattern')[:64]!r}")
+    if "propertyNames" in schema:
+        names = schema.pop("propertyNames")
+        if names not in ({"type": "string"}, {}, True):  # what all names are
+            left_out.append("propertyNames")
+    for key in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        value = schema.get(key)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) > _LARGEST:
+            del schema[key]  # bounds of a computer's integers, which nobody comes near
+            if abs(value) < _INT64:
+                left_out.append(key)
 
 
 def _resolved(schema: Any, root: Any) -> Mapping[str, Any]:
@@ -139,4 +170,7 @@ def _permutations(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     if not orders:
         raise EngineError(f"no document fits the schema (minItems {least} of {len(distinct)} unique values)")
     kept = {"uniqueItems", "items", "minItems", "maxItems"}
+    if isinstance(types := schema.get("type"), list):
+        kept.add("type")
+        orders += [{"type": one} for one in types if one != "array"]
     return {key: value for key, value in schema.items() if key not in kept} | {"anyOf": orders}

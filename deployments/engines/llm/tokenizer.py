@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from deployments.engines.chat_rendering import prepare_chat_template, render_chat_template
+from deployments.engines.chat_rendering import prepare_chat_template
 from deployments.engines.config_files import read_config
 from deployments.engines.llm.models.gguf_config import gguf_headers
 from deployments.engines.llm.models.gguf_tokenizer import gguf_tokenizer
 from deployments.engines.protocol import EngineError
 from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
+from weights.panics import panics_as_errors
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,17 @@ _GGUF_SAMPLING: Final = {
 }
 
 
+_LEAST_TOP_P: Final = 1e-9
+_RANGES: Final[Mapping[str, Callable[[float], bool]]] = {
+    "temperature": lambda value: 0 <= value < math.inf,
+    "top_p": lambda value: 0 < value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "typical_p": lambda value: 0 < value <= 1,
+    "repetition_penalty": lambda value: 0 < value < math.inf,
+    "max_tokens": lambda value: value >= 1 and value == int(value),
+}
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Read the tokenizer of the folder: stock files, or a GGUF model's. Raises EngineError when none can be read."""
     if headers := gguf_headers(folder):
@@ -39,7 +53,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     else:
         check_tokenizer_files(folder)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            with panics_as_errors():
+                tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers raises many kinds; all mean that the files are not a tokenizer
             check_tokenizer(folder)
             raise EngineError(f"no tokenizer could be read from {folder}: {error}") from error
@@ -62,45 +77,13 @@ def load_eos_token_ids(folder: Path, config: PretrainedConfig) -> frozenset[int]
     return frozenset(eos if isinstance(eos, list) else [eos])
 
 
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None = None) -> tuple[int, ...]:
     """Return the token ids of a plain prompt, with the special tokens that the tokenizer adds by itself.
 
-    Raises EngineError for a text that is no Unicode.
+    One of more than `max_tokens` is cut; these tokens stay. Raises EngineError for a text that is no Unicode.
     """
-    return tuple(tokenizer(checked_characters(text))["input_ids"])
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[dict[str, Any]],
-    tools: Sequence[dict[str, Any]] = (),
-    begun: str = "",
-) -> tuple[int, ...]:
-    """Return the token ids of a chat, up to where the assistant begins to speak, or behind what it has `begun` to say.
-
-    Raises EngineError as `render_chat` does, or where the text is no Unicode.
-    """
-    text = render_chat(tokenizer, messages, tools)
-    # The template has written the special tokens already.
-    return tuple(tokenizer(checked_characters(text + begun), add_special_tokens=False)["input_ids"])
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] = ()
-) -> str:
-    """Return the text of a chat, up to where the assistant begins to speak.
-
-    Raises:
-        EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
-        knows no tool messages.
-    """
-    template = chat_template(tokenizer, has_tools=bool(tools))
-    uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if uses_tools and not re.search(r"\btool", template):
-        raise EngineError("the model's chat template does not know tools")
-    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    name = next((found for found, source in named.items() if source == template), "default")
-    return render_chat_template(template, name, messages, tools, tokenizer.special_tokens_map)
+    cut = {"truncation": True, "max_length": max_tokens} if max_tokens is not None else {}
+    return tuple(tokenizer(checked_characters(text), **cut)["input_ids"])
 
 
 def checked_characters(text: str) -> str:
@@ -124,6 +107,11 @@ def chat_template(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> str
         raise EngineError(f"the model's tokenizer has no chat template for this: {error}") from error
 
 
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the tokens that texts of answers are without, by what they are called."""
+    return {token.content: id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
 def load_generation_defaults(folder: Path) -> dict[str, float | int]:
     """Return what generation_config.json or a GGUF file says of sampling, under the names of `SamplingParams`.
 
@@ -142,6 +130,10 @@ def load_generation_defaults(folder: Path) -> dict[str, float | int]:
         found["temperature"] = 0.0
     if found.get("top_k", 0) < 0:  # as others write "off"
         found["top_k"] = 0
+    if found.get("top_p") == 0:  # the likeliest token alone
+        found["top_p"] = _LEAST_TOP_P
+    for name in [name for name, fits in _RANGES.items() if name in found and not fits(found[name])]:
+        logger.warning("%s: %s %s is out of its range, and left out", folder, name, found.pop(name))
     return found
 
 
@@ -153,12 +145,17 @@ def _numbers(given: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, fl
     }
 
 
+_SPACE: Final = "\u2581"  # of sentencepiece's tokens
+
+
 def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, bytes]:
     """Return a token alone, special ones too: as text, and as the bytes that it adds, maybe a part of a character."""
     text = str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
-    if UNFINISHED not in text:
-        return text, text.encode()
     piece = str(tokenizer.convert_ids_to_tokens(token_id))
+    if UNFINISHED not in text:
+        if piece.startswith(_SPACE) and not text.startswith(" "):  # decoders drop the space of a first word
+            text = f" {text}"
+        return text, text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", piece):  # byte fallback of sentencepiece
         return text, bytes([int(piece[3:5], 16)])
     table = {character: byte for byte, character in bytes_to_unicode().items()}  # byte-level BPE
@@ -169,6 +166,8 @@ def token_text(tokenizer: PreTrainedTokenizerBase, token_id: int) -> tuple[str, 
 
 NUM_CONTEXT_TOKENS = 8  # of the prompt: enough for the decoder to know that the completion is not a beginning
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a character, or not yet
+_MAX_HELD = 16  # tokens that may become a character together: no character has more bytes
+_LAST = 8  # of more than those, which tell whether all of them end in the middle of a character
 
 
 class IncrementalDecoder:
@@ -176,11 +175,18 @@ class IncrementalDecoder:
 
     A token is decoded together with its predecessors, because decoders drop the space before a first word,
     and spread characters over tokens. Text that ends in an unfinished character is held back. Special tokens
-    give no text.
+    give no text. What a token takes does not grow with those before it that gave none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt_token_ids: Sequence[int],
+        hidden: frozenset[int] | None = None,
+    ) -> None:
+        """`hidden` are the tokens without a text, where these are not all special ones."""
         self._tokenizer = tokenizer
+        self._hidden = hidden
         # The tokens that still matter; the first `_num_shown` of them have been given out as `_shown`.
         self._token_ids = list(prompt_token_ids[-NUM_CONTEXT_TOKENS:])
         self._num_shown = len(self._token_ids)
@@ -189,8 +195,12 @@ class IncrementalDecoder:
     def feed(self, token_id: int) -> str:
         """Return the text that has become certain with this token."""
         self._token_ids.append(token_id)
+        if len(self._token_ids) - self._num_shown > _MAX_HELD and self._decode(_LAST).endswith(UNFINISHED):
+            return ""
         text = self._decode()
         if text.endswith(UNFINISHED) or len(text) <= len(self._shown):
+            if token_id in self._skipped_ids:
+                self._token_ids.pop()
             return ""
         piece = text[len(self._shown) :]
         # The tokens of this piece are the context of the next one. They start and end with whole characters.
@@ -203,10 +213,22 @@ class IncrementalDecoder:
         """Return what was held back, as it is. Call it once, at the end."""
         return self._decode()[len(self._shown) :]
 
-    def _decode(self) -> str:
-        return str(
-            self._tokenizer.decode(self._token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        )
+    def _decode(self, count: int = 0) -> str:
+        """Return the text of the last `count` tokens, 0: of all."""
+        ids = self._token_ids[-count:]
+        if self._hidden is not None:
+            ids = [token_id for token_id in ids if token_id not in self._hidden]
+        skips = self._hidden is None
+        return str(self._tokenizer.decode(ids, skip_special_tokens=skips, clean_up_tokenization_spaces=False))
+
+    @functools.cached_property
+    def _skipped_ids(self) -> frozenset[int]:
+        """The tokens that are left out before a text is looked at."""
+        if self._hidden is not None:
+            return self._hidden
+        if not self._tokenizer.is_fast:
+            return frozenset(self._tokenizer.all_special_ids)
+        return frozenset(one for one, added in self._tokenizer.added_tokens_decoder.items() if added.special)
 
 
 class StopMatcher:

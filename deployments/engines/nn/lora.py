@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -25,9 +25,11 @@ from torch.nn import functional as F
 from deployments.engines.nn.batch_invariant import conv2d, is_batch_invariant, linear
 from deployments.engines.protocol import EngineError
 from weights.adapters import LoraPair
+from weights.torch_seam import forward_hooks_of
 
 Pairs = Mapping[str, LoraPair]
-FittedPairs = Sequence[tuple[nn.Module, LoraPair]]  # the layers that an adapter changes
+FittedPairs = Mapping[nn.Module, LoraPair]  # by the layers that an adapter changes
+Hook = Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]
 _TILE_BYTES: Final = 8 * 2**20  # of wide rows of W
 _products: weakref.WeakKeyDictionary[LoraPair, torch.Tensor] = weakref.WeakKeyDictionary()
 
@@ -45,27 +47,64 @@ class AdaptedSpan(NamedTuple):
         return AdaptedSpan(self.uses, first - start, last - start) if first < last else None
 
 
-@contextmanager
-def applied_adapters(spans: Sequence[AdaptedSpan]) -> Iterator[None]:
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The number of rows of a forward, of which a layer may see several vectors along its first axis.
+
+    Those of a row follow each other; where a forward `repeats` its rows, they follow in their order once more.
+    """
+
+    num_rows: int
+    repeats: bool = False
+
+    def part(self, x: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """Return what belongs to the rows `start` to `stop` of what goes through a layer, as a view."""
+        if not start and stop >= self.num_rows:
+            return x
+        each, rest = divmod(len(x), self.num_rows)
+        if rest:
+            raise ValueError(f"{len(x)} vectors of {self.num_rows} rows: not as many of each")
+        if self.repeats and each > 1:
+            return x.view(each, self.num_rows, *x.shape[1:])[:, start:stop]
+        return x[each * start : each * min(stop, self.num_rows)]
+
+
+def applied_adapters(spans: Sequence[AdaptedSpan], batch: Batch | None = None) -> AbstractContextManager[None]:
     """Add to what layers compute within the block, for each span of the batch its own adapters.
 
     Equal to diffusers' `set_adapters` over PEFT, in the given order, for each span, but that a DoRA of strength 0 does
-    nothing at all; a row's result does not depend on the others. The first axis of what goes through the layers is the
-    batch. HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left behind in any case.
+    nothing at all; a row's result does not depend on the others. Without a `batch`, the first axis of what goes through
+    each layer is the batch. HAZARD: hooks belong to the layers, so one thread at a time may run them; no hook is left
+    behind in any case.
     """
-    by_layer: dict[nn.Module, list[_SidePath]] = {}
-    for span in spans:
-        for pairs, strength in span.uses:
-            for layer, pair in pairs if strength else ():
-                by_layer.setdefault(layer, []).append((span.start, span.stop, pair, pair.scale * strength))
-    handles: list[Any] = []
+    uses = [(span.start, span.stop, *use) for span in spans for use in span.uses if use[1]]
+
+    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        x, result = args[0], _writable(layer, output)
+        here = batch or Batch(len(x))
+        for start, stop, pairs, strength in uses:
+            if (pair := pairs.get(layer)) is not None:
+                _add(layer, pair, pair.scale * strength, here.part(x, start, stop), here.part(result, start, stop))
+        return result
+
+    return _hooked((layer for _, _, pairs, _ in uses for layer in pairs), add)
+
+
+@contextmanager
+def _hooked(layers: Iterable[nn.Module], hook: Hook) -> Iterator[None]:
+    """Call one hook behind the forward of each layer, some of which may come twice, within the block.
+
+    It is put into their tables itself. A LoRA has hundreds of layers, each forward puts it on and takes it off, and
+    torch's handles of that many hooks cost milliseconds, most of them of Python's search for circles among them.
+    """
+    tables = [forward_hooks_of(layer) for layer in layers]
     try:
-        for layer, paths in by_layer.items():
-            handles.append(layer.register_forward_hook(_adding(paths)))
+        for table in tables:
+            table[hook] = hook
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for table in tables:
+            table.pop(hook, None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,14 +122,14 @@ class MergedLayers:
 def merge_pairs(pairs: FittedPairs, strength: float) -> MergedLayers:
     """Merge an adapter into copies of the layers that it changes. Reads their weights, so any thread may."""
     forwards: dict[nn.Module, Callable[[torch.Tensor], torch.Tensor]] = {}
-    beside = []
+    beside: dict[nn.Module, LoraPair] = {}
     with torch.no_grad():
-        for layer, pair in pairs:
+        for layer, pair in pairs.items():
             if is_batch_invariant(layer):
                 forwards[layer] = _merged_forward(layer, pair, pair.scale * strength)
             else:
-                beside.append((layer, pair))
-    return MergedLayers(strength, forwards, tuple(beside))
+                beside[layer] = pair
+    return MergedLayers(strength, forwards, beside)
 
 
 def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -101,10 +140,15 @@ def _merged_forward(layer: Any, pair: LoraPair, factor: float) -> Callable[[torc
     if pair.magnitude is not None:
         scales = _row_scales(layer, pair, factor)
         wide *= scales.view(1, -1, *[1] * (own.ndim - 2)) if pair.by_input else scales.view(-1, *[1] * (own.ndim - 1))
-    weight = wide.to(own.dtype)
-    if isinstance(layer, nn.Conv2d):
-        return lambda x: conv2d(x, weight, layer.bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
-    return lambda x: linear(x, weight, layer.bias)
+    weight, added = wide.to(own.dtype), None if pair.bias is None else pair.bias.to(own.dtype) * factor
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        bias = layer.bias if added is None else added if layer.bias is None else layer.bias + added
+        if isinstance(layer, nn.Conv2d):
+            return conv2d(x, weight, bias, layer.stride, layer.padding, layer.dilation)  # type: ignore[arg-type]
+        return linear(x, weight, bias)
+
+    return forward
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,26 +164,38 @@ class RowAdapter:
     row_multiple: int
 
 
-@contextmanager
-def adapted_rows(module: nn.Module, uses: Sequence[RowAdapter]) -> Iterator[None]:
-    """Add adapters to the rows (T, in) of what the linear layers of `module` compute within the block, each to its own.
+class AdaptedRows:
+    """Adds adapters to the rows (T, in) of what the linear layers of a module compute, each to its own.
 
     They have passed `check_targets`. A row's result does not depend on the others. A module that gives those below it
-    only some rows of the batch, in an order of its own, says in `routed_rows` which. HAZARD: as `applied_adapters`.
+    only some rows of the batch, in an order of its own, says in `routed_rows` which.
     """
-    by_path: dict[str, list[RowAdapter]] = {}
-    for use in uses:
-        for path in use.pairs:
-            by_path.setdefault(path, []).append(use)
-    handles: list[Any] = []
-    try:
-        for path, own in by_path.items():
-            target = module.get_submodule(path)
-            handles.append(target.register_forward_hook(_rows_side_path(path, own, _router_above(module, path))))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._layers: dict[str, nn.Module] = {}  # as they were asked for: each step asks for all of an adapter's
+        self._above: dict[nn.Module, tuple[str, Any]] = {}  # of these the path, and what routes rows to them
+
+    def adding(self, uses: Sequence[RowAdapter]) -> AbstractContextManager[None]:
+        """Add within the block. HAZARD: as `applied_adapters`."""
+
+        def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+            path, router = self._above[layer]
+            routed = None if router is None else router.routed_rows
+            output = _writable(layer, output)
+            own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
+            for use in uses:
+                if (pair := use.pairs.get(path)) is not None:
+                    _add_to_rows(layer, pair, use, routed, args[0].flatten(0, -2), own_rows)
+            return own_rows.view(output.shape)
+
+        return _hooked((self._layer(path) for use in uses for path in use.pairs), add)
+
+    def _layer(self, path: str) -> nn.Module:
+        if (found := self._layers.get(path)) is None:
+            found = self._layers[path] = self._module.get_submodule(path)
+            self._above[found] = path, _router_above(self._module, path)
+        return found
 
 
 def check_targets(module: nn.Module, pairs: Pairs) -> dict[str, nn.Module]:
@@ -161,7 +217,7 @@ def fit_pairs(module: nn.Module, pairs: Pairs) -> FittedPairs:
     """
     targets = check_targets(module, pairs)
     like = next(parameter for parameter in module.parameters() if parameter.is_floating_point())
-    return tuple((targets[path], pair.to(like.device, like.dtype)) for path, pair in pairs.items())
+    return {targets[path]: pair.to(like.device, like.dtype) for path, pair in pairs.items()}
 
 
 def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
@@ -180,36 +236,37 @@ def _check_fit(path: str, target: nn.Module, pair: LoraPair) -> None:
         )
 
 
-_SidePath = tuple[int, int, LoraPair, float]  # rows from, to, and what is added to them, times so much
+def _add(layer: nn.Module, pair: LoraPair, factor: float, x: torch.Tensor, result: torch.Tensor) -> None:
+    """Add to what a layer made of x, in place, what a pair adds."""
+    if pair.magnitude is None:
+        result += _delta(layer, x, pair, factor)
+        return
+    scales = _row_scales(layer, pair, factor)
+    if pair.by_input:
+        result += _product_without_bias(layer, _scaled_inputs(layer, x, scales - 1))
+        result += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
+    else:
+        _add_dora(layer, result, _delta(layer, x, pair, factor), scales)
 
 
-def _adding(paths: Sequence[_SidePath]) -> Callable[[nn.Module, Any, torch.Tensor], None]:
-    def add(layer: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        for start, stop, pair, factor in paths:
-            x, own = args[0], output
-            if start or stop < len(x):
-                x, own = x[start:stop], output[start:stop]
-            if pair.magnitude is None:
-                own += _delta(layer, x, pair, factor)
-                continue
-            scales = _row_scales(layer, pair, factor)
-            if pair.by_input:
-                own += _product_without_bias(layer, _scaled_inputs(layer, x, scales - 1))
-                own += _delta(layer, _scaled_inputs(layer, x, scales), pair, factor)
-            else:
-                _add_dora(layer, own, _delta(layer, x, pair, factor), scales)
+def _writable(layer: nn.Module, output: torch.Tensor) -> torch.Tensor:
+    """Return what a layer gave, in memory that nobody else reads.
 
-    return add
+    What its own forward makes is nobody else's. HAZARD: what stands in the place of that may give the same memory again
+    in the next forward, or one row's memory for many rows.
+    """
+    return output.clone() if "forward" in vars(layer) else output
 
 
 def _delta(layer: nn.Module, x: torch.Tensor, pair: LoraPair, factor: float) -> torch.Tensor:
-    """Return up(down(x)), scaled between the two, where it has the fewest elements."""
+    """Return up(down(x)), scaled between the two, where it has the fewest elements, with the pair's bias."""
     down, up = pair.down.to(x.dtype), pair.up.to(x.dtype)  # a layer may compute in another type than it is stored in
+    bias = None if pair.bias is None else pair.bias.to(x.dtype) * factor
     if isinstance(layer, nn.Conv2d):
         padding = layer.padding
         assert not isinstance(padding, str)  # diffusers gives numbers
-        return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up)
-    return linear(linear(x, down) * factor, up)
+        return conv2d(conv2d(x, down, None, layer.stride, padding, layer.dilation) * factor, up, bias)
+    return linear(linear(x, down) * factor, up, bias)
 
 
 def _router_above(module: nn.Module, path: str) -> Any:
@@ -219,26 +276,25 @@ def _router_above(module: nn.Module, path: str) -> Any:
     return next((one for one in above if hasattr(one, "routed_rows")), None)
 
 
-def _rows_side_path(
-    path: str, uses: Sequence[RowAdapter], router: Any
-) -> Callable[[nn.Module, Any, torch.Tensor], torch.Tensor]:
-    def add(target: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-        routed = None if router is None else router.routed_rows
-        own_rows = output.flatten(0, -2)  # the batch of a layer of transformers has two axes
-        for use in uses:
-            rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
-            pair, x = use.pairs[path], args[0].flatten(0, -2)[rows]
-            padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
-            delta = linear(linear(padded, pair.down), pair.up)[: len(x)] * (pair.scale * use.strength)
-            if pair.magnitude is None:
-                own_rows.index_add_(0, rows, delta)
-                continue
-            own = own_rows[rows]  # a copy
-            _add_dora(target, own, delta, _row_scales(target, pair, pair.scale * use.strength))
-            own_rows[rows] = own
-        return own_rows.view(output.shape)
-
-    return add
+def _add_to_rows(
+    layer: nn.Module,
+    pair: LoraPair,
+    use: RowAdapter,
+    routed: torch.Tensor | None,
+    x_TC: torch.Tensor,
+    own_TN: torch.Tensor,
+) -> None:
+    """Add to what a layer made of x, in place, what a pair adds to the rows of `use`; `routed` are those of x."""
+    rows = use.rows if routed is None else torch.isin(routed, use.rows).nonzero()[:, 0]
+    x = x_TC[rows]
+    padded = F.pad(x, (0, 0, 0, -len(x) % use.row_multiple))
+    delta = linear(linear(padded, pair.down), pair.up)[: len(x)] * (pair.scale * use.strength)
+    if pair.magnitude is None:
+        own_TN.index_add_(0, rows, delta)
+        return
+    own = own_TN[rows]  # a copy
+    _add_dora(layer, own, delta, _row_scales(layer, pair, pair.scale * use.strength))
+    own_TN[rows] = own
 
 
 # DoRA

@@ -22,6 +22,7 @@ from deployments.engines.library_seam import pipeline_arguments
 from deployments.engines.processors import load_image_processor
 from deployments.engines.protocol import EngineError
 from deployments.engines.stock.known import check_class, check_part, check_parts
+from weights.panics import panics_as_errors
 
 _ONLY_IN_TILES: Final = ("AutoencoderKLAllegro",)  # diffusers has no other way for it, and leaves this one off
 
@@ -92,7 +93,7 @@ class StockModel:
         # The others take no such option, and run no code of models.
         untrusting = {"trust_remote_code": False} if cls.__name__.startswith("Auto") else {}
         try:
-            with IMPORT_LOCK:
+            with IMPORT_LOCK, panics_as_errors():
                 if _reads_videos(cls) and importlib.util.find_spec("torchvision") is None:
                     tokenizer = AutoTokenizer.from_pretrained(
                         self._folder / name, local_files_only=True, trust_remote_code=False

@@ -54,6 +54,7 @@ from deployments.engines.text.tokens import LearnedWords, TextPair, TextTokenize
 from deployments.engines.tokenizer_files import check_tokenizer, check_tokenizer_files
 from weights.formats.classifier import SUFFIX
 from weights.formats.encoder_files import SentenceStage
+from weights.panics import panics_as_errors
 
 _Outputs = Mapping[str, torch.Tensor]
 
@@ -218,7 +219,8 @@ class TextEncoder:
                     "another model"
                 )
             ids[word] = range(begin, begin := begin + len(rows))
-        return LearnedWords(ids, torch.cat([rows.float() for rows in vectors.values()]), identity)
+        table = torch.cat([rows.float() for rows in vectors.values()])
+        return LearnedWords(ids, table, identity, ignores_case=self._tokenizer.ignores_case)
 
     def tokenize_words(
         self, text: str, max_length: int | None, words: LearnedWords, *, layer: ClipLayer = PENULTIMATE
@@ -304,7 +306,7 @@ class TextEncoder:
         longest = max(text.run_length for text in texts)
         kind = text_kind(longest, is_padded=all(text.padded_length == longest for text in texts))
         try:
-            with workspace.lend(kind, len(texts), len(texts)) as most:
+            with panics_as_errors(), workspace.lend(kind, len(texts), len(texts)) as most:
                 parts = run_in_parts(
                     lambda start, stop: self._run(texts[start:stop], counter),
                     len(texts),
@@ -497,7 +499,7 @@ def load_tokenizer(folder: Path) -> Any:
     """Load the Hugging Face tokenizer of `folder`. Raises EngineError."""
     check_tokenizer_files(folder)
     try:
-        with IMPORT_LOCK:
+        with IMPORT_LOCK, panics_as_errors():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # many kinds, by tokenizer class
         check_tokenizer(folder)

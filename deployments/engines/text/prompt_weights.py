@@ -54,6 +54,23 @@ def has_weights(prompt: str) -> bool:
     return len(chunks) > 1 or any(piece.weight != 1.0 for chunk in chunks for piece in chunk)
 
 
+def plain_texts(syntax: str, *texts: str | None) -> tuple[list[str | None], bool]:
+    """Return texts of a `prompt_syntax` as encoders read them that take no weights, and whether any had one.
+
+    Raises EngineError as `parse_weights` and `from_compel` do.
+    """
+    if syntax == "plain":
+        return list(texts), False
+    read = [text if text is None or syntax == "weighted" else from_compel(text) for text in texts]
+    is_lost = any(text is not None and has_weights(text) for text in read)
+    return [None if text is None else without_weights(text) for text in read], is_lost
+
+
+def weights_lost(class_name: str) -> str:
+    """Return the warning for weights in a prompt that a pipeline cannot heed."""
+    return f"weights in the prompt had no effect: {class_name} reads it with encoders that take none"
+
+
 def from_compel(prompt: str) -> str:
     """Return a prompt with weights as Compel reads it, as `parse_weights` does: each mark multiplies by 1.1 or 0.9.
 

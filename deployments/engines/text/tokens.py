@@ -69,17 +69,25 @@ class TokenizedText:
 class LearnedWords:
     """Words that a text encoder has learned vectors of: their ids, behind those of its vocabulary, and the vectors.
 
-    `vectors` (N, D) are in the order of the ids. `identity` tells them from all others.
+    `vectors` (N, D) are in the order of the ids. `identity` tells them from all others. `ignores_case` where the
+    tokenizer does.
     """
 
     ids: Mapping[str, Sequence[int]]
     vectors: torch.Tensor
     identity: str
+    ignores_case: bool = False
 
     @property
     def pattern(self) -> re.Pattern[str]:
         """Return what finds a word in a text."""
-        return pattern_of(self.ids)
+        return pattern_of(self.ids, ignores_case=self.ignores_case)
+
+    def ids_of(self, text: str) -> Sequence[int] | None:
+        """Return the ids of a text that is one of the words, None of any other."""
+        if text in self.ids or not self.ignores_case:
+            return self.ids.get(text)
+        return next((ids for word, ids in self.ids.items() if word.lower() == text.lower()), None)
 
 
 class TextTokenizer:
@@ -126,6 +134,12 @@ class TextTokenizer:
             replace(text, num_ignored=all_.run_length - text.run_length) for text, all_ in zip(kept, whole, strict=True)
         ]
 
+    @property
+    def ignores_case(self) -> bool:
+        """Whether texts that differ by case alone are the same, as for CLIP."""
+        normalizer = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "normalizer", None)
+        return normalizer is not None and normalizer.normalize_str("A") == "a"
+
     def tokenize_words(self, text: str, max_length: int | None, words: LearnedWords) -> TokenizedText:
         """Tokenize a text that has learned words, as `tokenize`: each becomes ids behind those of the vocabulary."""
         room = self.check_length(max_length) - 2
@@ -153,12 +167,12 @@ class TextTokenizer:
         for piece in pieces:
             texts = words.pattern.split(piece.text) if words else [piece.text]
             split += [(text, piece.weight) for text in texts if text]
-        known = words.ids if words else {}
-        plain = iter(self._tokens([text for text, _ in split if text not in known]))
+        known = [words.ids_of(text) if words else None for text, _ in split]
+        plain = iter(self._tokens([text for (text, _), ids in zip(split, known, strict=True) if ids is None]))
         return [
             (id_, weight)
-            for text, weight in split
-            for id_ in (known[text] if text in known else next(plain).token_ids[1:-1])
+            for (_, weight), ids in zip(split, known, strict=True)
+            for id_ in (next(plain).token_ids[1:-1] if ids is None else ids)
         ]
 
     def _chunks(

@@ -336,7 +336,8 @@ def _with_defaults_set(batching: BatchingConfig) -> BatchingConfig:
 
 
 def _fields(card: ModelCard) -> dict[str, Any]:
-    return {name: getattr(card, name) for name in card.__slots__ if name != "program"}  # that is told under /v2
+    # Programs are told under /v2, and facts of language models by /api/show.
+    return {name: getattr(card, name) for name in card.__slots__ if name not in ("program", "facts")}
 
 
 def _shown(answers: Iterable[Any]) -> list[dict[str, Any]]:

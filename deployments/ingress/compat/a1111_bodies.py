@@ -41,8 +41,9 @@ SCHEDULERS: Final[dict[str, dict[str, bool]]] = {
     "beta": {"use_beta_sigmas": True},
 }
 AUTOMATIC: Final = "Automatic"  # the model's own
+_STRENGTHS: Final = ("te", "unet")  # of a LoRA in a prompt, in that order
 _BY_LOWER: Final = {name.lower(): name for name in SAMPLERS}
-_LORA: Final = re.compile(r"<lora:([^<>]{1,400})>")  # <lora:name:0.8>
+_NETWORK: Final = re.compile(r"<(lora|lyco|hypernet):([^<>]{1,400})>")  # <lora:name:0.8>
 _OF_FIRST_PASS: Final = ("hr_checkpoint_name", "hr_sampler_name", "hr_scheduler", "hr_prompt", "hr_negative_prompt")
 _HR_STRENGTH: Final = 0.7  # that the WebUI's page begins with
 _KEPT: Final = 128  # a mask is white where it says more than that
@@ -339,10 +340,10 @@ class TextToImageBody(RequestModel, extra="ignore"):
             name = "script_name" if self.script_name else "alwayson_scripts"
             raise InvalidRequest(f"{name}: there are no scripts here", name)
         prompt = self.prompt or ""
-        loras = [_lora_of(found) for found in _LORA.finditer(prompt)]
+        loras = [_lora_of(found) for found in _NETWORK.finditer(prompt)]
         given: dict[str, Any] = {
             "model": model,
-            "prompt": _LORA.sub("", prompt).strip() or NO_PROMPT,
+            "prompt": _NETWORK.sub("", prompt).strip() or NO_PROMPT,
             "negative_prompt": self.negative_prompt or None,
             "prompt_syntax": "weighted",
             "clip_skip": self._clip_skip,
@@ -407,11 +408,29 @@ class ImageToImageBody(TextToImageBody):
 
 
 def _lora_of(found: re.Match[str]) -> dict[str, Any]:
-    name, _, scale = found[1].partition(":")
+    """Return the LoRA of `<lora:name:0.8>`, `<lora:name:0.8:0.5>` or `<lora:name:te=0.8:unet=0.5>`.
+
+    The first number is the strength in text encoders, the second in the UNet, if it is another. Source: the WebUI,
+    `extensions-builtin/Lora/extra_networks_lora.py`. Raises InvalidRequest.
+    """
+    kind, (name, *words) = found[1], found[2].split(":")
+    if kind == "hypernet":
+        raise InvalidRequest(f"prompt: {found[0]!r}: there are no hypernetworks here", "prompt")
+    given = dict(zip(_STRENGTHS, [word for word in words if "=" not in word], strict=False))
+    given |= {key.strip(): value for key, equals, value in (word.partition("=") for word in words) if equals}
+    given = {key: value for key, value in given.items() if value.strip()}
     try:
-        return {"name": name.strip(), "scale": float(scale.partition(":")[0] or 1)}
+        numbers = {key: float(value) for key, value in given.items()}
     except ValueError:
-        raise InvalidRequest(f"prompt: {found[0]!r} is not <lora:name:scale>", "prompt") from None
+        numbers = {}
+    if len(words) > len(_STRENGTHS) or numbers.keys() != given.keys() or not numbers.keys() <= set(_STRENGTHS):
+        raise InvalidRequest(
+            f"prompt: {found[0]!r} is not <lora:name:scale>, or <lora:name:scale in text encoders:scale in the UNet>",
+            "prompt",
+        )
+    text_scale = numbers.get("te", 1.0)
+    use = {"name": name.strip(), "scale": numbers.get("unet", text_scale)}
+    return use if use["scale"] == text_scale else use | {"text_scale": text_scale}
 
 
 class OptionsBody(RequestModel, extra="ignore", strict=True):

@@ -1,24 +1,26 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's protocol over the chats of the service.
 
-Source: Anthropic's API reference, "Messages". Thinking, citations and cached prompts are not here: what a body says of
-them is ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself.
+Source: Anthropic's API reference, "Messages". Citations and cached prompts are not here: what a body says of them is
+ignored, and the header `X-Atelier-Warning` names it. The KV cache finds equal beginnings by itself. Thoughts have no
+signature: nobody asks for one back.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, FunctionName
+from deployments.engines.llm.chat import CalledTool, FunctionName, ReasoningEffort
 from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import JsonRoute, LenientBody, warning_header
+from deployments.ingress.bodies import JsonRoute, LeftOut, LenientBody, TextSeed, TopP, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, ImageSource, content_of
 from deployments.ingress.responses import (
     INFERENCE_ERRORS,
@@ -33,7 +35,7 @@ from deployments.ingress.responses import (
     stream_events,
 )
 from deployments.ingress.service import Service
-from deployments.records import MAX_INT32, Count, Loras, Name, RequestModel, TextChunk, TextResult
+from deployments.records import MAX_INT32, MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, TextResult
 
 StopReason = Literal["end_turn", "max_tokens", "tool_use"]
 _STOP_REASONS: Final[dict[str, StopReason]] = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -94,6 +96,17 @@ class ToolUseAnswer(Answer):
     input: dict[str, Any]
 
 
+class ThinkingAnswer(Answer):
+    """What the model thought."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+AnswerBlock = ThinkingAnswer | TextBlockAnswer | ToolUseAnswer
+
+
 class MessageUsage(Answer):
     """The token counts. `input_tokens` are those that the KV cache had not."""
 
@@ -120,7 +133,7 @@ class MessageAnswer(Answer):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[TextBlockAnswer | ToolUseAnswer]
+    content: list[AnswerBlock]
     stop_reason: StopReason | None
     stop_sequence: None
     usage: MessageUsage
@@ -134,8 +147,10 @@ class TokenCount(Answer):
 
 def _whole_message(result: TextResult) -> MessageAnswer:
     """Return the whole answer."""
-    content: list[TextBlockAnswer | ToolUseAnswer] = []
-    if result.text.strip() or not result.tool_calls:
+    content: list[AnswerBlock] = []
+    if result.reasoning:
+        content.append(ThinkingAnswer(type="thinking", thinking=result.reasoning, signature=""))
+    if result.text.strip() or not (content or result.tool_calls):
         content.append(TextBlockAnswer(type="text", text=result.text))
     for call in result.tool_calls:
         content.append(ToolUseAnswer(type="tool_use", id=call.id, name=call.name, input=_arguments(call)))
@@ -144,7 +159,7 @@ def _whole_message(result: TextResult) -> MessageAnswer:
 
 def _message(
     model: str,
-    content: list[TextBlockAnswer | ToolUseAnswer],
+    content: list[AnswerBlock],
     stop_reason: StopReason | None,
     counts: TextResult | TextChunk,
 ) -> MessageAnswer:
@@ -170,7 +185,7 @@ def _arguments(call: CalledTool) -> dict[str, Any]:
 
 
 class _MessageEvents:
-    """The events of one stream: blocks of text and of tool calls, one after the other."""
+    """The events of one stream: blocks of thoughts, of text and of tool calls, one after the other."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -186,10 +201,14 @@ class _MessageEvents:
             message = _message(self._model, [], None, chunk).model_dump()
             message["usage"]["output_tokens"] = 0
             yield _event("message_start", message=message)
-        if chunk.text and (chunk.text.strip() or self._open == "text" or not chunk.tool_calls):
-            yield from self._add_text(chunk.text)
+        if chunk.reasoning:
+            yield from self._add("thinking", chunk.reasoning, signature="")
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
+            yield from self._add("text", chunk.text)
         yield from self._add_calls(chunk.tool_calls)
         if chunk.finish_reason is not None:
+            if not self._num_blocks:
+                yield from self._begin({"type": "text", "text": ""})
             yield from self._close()
             delta = {"stop_reason": _STOP_REASONS.get(chunk.finish_reason, "end_turn"), "stop_sequence": None}
             yield _event("message_delta", delta=delta, usage=MessageUsage.of(chunk).model_dump())
@@ -199,10 +218,10 @@ class _MessageEvents:
         """Return the event of an error on the way."""
         return _event("error", error=_error_body(failure_of(error)).model_dump())
 
-    def _add_text(self, text: str) -> Iterator[str]:
-        if self._open != "text":
-            yield from self._begin({"type": "text", "text": ""})
-        yield self._delta({"type": "text_delta", "text": text})
+    def _add(self, type_: str, text: str, **more: str) -> Iterator[str]:
+        if self._open != type_:
+            yield from self._begin({"type": type_, type_: "", **more})
+        yield self._delta({"type": f"{type_}_delta", type_: text})
 
     def _add_calls(self, calls: Sequence[CalledTool]) -> Iterator[str]:
         for call in calls:
@@ -220,6 +239,8 @@ class _MessageEvents:
 
     def _close(self) -> Iterator[str]:
         if self._open:
+            if self._open == "thinking":  # clients wait for it
+                yield self._delta({"type": "signature_delta", "signature": ""})
             self._open = ""
             yield _event("content_block_stop", index=self._num_blocks - 1)
 
@@ -269,9 +290,10 @@ class DocumentBlock(_MessagePart):
 
 
 class ThinkingBlock(_MessagePart):
-    """A thought of an earlier answer, which is left out."""
+    """A thought of an earlier answer; one that is redacted is left out."""
 
     type: Literal["thinking", "redacted_thinking"]
+    thinking: str = ""
 
 
 class ToolUseBlock(_MessagePart):
@@ -283,16 +305,60 @@ class ToolUseBlock(_MessagePart):
     input: dict[str, Any]
 
 
+class SearchResultBlock(_MessagePart):
+    """What a search has found, as text."""
+
+    type: Literal["search_result"]
+    title: str = ""
+    content: list[TextBlock] = Field([])
+
+
+class OtherBlock(_MessagePart, LeftOut):
+    """A block that only Anthropic's servers make, or understand: it is left out."""
+
+
+def _kind_of(block: Any) -> str:
+    """Return the tag of a block, by its type."""
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    kind = "thinking" if kind == "redacted_thinking" else kind
+    if not isinstance(kind, str):
+        return "text"
+    return "other" if _OF_ITS_SERVERS.fullmatch(kind) else kind
+
+
+_OF_ITS_SERVERS: Final = re.compile("[a-z_]+_tool_(use|result)|tool_reference|container_upload|compaction")
+_BLOCK_KIND: Final = Discriminator(_kind_of)
+Shown = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | OtherBlock
+ResultBlock = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    Discriminator(lambda block: kind if (kind := _kind_of(block)) not in _NOT_IN_RESULTS else "other"),
+]
+_NOT_IN_RESULTS: Final = ("thinking", "tool_use", "tool_result")
+
+
 class ToolResultBlock(_MessagePart):
     """The result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: str | list[Annotated[TextBlock | ImageBlock | DocumentBlock, Field(discriminator="type")]] | None = None
+    content: str | list[ResultBlock] | None = None
 
 
-Shown = TextBlock | ImageBlock | DocumentBlock
-Block = Annotated[Shown | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ImageBlock, Tag("image")]
+    | Annotated[DocumentBlock, Tag("document")]
+    | Annotated[SearchResultBlock, Tag("search_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[OtherBlock, Tag("other")],
+    _BLOCK_KIND,
+]
 
 
 class MessageTurn(_MessagePart):
@@ -302,8 +368,12 @@ class MessageTurn(_MessagePart):
     content: str | list[Block]
 
 
+class OtherTool(_MessagePart, LeftOut):
+    """A tool that Anthropic's servers run, and nobody here."""
+
+
 class MessageTool(_MessagePart):
-    """A tool that the model may call. Anthropic's own ones, which its servers run, are refused."""
+    """A tool that the model may call."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -311,11 +381,29 @@ class MessageTool(_MessagePart):
     input_schema: dict[str, Any]
 
 
+_TOOL_KIND: Final = Discriminator(
+    lambda tool: (
+        "custom"
+        if (tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)) in (None, "custom")
+        else "other"
+    )
+)
+AnyTool = Annotated[Annotated[MessageTool, Tag("custom")] | Annotated[OtherTool, Tag("other")], _TOOL_KIND]
+
+
 class MessageToolChoice(_MessagePart):
     """The choice of tools; `name` is for `tool`."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: FunctionName | None = None
+    disable_parallel_tool_use: bool = False
+
+
+class Thinking(_MessagePart):
+    """Whether the model thinks before it answers; `budget_tokens` has no effect."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+    budget_tokens: int | None = None
 
 
 class PromptBody(LenientBody):
@@ -324,8 +412,9 @@ class PromptBody(LenientBody):
     model: Name
     messages: list[MessageTurn] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: str | list[TextBlock] | None = None
-    tools: list[MessageTool] | None = Field(None, max_length=128)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: MessageToolChoice | None = None
+    thinking: Thinking | None = None
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields of the record, as `ChatImages` takes them. Raises InvalidRequest."""
@@ -343,12 +432,19 @@ class PromptBody(LenientBody):
                 "function": {"name": one.name, "description": one.description, "parameters": one.input_schema},
             }
             for one in self.tools or ()
+            if isinstance(one, MessageTool)
         ]
+        if self.tools and not tools:
+            kind = self.tools[0].type
+            raise InvalidRequest(f"tools.0: only tools that Anthropic's servers run ({kind!r})", "tools.0")
         given: dict[str, Any] = {"model": self.model, "messages": messages, "tools": tools}
         if (choice := self.tool_choice) is not None:
             named = {"type": "function", "function": {"name": choice.name}}
             choices: dict[str, Any] = {"any": "required", "tool": named}
             given["tool_choice"] = choices.get(choice.type, choice.type)
+            given["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+        if self.thinking is not None:
+            given["enable_thinking"] = self.thinking.type != "disabled"
         return given
 
 
@@ -360,9 +456,10 @@ class OutputFormat(_MessagePart):
 
 
 class OutputConfig(_MessagePart):
-    """The form of the answer. `effort` has no effect."""
+    """The form of the answer, and how much is thought for it."""
 
     format: OutputFormat | None = None
+    effort: ReasoningEffort | None = None
 
 
 class CountBody(PromptBody):
@@ -376,9 +473,9 @@ class MessagesBody(PromptBody):
     output_config: OutputConfig | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP = None
     top_k: int | None = Field(None, ge=0, le=MAX_INT32)
-    seed: int | None = Field(None, ge=0)
+    seed: TextSeed = None
     lora: Loras | None = None
     stream: bool | None = False
     metadata: dict[str, Any] | None = Field(None, description="nobody looks at it")
@@ -388,6 +485,8 @@ class MessagesBody(PromptBody):
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         if self.output_config is not None and (form := self.output_config.format) is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+        if self.output_config is not None:
+            given["reasoning_effort"] = self.output_config.effort
         return super().to_fields() | given | {"stop": self.stop_sequences or (), "lora": self.lora or ()}
 
 
@@ -402,10 +501,11 @@ def _messages_of(turn: MessageTurn, where: str) -> list[dict[str, Any]]:
             parts = _shown(block.content or "", f"{place}.content")
             messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": parts})
             continue
-        if isinstance(block, ThinkingBlock):
-            continue
         if not messages or messages[-1]["role"] != turn.role:
             messages.append({"role": turn.role, "content": []})
+        if isinstance(block, ThinkingBlock):
+            messages[-1]["reasoning"] = messages[-1].get("reasoning", "") + block.thinking
+            continue
         if isinstance(block, ToolUseBlock):
             call = {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input)}}
             messages[-1].setdefault("tool_calls", []).append(call)
@@ -425,7 +525,11 @@ def _shown(content: str | Sequence[Shown], where: str, first: int = 0) -> list[s
         name = f"{where}.{number}"
         if isinstance(block, DocumentBlock):
             raise InvalidRequest(f"{name}: language models here read no block of type {block.type!r}", name)
-        if isinstance(block, TextBlock):
+        if isinstance(block, OtherBlock):
+            continue
+        if isinstance(block, SearchResultBlock):
+            parts.append("\n".join([block.title, *(one.text for one in block.content)]))
+        elif isinstance(block, TextBlock):
             parts.append(block.text)
         else:
             source = block.source

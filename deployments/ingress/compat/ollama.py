@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from fastapi import APIRouter
@@ -21,7 +21,7 @@ from configs.cluster import MAX_MESSAGES
 from deployments.engines.llm.chat import FunctionName, Tool
 from deployments.errors import GenerationFailed, InvalidRequest
 from deployments.ingress.admin.operations import Page
-from deployments.ingress.bodies import JsonRoute
+from deployments.ingress.bodies import AnyTypeRoute
 from deployments.ingress.compat.ollama_answers import (
     SPOKEN_VERSION,
     ChatLine,
@@ -51,6 +51,7 @@ from deployments.ingress.responses import (
 )
 from deployments.ingress.service import Service
 from deployments.records import (
+    LEAST_TOP_P,
     ChatRequest,
     CompletionRequest,
     Count,
@@ -72,6 +73,8 @@ _OPTIONS: Final = {
     "presence_penalty": "presence_penalty",
     "frequency_penalty": "frequency_penalty",
 }
+
+_OF_CHATS: Final = ("reasoning_effort", "enable_thinking")
 
 RUNNING: Final = "Ollama is running"  # what its clients look for at /
 _LINES: Final = "application/x-ndjson"
@@ -101,7 +104,10 @@ class OllamaOptions(RequestModel, extra="ignore"):
         found |= {"max_tokens": self.num_predict if (self.num_predict or 0) > 0 else None}
         found |= {"seed": self.seed if (self.seed or 0) >= 0 else None}
         found |= {"top_k": None if self.top_k is None else max(0, self.top_k)}
-        found |= {"stop": (self.stop,) if isinstance(self.stop, str) else self.stop}
+        stops = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        found |= {"stop": tuple(stop for stop in stops if stop) or None}
+        if self.top_p == 0:
+            found["top_p"] = LEAST_TOP_P
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -122,6 +128,7 @@ class _TextBody(_ModelBody):
     stream: bool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
+    think: bool | Literal["low", "medium", "high", "max"] | None = Field(None, description="whether, or how much")
 
     @property
     def is_stream(self) -> bool:
@@ -133,6 +140,10 @@ class _TextBody(_ModelBody):
         fields = self.options.fields() if self.options else {}
         if self.logprobs:
             fields["logprobs"] = self.top_logprobs or 0
+        if isinstance(self.think, str):
+            fields["reasoning_effort"] = self.think
+        elif self.think is not None:
+            fields["enable_thinking"] = self.think
         return {"model": self.model_id, **fields}
 
     def format_fields(self) -> dict[str, Any]:
@@ -167,6 +178,7 @@ class OllamaTurn(RequestModel, extra="ignore"):
     content: str | None = None
     images: list[str] | None = None
     tool_calls: list[OllamaToolCallBody] | None = Field(None, max_length=128)
+    thinking: str | None = None
     tool_name: str | None = None
     tool_call_id: Name | None = None
 
@@ -189,7 +201,7 @@ class OllamaChatBody(_TextBody):
 
 def _message_of(turn: OllamaTurn, number: int, waiting: deque[tuple[str, str]]) -> dict[str, Any]:
     content = _with_images(turn.images, turn.content or "", f"messages.{number}.images")
-    message: dict[str, Any] = {"role": turn.role, "content": content}
+    message: dict[str, Any] = {"role": turn.role, "content": content, "reasoning": turn.thinking}
     if turn.tool_calls:
         calls = [(call.id or f"call_{number}_{place}", call) for place, call in enumerate(turn.tool_calls)]
         waiting.clear()
@@ -202,6 +214,7 @@ def _message_of(turn: OllamaTurn, number: int, waiting: deque[tuple[str, str]]) 
         answered = next((call for call in waiting if call[1] == turn.tool_name), next(iter(waiting), None))
         if answered:
             waiting.remove(answered)
+        message["name"] = turn.tool_name or (answered[1] if answered else None)
         message["tool_call_id"] = turn.tool_call_id or (answered[0] if answered else f"call_{number}")
     return message
 
@@ -230,7 +243,8 @@ class OllamaGenerateBody(_TextBody):
                 raise InvalidRequest("format: a raw prompt has none; leave out raw", "format")
             if self.images:
                 raise InvalidRequest("images: a raw prompt has none; leave out raw", "images")
-            return as_record(CompletionRequest, self.text_fields() | {"prompt": self.prompt})
+            fields = self.text_fields() | {"prompt": self.prompt}
+            return as_record(CompletionRequest, {key: fields[key] for key in fields if key not in _OF_CHATS})
         messages: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         messages.append({"role": "user", "content": _with_images(self.images, self.prompt or "", "images")})
         return await images.record_of(self.text_fields() | self.format_fields() | {"messages": messages})
@@ -247,13 +261,16 @@ def _with_images(images: list[str] | None, text: str, where: str) -> str | list[
 class OllamaEmbedBody(_ModelBody):
     """Texts to embed."""
 
-    input: str | list[str] = Field(min_length=1)
+    input: str | list[str]
     dimensions: Count | None = None
+    truncate: bool | None = Field(None, description="false: a text that is too long is refused")
 
     def to_record(self) -> EmbeddingRequest:
         """Return the request as the service takes it. Raises InvalidRequest."""
         texts = [self.input] if isinstance(self.input, str) else self.input
-        return as_record(EmbeddingRequest, {"model": self.model_id, "input": texts, "dimensions": self.dimensions})
+        long_text = {None: None, True: "truncate", False: "error"}[self.truncate]
+        fields = {"model": self.model_id, "input": texts, "dimensions": self.dimensions, "long_text": long_text}
+        return as_record(EmbeddingRequest, fields)
 
 
 class OllamaEmbeddingsBody(_ModelBody):
@@ -282,7 +299,7 @@ class OllamaShowBody(RequestModel, extra="ignore"):
 
 def create_ollama_router(service: Service, images: ChatImages) -> APIRouter:
     """Return the routes."""
-    router = APIRouter(tags=["ollama"], route_class=JsonRoute)
+    router = APIRouter(tags=["ollama"], route_class=AnyTypeRoute)
     _add_text_routes(router, service, images)
     _add_embedding_routes(router, service)
     _add_model_routes(router, service)
@@ -293,7 +310,7 @@ def _add_text_routes(router: APIRouter, service: Service, images: ChatImages) ->
     @router.post("/api/chat", response_model=ChatLine, responses=_STREAMED)
     async def chat(body: OllamaChatBody) -> Response:
         """The next turn of a chat, as lines of JSON or, without `stream`, whole."""
-        lines = TextLines(body.model, is_chat=True)
+        lines = TextLines(body.model, is_chat=True, shows_thoughts=body.think is not False)
         if not body.messages:
             await service.model(body.model_id)
             return json_response(lines.loaded())
@@ -303,7 +320,7 @@ def _add_text_routes(router: APIRouter, service: Service, images: ChatImages) ->
     @router.post("/api/generate", response_model=GenerateLine, responses=_STREAMED)
     async def generate(body: OllamaGenerateBody) -> Response:
         """The answer to a prompt, or with `raw` its continuation."""
-        lines = TextLines(body.model, is_chat=False)
+        lines = TextLines(body.model, is_chat=False, shows_thoughts=body.think is not False)
         if not body.prompt:
             await service.model(body.model_id)
             return json_response(lines.loaded())
@@ -332,6 +349,9 @@ def _add_embedding_routes(router: APIRouter, service: Service) -> None:
     @router.post("/api/embed", response_model=OllamaEmbeddings, responses=_ERRORS)
     async def embed(body: OllamaEmbedBody) -> Response:
         """The vectors of texts."""
+        if not any(body.input):
+            await service.model(body.model_id)
+            return json_response(OllamaEmbeddings.empty(body.model))
         result = await service.embed(body.to_record())
         answer = OllamaEmbeddings(
             model=body.model,

@@ -51,6 +51,7 @@ class OllamaToolCall(Answer):
 class OllamaMessage(Answer):
     role: Literal["assistant"]
     content: str
+    thinking: str | None = None
     tool_calls: list[OllamaToolCall] | None = None
 
 
@@ -76,20 +77,22 @@ class ChatLine(_TextLine):
 
 class GenerateLine(_TextLine):
     response: str
+    thinking: str | None = None
 
 
 class TextLines:
     """The lines of one answer, of a chat or of a prompt. Tool calls come whole, with the last one."""
 
-    def __init__(self, model: str, *, is_chat: bool) -> None:
+    def __init__(self, model: str, *, is_chat: bool, shows_thoughts: bool = True) -> None:
         self._model = model
         self._is_chat = is_chat
+        self._shows_thoughts = shows_thoughts
         self._calls: list[CalledTool] = []
 
     def whole(self, result: TextResult) -> ChatLine | GenerateLine:
         """Return the whole answer."""
         end = _end_of(result.finish_reason, result) | _logprobs_of(result.logprobs)
-        return self._line(result.text, result.tool_calls, end)
+        return self._line(result.text, result.tool_calls, end, result.reasoning)
 
     def loaded(self) -> ChatLine | GenerateLine:
         """Return the answer to a request without a prompt, with which clients load a model."""
@@ -99,15 +102,18 @@ class TextLines:
         """Return the line of a piece of a stream."""
         self._calls += chunk.tool_calls
         if chunk.finish_reason is None:
-            return self._line(chunk.text, (), {"done": False} | _logprobs_of(chunk.logprobs))
+            return self._line(chunk.text, (), {"done": False} | _logprobs_of(chunk.logprobs), chunk.reasoning)
         end = _end_of(chunk.finish_reason, chunk) | _logprobs_of(chunk.logprobs)
-        return self._line(chunk.text, whole_calls(self._calls), end)
+        return self._line(chunk.text, whole_calls(self._calls), end, chunk.reasoning)
 
-    def _line(self, text: str, calls: Sequence[CalledTool], fields: Mapping[str, Any]) -> ChatLine | GenerateLine:
+    def _line(
+        self, text: str, calls: Sequence[CalledTool], fields: Mapping[str, Any], thought: str = ""
+    ) -> ChatLine | GenerateLine:
+        thinking = {"thinking": thought} if thought and self._shows_thoughts else {}
         head = {"model": self._model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
         if not self._is_chat:
-            return GenerateLine(**head, response=text, **fields)
-        message = OllamaMessage(role="assistant", content=text)
+            return GenerateLine(**head, response=text, **thinking, **fields)
+        message = OllamaMessage(role="assistant", content=text, **thinking)
         if calls:
             message.tool_calls = [_call(call) for call in calls]
         return ChatLine(**head, message=message, **fields)
@@ -192,6 +198,11 @@ class OllamaEmbeddings(Answer):
     load_duration: int
     prompt_eval_count: int
 
+    @classmethod
+    def empty(cls, model: str) -> OllamaEmbeddings:
+        """Return the answer to a request for no vectors, with which clients load a model."""
+        return cls(model=model, embeddings=[], total_duration=0, load_duration=0, prompt_eval_count=0)
+
 
 class OllamaEmbedding(Answer):
     """The vector of a text, in the older form."""
@@ -224,19 +235,28 @@ def running_model(id_: str, kind: str | None, nbytes: int, fingerprint: str) -> 
     )
 
 
-_CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion", "tools"], "embeddings": ["embedding"]}
+_CAPABILITIES: Final[Mapping[str | None, list[str]]] = {"text": ["completion"], "embeddings": ["embedding"]}
 
 
 def shown_model(card: ModelCard) -> OllamaShown:
     """Return a model as /api/show shows it."""
+    info: dict[str, Any] = {"general.architecture": card.kind, "general.description": card.description}
+    if (length := card.facts.get("context_length")) is not None:
+        info[f"{card.kind}.context_length"] = length
+    is_text = card.endpoint == "text"
+    asked = {
+        "tools": is_text and card.facts.get("knows_tools", True),  # of a GGUF file nobody has looked
+        "vision": card.sees,
+        "thinking": is_text and card.facts.get("thinks", False),
+    }
     return OllamaShown(
         modelfile="",
         parameters="\n".join(f"{name} {value}" for name, value in card.defaults.items()),
         template="",
         modified_at=_NEVER,
         details=_details(card.kind),
-        model_info={"general.architecture": card.kind, "general.description": card.description},
-        capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(["vision"] if card.sees else [])],
+        model_info=info,
+        capabilities=[*_CAPABILITIES.get(card.endpoint, []), *(name for name, is_there in asked.items() if is_there)],
     )
 
 

@@ -33,6 +33,7 @@ _TURNS: Final = {90: Image.Transpose.ROTATE_90, 180: Image.Transpose.ROTATE_180,
 
 MODULE: Final = "deployments.ingress.openai.image_decoder"
 IDLE_S: Final = 60.0  # a process without work ends after this
+_SPACES: Final = b" \t\r\n"  # between characters of base64: encoders of mails and shells break lines
 FORMATS: Final = ("PNG", "JPEG", "WEBP")  # OpenAI's; readers of all others stay unused
 _NICENESS: Final = 10  # the event loop of the ingress goes before
 # Encoders write about 10 scans, and at most 64 when they look for the smallest file.
@@ -182,7 +183,7 @@ def _decode(data: bytes, job: DecodeJob) -> tuple[DecodeReply, bytes]:
     """Return the first image of a file, turned upright as its camera noted (Exif `Orientation`)."""
     if job.is_base64:
         try:
-            data = base64.b64decode(data, validate=True)
+            data = base64.b64decode(data.translate(None, _SPACES), validate=True)
         except ValueError:
             return DecodeReply("expected an image file in base64, or a data URL with one"), b""
     Image.MAX_IMAGE_PIXELS = job.max_pixels  # before WebP's decoder allocates a canvas

@@ -12,7 +12,7 @@ from deployments.engines.llm.chat import CalledTool
 from deployments.ingress.responses import Answer, TimesMs, event_of, failure_of, json_text, rounded
 from deployments.records import TextChunk, TextResult
 
-_ITEM_ID: Final = re.compile(r"(?:msg|fc)_([0-9a-f]{32})_[0-9]{1,4}")
+_ITEM_ID: Final = re.compile(r"(?:msg|fc|rs)_([0-9a-f]{32})_[0-9]{1,4}")
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -40,6 +40,24 @@ class OutputCall(Answer):
     name: str
     arguments: str
     status: Status
+
+
+class ReasoningText(Answer):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class OutputReasoning(Answer):
+    """What the model thought. There is no summary of it."""
+
+    type: Literal["reasoning"]
+    id: str
+    summary: list[str]
+    content: list[ReasoningText]
+    status: Status
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class InputDetails(Answer):
@@ -75,14 +93,14 @@ class WhyIncomplete(Answer):
 
 
 class ResponseAnswer(Answer):
-    """A response: what was asked for, and the messages and tool calls of the model."""
+    """A response: what was asked for, and the thoughts, messages and tool calls of the model."""
 
     id: str
     object: Literal["response"]
     created_at: int
     status: Status
     model: str
-    output: list[OutputMessage | OutputCall]
+    output: list[OutputItem]
     error: None
     incomplete_details: WhyIncomplete | None
     instructions: str | None
@@ -115,7 +133,7 @@ class ResponseForm:
             "error": None,
         }
         self._max_calls = None if asked["parallel_tool_calls"] else 1
-        self._items: list[OutputMessage | OutputCall] = []
+        self._items: list[OutputItem] = []
         self._is_open = False  # the last of the items
         self._num_calls = 0
         self._num_events = 0
@@ -135,7 +153,9 @@ class ResponseForm:
 
     def events(self, chunk: TextChunk) -> Iterator[str]:
         """Yield the events of a piece; those of the last one, but for that of `ending`."""
-        if chunk.text and (chunk.text.strip() or not chunk.tool_calls):
+        if chunk.reasoning:
+            yield from self._add_thought(chunk.reasoning)
+        if chunk.text.strip() or (chunk.text and not self._num_calls):  # not what is blank between calls
             yield from self._add_text(chunk.text)
         for call in chunk.tool_calls:
             if self._max_calls is None or call.index < self._max_calls:
@@ -179,6 +199,20 @@ class ResponseForm:
         item.content[0].text += text
         yield self._item_event("response.output_text.delta", content_index=0, delta=text, logprobs=[])
 
+    def _add_thought(self, text: str) -> Iterator[str]:
+        item = self._items[-1] if self._is_open else None
+        if not isinstance(item, OutputReasoning):
+            yield from self._close("completed")
+            part = ReasoningText(type="reasoning_text", text="")
+            item = OutputReasoning(
+                type="reasoning", id=self._item_id("rs"), summary=[], content=[], status="in_progress"
+            )
+            yield from self._open(item)
+            item.content.append(part)
+            yield self._item_event("response.content_part.added", content_index=0, part=part.model_dump())
+        item.content[0].text += text
+        yield self._item_event("response.reasoning_text.delta", content_index=0, delta=text)
+
     def _add_call(self, call: CalledTool) -> Iterator[str]:
         if call.index >= self._num_calls:
             yield from self._close("completed")
@@ -198,7 +232,7 @@ class ResponseForm:
             item.arguments += call.arguments
             yield self._item_event("response.function_call_arguments.delta", delta=call.arguments)
 
-    def _open(self, item: OutputMessage | OutputCall) -> Iterator[str]:
+    def _open(self, item: OutputItem) -> Iterator[str]:
         self._items.append(item)
         self._is_open = True
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item.model_dump())
@@ -212,6 +246,10 @@ class ResponseForm:
             part = item.content[0]
             yield self._item_event("response.output_text.done", content_index=0, text=part.text, logprobs=[])
             yield self._item_event("response.content_part.done", content_index=0, part=part.model_dump())
+        elif isinstance(item, OutputReasoning):
+            thought = item.content[0]
+            yield self._item_event("response.reasoning_text.done", content_index=0, text=thought.text)
+            yield self._item_event("response.content_part.done", content_index=0, part=thought.model_dump())
         else:
             yield self._item_event("response.function_call_arguments.done", arguments=item.arguments, name=item.name)
         yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item.model_dump())

@@ -15,13 +15,14 @@ from deployments.engines.llm.chat import (
     Function,
     FunctionCall,
     FunctionChoice,
+    ReasoningEffort,
     ResponseFormat,
     Tool,
     ToolCall,
     ToolChoice,
 )
 from deployments.errors import InvalidRequest
-from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, Seed, warning_header
+from deployments.ingress.bodies import ClientPart, JsonRoute, MaxTokens, NoneOrTokens, TextSeed, TopP, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.text_answers import (
     Calls,
@@ -70,6 +71,13 @@ class TextPart(ClientPart):
     text: str
 
 
+class RefusalPart(ClientPart):
+    """What the assistant refused with."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
 class ImageUrl(ClientPart):
     """An image: a data URL, base64, or an http(s) address on a host that the server's config names.
 
@@ -94,12 +102,14 @@ class ChatMessage(ClientPart):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Annotated[TextPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Name | None = None
     function_call: FunctionCall | None = None
     refusal: str | None = None
+    reasoning_content: str | None = Field(None, description="what the assistant thought before this answer")
+    reasoning: str | None = Field(None, description="another name of reasoning_content")
 
     def to_message(self, number: int) -> dict[str, Any]:
         """Return turn `number` as a mapping of the record's fields, with its parts joined unless some are images."""
@@ -107,6 +117,8 @@ class ChatMessage(ClientPart):
             "role": self.role,
             "tool_calls": self.tool_calls or (),
             "tool_call_id": self.tool_call_id,
+            "name": self.name,
+            "reasoning": self.reasoning_content or self.reasoning,
         }
         if self.role == "function":
             message |= {"role": "tool", "tool_call_id": _id_of_function(self.name or "")}
@@ -117,6 +129,8 @@ class ChatMessage(ClientPart):
                 [
                     part.text
                     if isinstance(part, TextPart)
+                    else part.refusal
+                    if isinstance(part, RefusalPart)
                     else ImageSource(f"messages.{number}.content.{place}", part.image_url.url, part.image_url.detail)
                     for place, part in enumerate(self.content)
                 ]
@@ -140,7 +154,7 @@ class TextBody(ClientPart):
     max_tokens: NoneOrTokens = None
     n: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP = None
     top_k: int | None = Field(None, ge=-1, le=MAX_INT32, description="0 or -1: no limit")
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
@@ -148,7 +162,7 @@ class TextBody(ClientPart):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    seed: Seed = None
+    seed: TextSeed = None
     stop: str | tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
@@ -175,6 +189,15 @@ class TextBody(ClientPart):
         return value
 
 
+_ABOUT_PROMPT: Final = (
+    "reasoning_effort",
+    "enable_thinking",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
 class ChatBody(TextBody):
     """OpenAI's chat request."""
 
@@ -187,6 +210,15 @@ class ChatBody(TextBody):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: the first call of an answer is the only one")
+    reasoning_effort: ReasoningEffort | None = Field(
+        None, description="how much is thought, where the model knows that"
+    )
+    enable_thinking: bool | None = Field(None, description="false: the model answers without reasoning, if it can")
+    include_reasoning: bool | None = Field(None, description="false: reasoning is left out of the answer")
+    chat_template_kwargs: dict[Name, Any] | None = Field(None, max_length=64)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(None, description="the answer goes on with the last message")
+    echo: bool | None = Field(None, description="the answer begins with the last message, which it goes on with")
     functions: list[Function] | None = Field(None, max_length=128, description="what came before `tools`")
     function_call: Literal["none", "auto"] | FunctionChoice | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
@@ -198,6 +230,12 @@ class ChatBody(TextBody):
         if self.has_functions:
             return "function_call"
         return "one" if self.parallel_tool_calls is False else "any"
+
+    @property
+    def echoed(self) -> str:
+        """Return the text of the last message, where the answer begins with it."""
+        content = self.messages[-1].content if self.echo and self.continue_final_message else ""
+        return content if isinstance(content, str) else ""
 
     @property
     def has_functions(self) -> bool:
@@ -217,6 +255,8 @@ class ChatBody(TextBody):
                 name = f"messages.{number}.content"
                 raise InvalidRequest(f"{name}: a message of the role {message.role!r} needs one", name)
         options |= {"response_format": self.response_format, "tools": tuple(self.tools or ())}
+        options |= {name: value for name in _ABOUT_PROMPT if (value := getattr(self, name)) is not None}
+        options["parallel_tool_calls"] = self.calls == "any"
         if self.tool_choice is not None:
             options["tool_choice"] = self.tool_choice
         if self.has_functions:
@@ -260,7 +300,8 @@ def create_text_router(service: Service, images: ChatImages) -> APIRouter:
     async def chat(body: ChatBody) -> Response:
         """The next turn of a chat."""
         record = await images.record_of(body.to_fields())
-        return await _respond(service, body, record, ChatForm(body.model, body.calls))
+        form = ChatForm(body.model, body.calls, shows_reasoning=body.include_reasoning is not False, echo=body.echoed)
+        return await _respond(service, body, record, form)
 
     @router.post("/v1/completions", response_model=CompletionAnswer, responses=_RESPONSES)
     async def complete(body: CompletionBody) -> Response:

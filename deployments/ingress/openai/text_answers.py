@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
+import codecs
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 from deployments.engines.llm.chat import CalledTool
@@ -81,6 +83,20 @@ def _finite(logprob: float | None) -> float:
     return -9999.0 if logprob is None else max(logprob, -9999.0)
 
 
+class TextOffset:
+    """Where in a text its next token begins. A character may be several tokens: it counts with the last of them."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._num_characters = 0
+
+    def before(self, token: TokenText) -> int:
+        """Return where the next token begins, which is this one."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(token.data))
+        return offset
+
+
 class CompletionLogprobs(Answer):
     """The older form: a list for each property. The first token of an echoed prompt has null."""
 
@@ -90,11 +106,10 @@ class CompletionLogprobs(Answer):
     text_offset: list[int]
 
     @classmethod
-    def of(cls, tokens: Sequence[TokenText], offset: int = 0) -> CompletionLogprobs | None:
-        """Return the log probabilities of a text that begins at character `offset`; None where none were asked for."""
+    def of(cls, tokens: Sequence[TokenText], offset: TextOffset) -> CompletionLogprobs | None:
+        """Return the log probabilities of a text's next tokens; None where none were asked for."""
         if not tokens:
             return None
-        offsets = itertools.accumulate((len(token.text) for token in tokens[:-1]), initial=offset)
         return cls(
             tokens=[token.text for token in tokens],
             token_logprobs=[None if token.logprob is None else _finite(token.logprob) for token in tokens],
@@ -102,7 +117,7 @@ class CompletionLogprobs(Answer):
                 None if token.logprob is None else {best.text: _finite(best.logprob) for best in token.best}
                 for token in tokens
             ],
-            text_offset=list(offsets),
+            text_offset=[offset.before(token) for token in tokens],
         )
 
 
@@ -139,16 +154,20 @@ class MessageBody(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str | None = None
     tool_calls: list[CalledToolBody] | None = None
     function_call: CalledFunction | None = None
 
     @classmethod
-    def of(cls, choice: TextChoice, form: Calls) -> MessageBody:
+    def of(cls, choice: TextChoice, form: Calls, reasoning: str = "") -> MessageBody:
         """Return one of the texts of an answer."""
+        given: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if reasoning:
+            given["reasoning_content"] = reasoning
         if not choice.tool_calls:
-            return cls(role="assistant", content=choice.text, refusal=None)
+            return cls(**given)
         calls = [CalledToolBody.of(call) for call in choice.tool_calls]
-        given: dict[str, Any] = {"role": "assistant", "content": choice.text.strip() or None, "refusal": None}
+        given["content"] = choice.text.strip() or None
         if form == "function_call":
             return cls(**given, function_call=calls[0].function)
         return cls(**given, tool_calls=calls if form == "any" else calls[:1])
@@ -196,6 +215,7 @@ class MessageDelta(Answer):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[CalledToolDelta] | None = None
     function_call: CalledFunction | None = None
 
@@ -246,7 +266,7 @@ class TextForm(ABC):
             "created": int(time.time()),
             "model": model,
         }
-        self._offsets: dict[int, int] = {}  # characters of the tokens so far, by choice
+        self._offsets: dict[int, TextOffset] = defaultdict(TextOffset)  # by choice
 
     @abstractmethod
     def whole(self, result: TextResult) -> ChatAnswer | CompletionAnswer:
@@ -281,9 +301,11 @@ class ChatForm(TextForm):
 
     id_prefix = "chatcmpl"
 
-    def __init__(self, model: str, calls: Calls = "any") -> None:
+    def __init__(self, model: str, calls: Calls = "any", *, shows_reasoning: bool = True, echo: str = "") -> None:
+        """Texts begin with `echo`."""
         super().__init__(model)
         self._calls = calls
+        self._shows_reasoning, self._echo = shows_reasoning, echo
         self._begun_calls: set[tuple[int, int]] = set()  # of each choice
 
     def whole(self, result: TextResult) -> ChatAnswer:
@@ -292,21 +314,28 @@ class ChatForm(TextForm):
                 index=index,
                 finish_reason=self._reason(choice.finish_reason),
                 logprobs=ChatLogprobs.of(choice.logprobs),
-                message=MessageBody.of(choice, self._calls),
+                message=MessageBody.of(
+                    replace(choice, text=self._echo + choice.text),
+                    self._calls,
+                    choice.reasoning if self._shows_reasoning else "",
+                ),
             )
             for index, choice in enumerate(result.choices)
         ]
         return ChatAnswer(object="chat.completion", choices=choices, **self._whole_fields(result))
 
     def opening(self, num_choices: int) -> list[Answer]:
-        delta = MessageDelta(role="assistant", content="")
+        delta = MessageDelta(role="assistant", content=self._echo)
         choices = [
             ChatChunkChoice(index=index, finish_reason=None, logprobs=None, delta=delta) for index in range(num_choices)
         ]
         return [ChatChunk(object="chat.completion.chunk", choices=[choice], **self._head) for choice in choices]
 
     def piece(self, chunk: TextChunk) -> ChatChunk:
-        given: dict[str, Any] = {"content": chunk.text} if chunk.text else {}
+        has_called = any(choice == chunk.index for choice, _ in self._begun_calls)
+        given: dict[str, Any] = {"content": chunk.text} if chunk.text.strip() or (chunk.text and not has_called) else {}
+        if chunk.reasoning and self._shows_reasoning:
+            given["reasoning_content"] = chunk.reasoning
         calls = [call for call in chunk.tool_calls if self._calls == "any" or call.index == 0]
         if calls and self._calls == "function_call":
             pieces = [self._call_delta(chunk.index, call).function for call in calls]
@@ -345,7 +374,7 @@ class CompletionForm(TextForm):
             CompletionChoice(
                 index=index,
                 finish_reason=cast("FinishReason", choice.finish_reason),
-                logprobs=CompletionLogprobs.of(choice.logprobs),
+                logprobs=CompletionLogprobs.of(choice.logprobs, TextOffset()),
                 text=choice.text,
             )
             for index, choice in enumerate(result.choices)
@@ -357,9 +386,7 @@ class CompletionForm(TextForm):
 
     def piece(self, chunk: TextChunk) -> CompletionChunk:
         reason = cast("FinishReason | None", chunk.finish_reason)
-        offset = self._offsets.get(chunk.index, 0)
-        logprobs = CompletionLogprobs.of(chunk.logprobs, offset)
-        self._offsets[chunk.index] = offset + sum(len(token.text) for token in chunk.logprobs)
+        logprobs = CompletionLogprobs.of(chunk.logprobs, self._offsets[chunk.index])
         choice = CompletionChunkChoice(index=chunk.index, finish_reason=reason, logprobs=logprobs, text=chunk.text)
         return CompletionChunk(object="text_completion", choices=[choice], **self._piece_fields(chunk))
 

@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 from fastapi import APIRouter
-from pydantic import Field, TypeAdapter
+from pydantic import AliasChoices, Discriminator, Field, Tag, TypeAdapter
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from configs.cluster import MAX_MESSAGES, LimitsConfig
-from deployments.engines.llm.chat import FunctionName
+from deployments.engines.llm.chat import FunctionName, ReasoningEffort
 from deployments.errors import InvalidRequest, RequestTooLarge
 from deployments.ingress.access.callers import current_tenant
-from deployments.ingress.bodies import ClientPart, JsonRoute, warning_header
+from deployments.ingress.bodies import ClientPart, JsonRoute, LeftOut, TopP, warning_header
 from deployments.ingress.openai.chat_images import ChatImages, Detail, ImageSource, content_of
 from deployments.ingress.openai.kept import StoredResponse, StoredResponses
 from deployments.ingress.openai.response_answers import ResponseAnswer, ResponseForm, response_id_of
@@ -35,7 +36,7 @@ from deployments.ingress.responses import (
     stream_events,
 )
 from deployments.ingress.service import Service
-from deployments.records import Count, Loras, Name, RequestModel, TextChunk, UserName
+from deployments.records import MAX_TOOLS, Count, Loras, Name, RequestModel, TextChunk, UserName
 
 _MAX_CHAIN: Final = 1024  # responses that follow on each other
 
@@ -43,8 +44,8 @@ _MAX_CHAIN: Final = 1024  # responses that follow on each other
 class InputText(ClientPart, extra="ignore"):
     """A part of a message; those of earlier answers have more members."""
 
-    type: Literal["input_text", "output_text"]
-    text: str
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
 
 
 class InputImage(ClientPart, extra="ignore"):
@@ -72,12 +73,40 @@ class InputCall(ClientPart, extra="ignore"):
     arguments: str
 
 
+class InputCustomCall(ClientPart, extra="ignore"):
+    """A call of a tool that takes a text, of an earlier answer."""
+
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: FunctionName
+    input: str
+
+    @property
+    def arguments(self) -> str:
+        """The text as the arguments of a function."""
+        return json.dumps({"input": self.input})
+
+
 class InputCallOutput(ClientPart, extra="ignore"):
     """The result of a tool call."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
-    output: str | list[InputText]
+    output: str | list[InputText | InputImage]
+
+
+class ReasoningPart(ClientPart, extra="ignore"):
+    """A piece of a thought."""
+
+    type: str = "reasoning_text"
+    text: str = ""
+
+
+class InputReasoning(ClientPart, extra="ignore"):
+    """What the model thought before an earlier answer. What only its server can read is left out."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
 
 
 class ItemReference(ClientPart, extra="ignore"):
@@ -87,8 +116,52 @@ class ItemReference(ClientPart, extra="ignore"):
     id: Name
 
 
-Item = InputMessage | InputCall | InputCallOutput
-InputItem = Item | ItemReference
+class OtherItem(LeftOut, extra="ignore"):
+    """An item of a tool that OpenAI's servers run."""
+
+
+_OF_ITS_SERVERS: Final = re.compile("[a-z_]+_(call|output|request|response|tools)|compaction")
+_KINDS: Final = {
+    "message": "message",
+    "function_call": "function_call",
+    "custom_tool_call": "custom_tool_call",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+    "reasoning": "reasoning",
+    "item_reference": "item_reference",
+}
+
+
+def _kind_of(item: Any) -> str:
+    """Return the tag of an item, which messages and references need not say."""
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None:
+        has_role = "role" in item if isinstance(item, dict) else hasattr(item, "role")
+        return "message" if has_role else "item_reference"
+    if not isinstance(kind, str):
+        return "message"
+    return "other" if kind not in _KINDS and _OF_ITS_SERVERS.fullmatch(kind) else _KINDS.get(kind, kind)
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputCallOutput, Tag("output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind_of),
+]
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputCallOutput, Tag("output")]
+    | Annotated[InputReasoning, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
+    Discriminator(_kind_of),
+]
 InputItems = Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)]
 _ITEMS: Final[TypeAdapter[list[Item]]] = TypeAdapter(list[Item])
 
@@ -172,10 +245,19 @@ def _as_stored(answer: ResponseAnswer, items: Sequence[Item]) -> StoredResponse:
 def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
     """Yield the messages of a chat that items are, as `ChatImages` takes them: calls of one answer are one message."""
     open_: dict[str, Any] | None = None  # the assistant's, which may have calls
+    thought = ""  # of the next message of the assistant
     for number, item in enumerate(items):
-        if isinstance(item, InputCall):
+        if isinstance(item, InputReasoning):
+            if open_ is not None:
+                yield open_
+                open_ = None
+            thought += "".join(part.text for part in item.content or ())
+            continue
+        if isinstance(item, OtherItem):
+            continue
+        if isinstance(item, InputCall | InputCustomCall):
             if open_ is None:
-                open_ = {"role": "assistant"}
+                open_, thought = {"role": "assistant", "reasoning": thought}, ""
             call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
             open_.setdefault("tool_calls", []).append(call)
             continue
@@ -185,7 +267,8 @@ def _messages_of(items: Sequence[Item]) -> Iterator[dict[str, Any]]:
         if isinstance(item, InputCallOutput):
             yield {"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output, number)}
         elif item.role == "assistant":
-            open_ = {"role": item.role, "content": _joined(item.content, number)}
+            open_ = {"role": item.role, "content": _joined(item.content, number), "reasoning": thought}
+            thought = ""
         else:
             yield {"role": item.role, "content": _joined(item.content, number)}
     if open_ is not None:
@@ -205,6 +288,10 @@ def _joined(content: str | Sequence[InputText | InputImage], number: int) -> str
     )
 
 
+class OtherTool(LeftOut, extra="ignore"):
+    """A tool that OpenAI's servers run, and nobody here."""
+
+
 class FunctionTool(ClientPart):
     """A function that the model may call."""
 
@@ -215,6 +302,16 @@ class FunctionTool(ClientPart):
     strict: bool | None = None
 
 
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Discriminator(
+        lambda tool: (
+            "function"
+            if (tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)) in (None, "function")
+            else "other"
+        )
+    ),
+]
 _FUNCTION_FIELDS: Final = {"name", "description", "parameters", "strict"}
 _REPEATED: Final = {
     "model",
@@ -250,6 +347,13 @@ class TextSettings(ClientPart):
     format: TextFormat | None = None
 
 
+class ReasoningSettings(ClientPart, extra="ignore"):
+    """How much is thought. There are no summaries."""
+
+    effort: ReasoningEffort | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(ClientPart):
     """OpenAI's request for a response."""
 
@@ -258,9 +362,10 @@ class ResponsesBody(ClientPart):
     instructions: str | None = None
     max_output_tokens: Count | None = None
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: TopP = None
     text: TextSettings | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=128)
+    reasoning: ReasoningSettings | None = None
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     metadata: dict[Name, Annotated[str, Field(max_length=512)]] | None = Field(None, max_length=16)
     lora: Loras | None = None
@@ -271,6 +376,11 @@ class ResponsesBody(ClientPart):
     store: bool = Field(True, description="the response is kept for a while, for those that follow on it")
     stream: bool | None = False
     user: UserName | None = None
+
+    @property
+    def functions(self) -> list[FunctionTool]:
+        """The tools that are functions."""
+        return [tool for tool in self.tools or () if isinstance(tool, FunctionTool)]
 
     @property
     def items(self) -> InputItems:
@@ -291,6 +401,8 @@ class ResponsesBody(ClientPart):
             "max_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
         }
         if self.text is not None and (form := self.text.format) is not None:
             schema = None
@@ -299,7 +411,7 @@ class ResponsesBody(ClientPart):
             given["response_format"] = {"type": form.type, "json_schema": schema}
         given["tools"] = [
             {"type": "function", "function": tool.model_dump(include=_FUNCTION_FIELDS, exclude_none=True)}
-            for tool in self.tools or ()
+            for tool in self.functions
         ]
         if isinstance(self.tool_choice, NamedFunction):
             given["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
@@ -315,7 +427,7 @@ class ResponsesBody(ClientPart):
             | {
                 "store": is_stored,
                 "metadata": self.metadata or {},
-                "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.tools or ()],
+                "tools": [tool.model_dump(include={"type", *_FUNCTION_FIELDS}) for tool in self.functions],
                 "tool_choice": choice.model_dump() if isinstance(choice, NamedFunction) else choice or "auto",
             }
         )

@@ -35,6 +35,7 @@ BodyT = TypeVar("BodyT", bound=BaseModel)
 Pictures = npt.NDArray[np.uint8] | tuple[npt.NDArray[np.uint8], ...]
 NamedFiles = str | bytes | Sequence[str | bytes]
 _DATA_URL: Final = "data:audio/"
+_SPACES: Final = ("\n", "\r", "\t", " ")  # between characters of base64
 _PIECE: Final = 2**20  # of base64: between two of them others have Python's lock
 _MAX_CHUNKS: Final = 1024
 _HEAD: Final = 12
@@ -233,6 +234,8 @@ def _bytes_of(data: str | bytes) -> bytes:
     if data.startswith(("http:", "https:")):
         raise ValueError("an address, which is not fetched; send the file")
     start = data.find(",") + 1 if data.startswith("data:") else 0
+    for space in _SPACES:
+        data = data.replace(space, "")
     try:
         places = range(start, len(data), _PIECE)
         return b"".join(base64.b64decode(data[place : place + _PIECE], validate=True) for place in places)

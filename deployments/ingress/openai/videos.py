@@ -60,6 +60,7 @@ from deployments.records import (
     as_record,
 )
 from deployments.tasks import shared_task
+from weights.panics import panics_as_errors
 
 _REFERENCE: Final = "input_reference"
 _FIRST_IMAGE, _VIDEO = "image", "video"  # the parameters of diffusers' classes for it
@@ -427,7 +428,8 @@ class _VideoJobs:
         making = asyncio.ensure_future(self._make(job))
         noting = asyncio.ensure_future(self._note(id_, job, making))
         try:
-            result = await making
+            with panics_as_errors():
+                result = await making
             facts = {**job.facts, **_facts_of(result)}
             suffix = result.media_type.partition("/")[2]
             await asyncio.to_thread(self._kept.complete, id_, result.file, suffix, facts)

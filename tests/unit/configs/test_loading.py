@@ -261,6 +261,41 @@ def test_repeated_aliases_do_not_blow_up(tmp_path: Path) -> None:
     assert {problem.key for problem in found} == {f"a{i}" for i in range(12)}
 
 
+MULTIPLYING = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 5))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "logging: {format: *a4}",
+        "worker: {device: *a4}",
+        "worker: {resident_bytes: *a4}",
+        "worker: {vram_reserve_bytes: *a4}",
+        "models: [{id: m, path: *a4}]",
+        "models: [{id: m, path: /m, gpu_layers: *a4}]",
+        "models: [{id: m, path: /m, like: *a4}]",
+        "models: [{id: *a4, path: /m}]",
+        "adapters: [{id: l, path: /l, base: [*a4]}]",
+        "http: {port: *a4}",
+        "store: {path: *a4}",
+        "models: *a4",
+    ],
+)
+def test_what_aliases_multiply_is_shown_in_a_few_words(tmp_path: Path, place: str) -> None:
+    text = MULTIPLYING + ("" if place.startswith("models") else MODELS) + place + "\n"
+    found = [one for one in problems(tmp_path, text) if one.key.partition(".")[0] not in MULTIPLYING]
+    assert found
+    assert sum(len(one.text) for one in found) < 2000
+
+
+def test_merges_that_multiply_are_refused_before_they_are_written_out(tmp_path: Path) -> None:
+    levels = "".join(f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 30))
+    (found,) = problems(tmp_path, "a0: &a0 {b: 1}\n" + levels + MODELS)
+    assert found.text == "a mapping of more than 200000 keys, merged ones (<<) included"
+    some = "x: &x {dtype: float16}\nmodels:\n  - {<<: *x, id: m, path: /m}\n  - {<<: [*x, *x], id: n, path: /n}\n"
+    assert {one.key for one in problems(tmp_path, some)} == {"x"}
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [

@@ -35,7 +35,14 @@ LOCAL = ("local", ["deployments.local"], ["ray", "fastapi"])
 
 
 @pytest.mark.parametrize(
-    "imports", [(CONFIGS, CLI, CLIENT), (CONTROL_PLANE, DRIVER, INGRESS), (ENGINES, LOCAL)], ids=lambda all_: all_[0][0]
+    "imports",
+    [
+        (CONFIGS, CLI, CLIENT),
+        (CONTROL_PLANE, DRIVER, INGRESS),
+        # Imports both libraries of models; an import contract says the same of ours.
+        pytest.param((ENGINES, LOCAL), marks=pytest.mark.long),
+    ],
+    ids=lambda all_: all_[0][0],
 )
 def test_an_import_stays_light(imports: tuple[tuple[str, list[str], list[str]], ...]) -> None:
     """Those of one process come one after the other: what a later one does not want, none before has loaded."""

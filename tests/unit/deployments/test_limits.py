@@ -13,15 +13,18 @@ from deployments.defaults import with_image_defaults
 from deployments.errors import InvalidRequest
 from deployments.limits import check_clip, check_head, check_image, check_text
 from deployments.records import ClipRequest, CompletionRequest, HeadRequest, ImageRequest
+from deployments.services.image_requests import conditioning_request, denoise_request
 
 FLUX, SDXL = "FluxPipeline", "StableDiffusionXLPipeline"
 LIMITS = LimitsConfig(max_pixels=512 * 512, max_inference_steps=20)
 FITS = {"width": 512, "height": 512, "num_inference_steps": 20}
 
 
-def check(given: dict[str, Any], defaults: dict[str, Any], class_name: str) -> None:
+def check(given: dict[str, Any], defaults: dict[str, Any], class_name: str) -> ImageRequest:
     asked = ImageRequest(model="m", prompt="p", **given)
-    check_image(with_image_defaults(asked, GenerationDefaults(**defaults), class_name), LIMITS, asked)
+    filled = with_image_defaults(asked, GenerationDefaults(**defaults), class_name)
+    check_image(filled, LIMITS, asked)
+    return filled
 
 
 @pytest.mark.parametrize("class_name", [FLUX, SDXL])
@@ -57,6 +60,16 @@ def test_an_adapter_is_used_once_for_images_and_texts() -> None:
     check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LIMITS)
     with pytest.raises(InvalidRequest, match="lora: 2 adapters, at most 1 are allowed"):
         check_text(CompletionRequest(model="m", prompt="p", lora=twice[:2]), LimitsConfig(max_loras=1))
+
+
+def test_a_strength_in_text_encoders_is_for_images() -> None:
+    uses = ({"name": "a", "scale": 0.5, "text_scale": 0.25}, {"name": "b", "scale": 0.75})
+    request = check(FITS | {"lora": uses}, {}, FLUX)
+    denoise = denoise_request(request)
+    assert [(use.name, use.scale) for use in denoise.adapters] == [("a", 0.5), ("b", 0.75)]
+    assert conditioning_request(request, denoise, FLUX).adapters == {"a": 0.25, "b": 0.75}
+    with pytest.raises(InvalidRequest, match="lora: text_scale is for image models"):
+        check_text(CompletionRequest(model="m", prompt="p", lora=uses), LIMITS)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0)])

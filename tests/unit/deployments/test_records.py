@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import inspect
 import math
@@ -10,6 +11,7 @@ from typing import Any
 import diffusers
 import numpy as np
 import pytest
+from kit.panics import Panic
 from pydantic import ValidationError
 
 from cluster.errors import KeeperFailed
@@ -284,9 +286,11 @@ def test_errors_survive_a_copy_by_their_arguments(class_: type[ServiceError]) ->
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: x"), Overloaded),
         (RuntimeError("x"), RuntimeError),
         (KeyError("x"), KeyError),
+        (Panic("x"), GenerationFailed),
+        (asyncio.CancelledError("x"), asyncio.CancelledError),
     ],
 )
-def test_lower_floors_are_said_in_the_services_terms(raised: Exception, expected: type[Exception]) -> None:
+def test_lower_floors_are_said_in_the_services_terms(raised: BaseException, expected: type[BaseException]) -> None:
     with pytest.raises(expected, match=r"x|not enough memory"), as_service_errors():
         raise raised
 

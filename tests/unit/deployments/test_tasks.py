@@ -6,14 +6,24 @@ import asyncio
 import threading
 
 import pytest
+from kit.panics import Panic
 
 from deployments.tasks import in_thread
+from weights.panics import Panicked
 
 
 async def test_results_and_errors_come_through() -> None:
     assert await in_thread(divmod, 7, 2) == (3, 1)
     with pytest.raises(ZeroDivisionError):
         await in_thread(divmod, 7, 0)
+
+
+async def test_a_panic_comes_through_as_an_error() -> None:
+    def work() -> None:
+        raise Panic("out of range")
+
+    with pytest.raises(Panicked, match=r"^Panic: out of range$"):
+        await in_thread(work)
 
 
 @pytest.mark.parametrize("fails", [False, True])

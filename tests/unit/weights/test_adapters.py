@@ -98,11 +98,11 @@ def test_where_the_scale_comes_from(tmp_path, config, alpha, expected):
         ({name: tensor.int() for name, tensor in GOOD.items()}, "expected floating point"),
         ({**GOOD, f"{PATH}.alpha": torch.ones(2)}, r"alpha' has shape \(2,\)"),
         ({**GOOD, f"{PATH}.alpha": torch.tensor(math.nan)}, "is nan, expected a finite number"),
-        ({"unet_mid.lokr_w1": torch.ones(2, 2)}, "'unet_mid.lokr_w1' is not of the diffusers/PEFT layout"),
+        ({"unet_mid.weight": torch.ones(2, 2)}, "'unet_mid.weight' is not of the diffusers/PEFT layout"),
         ({"lora_unet_" + "x" * 2000 + ".lora_down.weight": torch.ones(2, 2)}, "has a name of 2027 characters"),
         ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(5)}, r"is torch.float32 \(5,\), expected 6 numbers"),
         ({**GOOD, f"{PATH}.lora_magnitude_vector": torch.ones(6, dtype=torch.int8)}, "is torch.int8"),
-        ({"decoder.x.lora_A.weight": torch.ones(2, 2)}, "a component of transformer, unet"),
+        ({"transformer.x.weight": torch.ones(2, 2)}, "a component of transformer, unet"),
     ],
 )
 def test_unusable_tensors(tmp_path, tensors, message):
@@ -111,6 +111,17 @@ def test_unusable_tensors(tmp_path, tensors, message):
     with pytest.raises(AdapterError, match=message) as caught:
         load_adapter(file)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["unet_mid.lokr_w1", "double_blocks.0.x.lora_A.weight", "base_model.model.x.lora_B.weight"]
+)
+def test_other_layouts_are_read_beside_the_model(tmp_path, name):
+    file, tensor = tmp_path / "style.safetensors", torch.ones(2, 2)
+    save_file({name: tensor}, file, metadata={METADATA_KEY: json.dumps({"transformer.lora_alpha": 2})})
+    adapter = load_adapter(file)
+    assert torch.equal(adapter.raw[name], tensor)
+    assert adapter.configs["transformer"].alpha == 2.0
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def test_killed_at_any_moment_the_store_is_whole(tmp_path: Path, write_model) ->
         assert_whole(store, sources)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_between_any_two_steps_the_store_is_whole(
     tmp_path: Path, write_model, monkeypatch: pytest.MonkeyPatch, layout: Layout

@@ -19,7 +19,7 @@ from unit.weights.small_disk import PAGE_BYTES, fill, free_pages
 from weights.errors import DiskFull
 from weights.externalize import externalize
 from weights.layouts import convert
-from weights.maintenance import gc, remove_model
+from weights.maintenance import Moment, gc, remove_model
 from weights.repair import repair, verify
 from weights.storage.durable import allocated_bytes, remove_path
 from weights.storage.index import StoreMeta
@@ -73,15 +73,15 @@ def test_gc_of_a_full_disk_keeps_the_clocks_of_what_is_young(disk: Path, write_m
     for name in "abc":
         externalize(store, name, write_model(name, tensors()))
     remove_model(store, "a")
-    gc(store, grace_s=60, now=lambda: 1000.0)
+    gc(store, grace_s=60, now=lambda: Moment(1000.0))
     remove_model(store, "b")
     fill(disk)
-    assert [str(path) for path in gc(store, grace_s=60, now=lambda: 1061.0).removed if path.parts[0] == "packs"] == [
-        "packs/a_weight_combined"
-    ]
+    assert [
+        str(path) for path in gc(store, grace_s=60, now=lambda: Moment(1061.0)).removed if path.parts[0] == "packs"
+    ] == ["packs/a_weight_combined"]
     check(store, "c")
-    assert gc(store, grace_s=60, now=lambda: 1120.0).removed == ()
-    assert len(gc(store, grace_s=60, now=lambda: 1122.0).removed) == 2
+    assert gc(store, grace_s=60, now=lambda: Moment(1120.0)).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: Moment(1122.0)).removed) == 2
 
 
 def test_gc_of_a_full_disk_without_anything_dead_changes_nothing(disk: Path, write_model) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,11 @@ from weights.errors import ModelNotStored, StoreError
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.loader import load_from_store
-from weights.maintenance import gc, remove_model
+from weights.maintenance import Moment, gc, remove_model, this_moment
 from weights.manifest import Layout
 from weights.repair import verify
 from weights.storage.durable import allocated_bytes
-from weights.storage.index import StoreMeta
+from weights.storage.index import StoreIndex, StoreMeta
 from weights.store import WeightStore
 
 LAYOUTS: tuple[Layout, ...] = ("combined", "separate", "inline")
@@ -72,11 +74,11 @@ def test_an_earlier_version_goes_after_its_grace(store: WeightStore, write_model
     for path in (*store.packs.iterdir(), store.skeleton(old)):
         os.utime(path, (0, 0))
     start_s = random.uniform(1e9, 2e9)
-    assert gc(store, grace_s=60, now=lambda: start_s + 1e6, dry_run=True).removed == ()  # nor does it start one
-    assert gc(store, grace_s=60, now=lambda: start_s).removed == ()
-    assert gc(store, grace_s=60, now=lambda: start_s + 59).removed == ()
+    assert gc(store, grace_s=60, now=lambda: Moment(start_s + 1e6), dry_run=True).removed == ()  # nor does it start one
+    assert gc(store, grace_s=60, now=lambda: Moment(start_s)).removed == ()
+    assert gc(store, grace_s=60, now=lambda: Moment(start_s + 59)).removed == ()
     assert store.skeleton(old).is_dir()
-    report = gc(store, grace_s=60, now=lambda: start_s + 61)
+    report = gc(store, grace_s=60, now=lambda: Moment(start_s + 61))
     assert [str(path) for path in report.removed] == [
         "packs/m_weight_combined",
         f"models/{old.skeleton}",
@@ -115,11 +117,11 @@ def test_what_is_needed_again_begins_a_new_grace(store: WeightStore, write_model
     source = write_model("m", {"w": torch.rand(10)})
     externalize(store, "m", source, layout="separate")
     remove_model(store, "m")
-    assert gc(store, grace_s=60, now=lambda: 1000.0).removed == ()
+    assert gc(store, grace_s=60, now=lambda: Moment(1000.0)).removed == ()
     externalize(store, "m", source, layout="separate")
     remove_model(store, "m")
-    assert gc(store, grace_s=60, now=lambda: 1100.0).removed == ()
-    assert len(gc(store, grace_s=60, now=lambda: 1161.0).removed) == 2
+    assert gc(store, grace_s=60, now=lambda: Moment(1100.0)).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: Moment(1161.0)).removed) == 2
 
 
 def test_a_range_of_a_pack_goes_after_its_grace(
@@ -133,24 +135,62 @@ def test_a_range_of_a_pack_goes_after_its_grace(
     pack = store.packs / "all_weight_combined"
     full = allocated_bytes(pack)
     remove_model(store, "all")
-    gc(store, grace_s=60, now=lambda: 0.0)
+    gc(store, grace_s=60, now=lambda: Moment(0.0))
     remove_model(store, "xz")
-    gc(store, grace_s=60, now=lambda: 50.0)
+    gc(store, grace_s=60, now=lambda: Moment(50.0))
     assert allocated_bytes(pack) == full
-    gc(store, grace_s=60, now=lambda: 61.0)  # y; x is younger
+    gc(store, grace_s=60, now=lambda: Moment(61.0))  # y; x is younger
     assert full - allocated_bytes(pack) == 36_864
-    gc(store, grace_s=60, now=lambda: 111.0)
+    gc(store, grace_s=60, now=lambda: Moment(111.0))
     assert full - allocated_bytes(pack) == 2 * 36_864
     assert verify(store, deep=True).damages == ()
+
+
+@pytest.mark.parametrize("set_by_s", [1e6, -1e6, 30.0, 0.0])
+def test_a_clock_that_is_set_makes_nothing_older_or_younger(store: WeightStore, write_model, set_by_s: float) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
+    remove_model(store, "m")
+
+    def at(seconds: float, set_by_s: float = 0.0, boot: str = "b") -> Moment:
+        return Moment(2e6 + seconds + set_by_s, boot, 500.0 + seconds)
+
+    assert gc(store, grace_s=60, now=lambda: at(0)).removed == ()
+    assert gc(store, grace_s=60, now=lambda: at(20)).removed == ()
+    for seconds in (40, 59):
+        assert gc(store, grace_s=60, now=lambda seconds=seconds: at(seconds, set_by_s)).removed == ()
+    if set_by_s != 30.0:  # back again, by somebody who has noticed
+        assert gc(store, grace_s=60, now=lambda: at(59)).removed == ()
+        set_by_s = 0.0
+    assert len(gc(store, grace_s=60, now=lambda: at(61, set_by_s)).removed) == 2
+    assert store.read_index(StoreIndex.unneeded) == set()
+
+
+def test_after_a_restart_of_the_machine_the_wall_clock_counts(store: WeightStore, write_model) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
+    remove_model(store, "m")
+    gc(store, grace_s=60, now=lambda: Moment(1000.0, "b", 500.0))
+    assert gc(store, grace_s=60, now=lambda: Moment(1059.0, "c", 5.0)).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: Moment(1061.0, "d", 7.0)).removed) == 2
+
+
+def test_a_run_that_finds_what_the_one_before_found_writes_nothing(store: WeightStore, write_model) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
+    remove_model(store, "m")
+    gc(store, grace_s=60)
+    before = files(store.path), store.index_file.stat().st_mtime_ns
+    assert gc(store, grace_s=60).removed == ()
+    assert (files(store.path), store.index_file.stat().st_mtime_ns) == before
+    assert this_moment().boot == this_moment().boot
+    assert abs(this_moment().unix_s - time.time()) < 60
 
 
 def test_a_lost_index_starts_all_clocks_anew(store: WeightStore, write_model) -> None:
     externalize(store, "m", write_model("m", {"w": torch.rand(10)}))
     remove_model(store, "m")
-    gc(store, grace_s=60, now=lambda: 0.0)
+    gc(store, grace_s=60, now=lambda: Moment(0.0))
     store.index_file.unlink()
-    assert gc(store, grace_s=60, now=lambda: 61.0).removed == ()
-    assert len(gc(store, grace_s=60, now=lambda: 122.0).removed) == 2
+    assert gc(store, grace_s=60, now=lambda: Moment(61.0)).removed == ()
+    assert len(gc(store, grace_s=60, now=lambda: Moment(122.0)).removed) == 2
 
 
 @pytest.mark.parametrize("layout", ["separate", "combined"])
@@ -264,6 +304,31 @@ def test_where_holes_are_refused_the_bytes_are_reported(
     size = (store.packs / "a_weight_combined").stat().st_size
     assert gc(store).freed_bytes == 36_864
     assert (store.packs / "a_weight_combined").stat().st_size == size
+    assert verify(store, deep=True).damages == ()
+
+
+def test_a_hard_linked_copy_of_the_store_keeps_every_byte_that_its_manifests_name(
+    store: WeightStore, write_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = torch.rand(5000)
+    monkeypatch.setattr("weights.storage.packs.MAX_EXTENT_BYTES", 40_000)
+    externalize(store, "a", write_model("a", {"a": torch.rand(9000), "z": shared}))
+    externalize(store, "b", write_model("b", {"z": shared}))
+    externalize(store, "c", write_model("c", {"c": torch.rand(9000)}))
+    shutil.copytree(store.path, tmp_path / "backup", copy_function=os.link)  # as `cp -al` and `rsync --link-dest`
+    backup = WeightStore(tmp_path / "backup")
+    for model in ("a", "c"):
+        remove_model(store, model)
+    planned = gc(store, dry_run=True)
+    report = gc(store)
+    assert report == planned
+    assert (report.freed_bytes < 36_864, report.unfreed_bytes) == (True, 36_864)
+    assert not (store.packs / "c_weight_combined").exists()
+    for one in (store, backup):
+        assert verify(one, deep=True).damages == ()
+    assert backup.model_names() == ["a", "b", "c"]
+    shutil.rmtree(backup.path)
+    assert gc(store).freed_bytes >= 36_864
     assert verify(store, deep=True).damages == ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ from weights.errors import ModelNotStored
 from weights.externalize import externalize
 from weights.layouts import convert
 from weights.loader import load_from_store
-from weights.maintenance import gc, remove_model
+from weights.maintenance import Moment, gc, remove_model
 from weights.manifest import Layout, Manifest
 from weights.repair import repair, verify
 from weights.storage.index import StoreMeta
@@ -151,6 +152,31 @@ def test_what_cannot_be_repaired_is_said_and_left(store: WeightStore, write_mode
     assert [damage.model for damage in verify(store, deep=True).damages] == ["lost"]
 
 
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_takes_no_meta_at_the_end_loses_no_report(
+    store: WeightStore, write_model, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    externalize(store, "m", write_model("m", {"w": torch.rand(500)}))
+    gc(store)  # makes meta.json
+    pack = next(store.packs.iterdir())
+    pack.write_bytes(bytes(pack.stat().st_size))
+    sound = WeightStore._publish_file
+
+    def publish(self: WeightStore, target: Path, content: bytes) -> None:
+        if target == self.meta_file:
+            raise OSError(code, os.strerror(code))
+        sound(self, target, content)
+
+    with monkeypatch.context() as full:
+        full.setattr(WeightStore, "_publish_file", publish)
+        report = repair(store)
+    assert (report.rewritten, report.damages) == (("m",), ())
+    assert not store.meta_file.exists()
+    gc(store)
+    assert store.meta_file.exists()
+    assert verify(store, deep=True).damages == ()
+
+
 def test_a_cast_model_is_cast_again(store: WeightStore, write_model) -> None:
     source = write_model("m", {"w": torch.randn(500), "i": torch.arange(9)})
     manifest = externalize(store, "m", source, dtype="bfloat16")
@@ -262,7 +288,7 @@ def test_whatever_happens_to_a_store_it_is_whole_after_a_repair(
             case "grace" if stored:
                 clock_s += 10
                 now_s = clock_s
-                gc(store, grace_s=15, now=lambda now_s=now_s: now_s)
+                gc(store, grace_s=15, now=lambda now_s=now_s: Moment(now_s))
             case "lose":
                 store.index_file.unlink(missing_ok=True)
             case "flip" if name in stored:

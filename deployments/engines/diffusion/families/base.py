@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # the ingress has no torch
     from deployments.engines.nn.lora import AdaptedSpan
 
 MIN_TEXT_LENGTH: Final = 16
+MAX_SIDE_PX: Final = 4096
 _PIXELS_PER_LATENT: Final = 8  # of stock's VAEs, where the pipeline's configs do not say
 NO_SKIPS: Final[Mapping[Role, int]] = {}
 NoNegative = Literal["unguided", "empty text", "zeros"]
@@ -31,14 +32,13 @@ NoNegative = Literal["unguided", "empty text", "zeros"]
 
 @dataclass(frozen=True, slots=True)
 class ImageDefaults:
-    """The defaults of the stock pipeline's `__call__` (diffusers 0.42). `side` is in pixels.
+    """The defaults of the stock pipeline's `__call__` (diffusers 0.42), but for the size: `Family.default_sides`.
 
     `max_sequence_length` None is what `text_encoders` makes of it. `true_cfg_scale` is that of families which have one.
     """
 
     num_inference_steps: int
     guidance_scale: float
-    side: int
     max_sequence_length: int | None = None
     true_cfg_scale: float = 1.0
 
@@ -69,12 +69,13 @@ class ImageSize(NamedTuple):
 class Branch:
     """One text condition of a request, (1, L, D) and perhaps (1, P), on the denoiser's device and in its dtype.
 
-    `mask` (1, L) is False where the prompt is padding, and None where nothing is.
+    `mask` (1, L) is False where the prompt is padding, behind its `num_tokens`; both are None where nothing is.
     """
 
     prompt: torch.Tensor
     pooled: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    num_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class Rows:
     `pooled` is None for a family that has no pooled text. `controls` are the ControlNets of all rows. `mask` (B, L) is
     False where a prompt is padding, and None where no prompt is; only a family that `masks_text` gets one. `adapters`
     are those of rows that have any, `modulation` what is known already (`Modulation.rows_of`). `sizes` has each row's,
-    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any.
+    which have one `Family.batch_shape`. `image_prompts` are those of rows that have any. `lengths` are the tokens of
+    each row's prompt that are no padding.
     """
 
     latents: torch.Tensor
@@ -122,6 +124,7 @@ class Rows:
     modulation: tuple[torch.Tensor, ...] = ()
     sizes: tuple[ImageSize, ...] = ()
     image_prompts: tuple[PromptedSpan, ...] = ()
+    lengths: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.latents)
@@ -146,6 +149,7 @@ class Rows:
             tuple(output[here] for output in self.modulation),
             self.sizes[here],
             prompted,
+            self.lengths[here],
         )
 
     def tensors(self) -> list[torch.Tensor]:
@@ -175,13 +179,15 @@ class Family(ABC):
     other_class_names: ClassVar[Sequence[str]] = ()  # stock pipelines of the same components, for other tasks
     denoiser_name: ClassVar[str]  # the component that predicts noise
     defaults: ClassVar[ImageDefaults]
+    sample_size: ClassVar[int] = 128  # latents on a side of an image whose size nobody says, unless the denoiser's own
+    reads_sample_size: ClassVar[bool] = False  # stock takes that from the denoiser's config
     edits: ClassVar[Mapping[Task, EditDefaults]] = {}  # the tasks beside text-to-image
     guidance_rule: ClassVar[str] = "guidance_scale > 1"  # for people: when guidance is on
     upcasts_vae: ClassVar[bool] = False  # stock encodes images in float32 where the VAE's config has `force_upcast`
     refines_only: ClassVar[bool] = False  # it makes no image without one to begin at
     inpaints_from_noise: ClassVar[bool] = True  # at strength 1 stock begins at noise alone, scaled as without an image
-    lora_loader: ClassVar[str | None] = None  # the mixin of diffusers that renames its LoRAs of other layouts
-    lora_encoders: ClassVar[Sequence[str]] = ()  # the text encoders that a LoRA may change
+    # The text encoders that a LoRA may change, each with what trainers and UIs call it.
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {}
     keeps_precision: ClassVar[Sequence[str]] = ()  # matrices of the denoiser that no float8 form has, as patterns
     control_class: ClassVar[str | None] = None  # the class of its ControlNets
     control_keys: ClassVar[Sequence[str]] = ()  # what their configs must have in common with the denoiser's
@@ -192,7 +198,8 @@ class Family(ABC):
     text_layers: ClassVar[str] = ""  # a pattern of the layers of such a denoiser that see the prompt and nothing else
     takes_image_prompts: ClassVar[bool] = False  # its cross-attentions may read images beside the text
     masks_text: ClassVar[bool] = False  # whether `predict_noise` heeds a mask, so that texts may be padded
-    counts_tokens: ClassVar[bool] = False  # `predict_noise` looks into the mask, and leaves out what it hides
+    counts_tokens: ClassVar[bool] = False  # `predict_noise` leaves out what is padding, by `Rows.lengths`
+    repeats_rows: ClassVar[bool] = False  # layers with several vectors of each row get all rows again and again
     attends_to_image: ClassVar[bool] = False  # an image to begin at is read beside the latents, and no noise hides it
     max_references: ClassVar[int] = 0  # the most images that it reads beside latents and prompt; it needs one of them
     float32_latents: ClassVar[bool] = False  # stock draws and steps in float32 whatever the denoiser's dtype
@@ -202,6 +209,16 @@ class Family(ABC):
     def defaults_of(self, variant: Mapping[str, bool | int]) -> ImageDefaults:
         """Return the defaults of a checkpoint by what its configs say (`weights/formats/pipeline_parts.py`)."""
         return self.defaults
+
+    def default_sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
+        """Return the width and height of an image whose request says none, by what a checkpoint's configs say."""
+        factor = int(variant.get("pixels_per_latent", _PIXELS_PER_LATENT))
+        told = variant if self.reads_sample_size else {}
+        width, height = (
+            min(int(told.get(name, self.sample_size)) * factor, MAX_SIDE_PX)
+            for name in ("sample_width", "sample_height")
+        )
+        return width, height
 
     def variant(self, model_index: Mapping[str, Any]) -> Family:
         """Return the family as a checkpoint has it, by its model_index.json."""
@@ -345,6 +362,10 @@ class Family(ABC):
     def num_extra_channels(self, denoiser_config: Mapping[str, Any]) -> int:
         """Return the channels that the denoiser reads beside those of the latents; those of inpainting UNets are 5."""
         return 0
+
+    def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the constructor of the stock pipeline for a request changes of its solver's config."""
+        return {}
 
     def schedule(self, request: DiffusionRequest, solver_config: Mapping[str, Any], size: ImageSize) -> dict[str, Any]:
         """Return the arguments of the solver's `set_timesteps`."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # the ingress has no torch
 
 MAX_T5_TOKENS: Final = 512  # the stock pipeline's default and upper bound
 # FLUX.1-schnell, by its model card: distilled to few steps, without guidance, its schedule not shifted by the size.
-SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, side=1024, max_sequence_length=256)
+SCHNELL: Final = ImageDefaults(num_inference_steps=4, guidance_scale=0.0, max_sequence_length=256)
 
 
 class Flux(PackedFlow):
@@ -40,7 +40,7 @@ class Flux(PackedFlow):
 
     class_name: ClassVar[str] = "FluxPipeline"
     denoiser_name: ClassVar[str] = "transformer"
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=3.5)
     other_class_names: ClassVar[Sequence[str]] = ("FluxImg2ImgPipeline", "FluxInpaintPipeline")
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=28),
@@ -48,8 +48,10 @@ class Flux(PackedFlow):
     }
     inpaints_from_noise: ClassVar[bool] = False
     guidance_rule: ClassVar[str] = "true_cfg_scale > 1"
-    lora_loader: ClassVar[str | None] = "FluxLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te1", "clip_l"),
+        "text_encoder_2": ("te2", "te3", "t5xxl"),  # which of the two depends on the trainer
+    }
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     control_class: ClassVar[str | None] = "FluxControlNetModel"
     control_keys: ClassVar[Sequence[str]] = (

@@ -37,7 +37,7 @@ class Flux2(PromptReader, ShiftedFlow):
 
     class_name: ClassVar[str] = "Flux2Pipeline"
     denoiser_name: ClassVar[str] = "transformer"
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=4.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=4.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=1.0, guidance_scale=4.0, num_inference_steps=50)
     }
@@ -53,7 +53,6 @@ class Flux2(PromptReader, ShiftedFlow):
         removed="[IMG]",
     )
     attends_to_image: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "Flux2LoraLoaderMixin"
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         **PromptReader.refused_text_rules,
         "trimmed": "text_padding 'trimmed': FLUX.2 was trained on padded texts; use stock",
@@ -140,7 +139,7 @@ def _ids(time: int, rows: int, columns: int, length: int) -> torch.Tensor:
 
 
 # FLUX.2 [klein], distilled, by its model card.
-DISTILLED: Final = ImageDefaults(num_inference_steps=4, guidance_scale=1.0, side=1024)
+DISTILLED: Final = ImageDefaults(num_inference_steps=4, guidance_scale=1.0)
 
 
 class Flux2Klein(Flux2):

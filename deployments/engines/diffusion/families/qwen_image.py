@@ -60,9 +60,7 @@ class QwenImage(PromptReader, PackedFlow):
     class_name: ClassVar[str] = "QwenImagePipeline"
     denoiser_name: ClassVar[str] = "transformer"
     other_class_names: ClassVar[Sequence[str]] = ("QwenImageImg2ImgPipeline", "QwenImageInpaintPipeline")
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(
-        num_inference_steps=50, guidance_scale=1.0, side=1024, true_cfg_scale=4.0
-    )
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=1.0, true_cfg_scale=4.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.6, guidance_scale=1.0, num_inference_steps=50),
@@ -73,7 +71,6 @@ class QwenImage(PromptReader, PackedFlow):
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "img_in.*", "txt_in.*", "proj_out.weight")
     embedding_parts: ClassVar[Sequence[str]] = ()
     masks_text: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "QwenImageLoraLoaderMixin"
 
     def no_negative(self, model_index: Mapping[str, Any]) -> NoNegative:
         return "unguided"
@@ -135,6 +132,7 @@ class QwenImageEdit(QwenImage):
     other_class_names: ClassVar[Sequence[str]] = ()
     edits: ClassVar[Mapping[Task, EditDefaults]] = {}
     max_references: ClassVar[int] = 1
+    repeats_rows: ClassVar[bool] = True  # with their times, and then with time 0, which is that of images beside
     default_tokens: ClassVar[int] = 1024
     reading: ClassVar[PromptForm] = PromptForm(layers=(-1,), template=_EDIT_TEMPLATE, num_dropped=64, image=_IMAGE)
 

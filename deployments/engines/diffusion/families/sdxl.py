@@ -40,15 +40,17 @@ class StableDiffusionXL(UNetFamily):
         "StableDiffusionXLImg2ImgPipeline",
         "StableDiffusionXLInpaintPipeline",
     )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.3, guidance_scale=5.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.9999, guidance_scale=7.5, num_inference_steps=50),
     }
     upcasts_vae: ClassVar[bool] = True
     takes_clip_skip: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "StableDiffusionXLLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te", "te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+    }
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionXLPipeline was trained on CLIP's "
         "padding; use stock"

@@ -24,7 +24,7 @@ from deployments.engines.diffusion.families.base import (
     sum_residuals,
 )
 from deployments.engines.diffusion.families.texts import Encoded, EncoderUse, Role, output_of
-from deployments.engines.protocol import LAST
+from deployments.engines.protocol import LAST, DiffusionRequest
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,7 @@ class UNetFamily(Family):
     """A family whose denoiser is diffusers' UNet2DConditionModel. Latents are images: (num_images, C, h, w)."""
 
     denoiser_name: ClassVar[str] = "unet"
+    reads_sample_size: ClassVar[bool] = True
     embedding_parts: ClassVar[Sequence[str]] = ("time_embedding", "add_embedding")
     modulated_layers: ClassVar[str] = "*.time_emb_proj"
     text_layers: ClassVar[str] = "*.attn2.to_[kv]"
@@ -117,15 +118,14 @@ class StableDiffusion(UNetFamily):
 
     class_name: ClassVar[str] = "StableDiffusionPipeline"
     other_class_names: ClassVar[Sequence[str]] = ("StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline")
-    # The stock pipeline takes the side from the UNet: 512 pixels for version 1.
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5, side=512)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=7.5)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.8, guidance_scale=7.5, num_inference_steps=50),
         "inpainting": EditDefaults(strength=1.0, guidance_scale=7.5, num_inference_steps=50),
     }
+    sample_size: ClassVar[int] = 64
     takes_clip_skip: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "StableDiffusionLoraLoaderMixin"
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder",)
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {"text_encoder": ("te", "te1", "clip_l", "clip_h")}
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for T5: the UNet of StableDiffusionPipeline was trained on CLIP's "
         "padding; use stock",
@@ -138,6 +138,14 @@ class StableDiffusion(UNetFamily):
 
     def join_encodings(self, role: Role, encodings: Mapping[str, Encoded]) -> dict[str, torch.Tensor]:
         return {"prompt_embeds": output_of(role, encodings, "text_encoder", "hidden").unsqueeze(0)}
+
+    def solver_changes(self, request: DiffusionRequest, solver_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what was wrong in configs of 2022. Stock's pipeline for inpainting leaves in what others change, and
+        those with a ControlNet change nothing.
+        """
+        clips = {"skip_prk_steps": True} if request.mask_image is not None else {"clip_sample": False}
+        wanted = {} if request.control else {"steps_offset": 1, **clips}
+        return {key: value for key, value in wanted.items() if key in solver_config}
 
     def text_widths(self, denoiser: Any) -> tuple[int, int | None]:
         return denoiser.config.cross_attention_dim, None

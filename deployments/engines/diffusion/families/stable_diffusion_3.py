@@ -39,16 +39,21 @@ class StableDiffusion3(FlowMatching):
 
     class_name: ClassVar[str] = "StableDiffusion3Pipeline"
     denoiser_name: ClassVar[str] = "transformer"
+    reads_sample_size: ClassVar[bool] = True
     other_class_names: ClassVar[Sequence[str]] = (
         "StableDiffusion3Img2ImgPipeline",
         "StableDiffusion3InpaintPipeline",
     )
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=28, guidance_scale=7.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=0.6, guidance_scale=7.0, num_inference_steps=50),
     }
-    lora_encoders: ClassVar[Sequence[str]] = ("text_encoder", "text_encoder_2")
+    lora_encoders: ClassVar[Mapping[str, Sequence[str]]] = {
+        "text_encoder": ("te1", "clip_l"),
+        "text_encoder_2": ("te2", "clip_g"),
+        "text_encoder_3": ("te3", "t5xxl"),
+    }
     keeps_precision: ClassVar[Sequence[str]] = ("*norm*", "*embed*", "proj_out.weight")
     refused_text_rules: ClassVar[Mapping[str, str]] = {
         "trimmed": "text_padding 'trimmed' is for pipelines that read a T5 alone: StableDiffusion3Pipeline was trained "

@@ -15,6 +15,7 @@ from deployments.engines.protocol import DiffusionRequest, PromptForm
 if TYPE_CHECKING:  # the ingress has no torch
     import torch
 
+SIDE: Final = 1024  # pixels, whatever the configs say
 TEXT_MULTIPLE: Final = 32  # to which the transformer pads a text with a learned vector that it attends to
 
 
@@ -28,7 +29,7 @@ class ZImage(PromptReader, ShiftedFlow):
     class_name: ClassVar[str] = "ZImagePipeline"
     denoiser_name: ClassVar[str] = "transformer"
     other_class_names: ClassVar[Sequence[str]] = ("ZImageImg2ImgPipeline", "ZImageInpaintPipeline")
-    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0, side=1024)
+    defaults: ClassVar[ImageDefaults] = ImageDefaults(num_inference_steps=50, guidance_scale=5.0)
     edits: ClassVar[Mapping[Task, EditDefaults]] = {
         "image-to-image": EditDefaults(strength=0.6, guidance_scale=5.0, num_inference_steps=50),
         "inpainting": EditDefaults(strength=1.0, guidance_scale=5.0, num_inference_steps=50),
@@ -40,7 +41,9 @@ class ZImage(PromptReader, ShiftedFlow):
     masks_text: ClassVar[bool] = True
     counts_tokens: ClassVar[bool] = True
     float32_latents: ClassVar[bool] = True
-    lora_loader: ClassVar[str | None] = "ZImageLoraLoaderMixin"
+
+    def default_sides(self, variant: Mapping[str, bool | int]) -> tuple[int, int]:
+        return SIDE, SIDE
 
     def padded_text_length(self, num_tokens: int) -> int:
         """Return the length to which the transformer pads a text: those of one share forwards without a mask."""
@@ -59,11 +62,10 @@ class ZImage(PromptReader, ShiftedFlow):
         import torch
 
         latents = rows.latents.to(denoiser.dtype)
-        lengths = [rows.prompts.shape[1]] * len(rows) if rows.mask is None else rows.mask.sum(dim=1).tolist()
         (images,) = denoiser(
             list(latents.unsqueeze(2).unbind()),
             (1000 - rows.timesteps) / 1000,
-            [prompt[:length] for prompt, length in zip(rows.prompts, lengths, strict=True)],
+            [prompt[:length] for prompt, length in zip(rows.prompts, rows.lengths, strict=True)],
             return_dict=False,
         )
         return -torch.stack([image.squeeze(1).float() for image in images])

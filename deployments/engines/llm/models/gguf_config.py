@@ -18,6 +18,7 @@ from deployments.engines.protocol import EngineError
 from weights.errors import FormatError
 from weights.formats.gguf import GgufHeader, GgufValue, gguf_set, read_gguf, read_gguf_header
 from weights.formats.gguf_names import CONTROL, EXPERT_NAMES, FREQUENCY_FACTORS, LAYER_NAMES, TOP_NAMES
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.untrusted import shown
 
 if TYPE_CHECKING:
@@ -164,14 +165,6 @@ _FAMILIES: Final = {
     "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
     "qwen3moe": ("qwen3_moe", False),
-}
-CLASS_NAMES: Final = {  # of transformers, by model type
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 # Ends of a turn that files do not always name; llama.cpp finds them by the same texts.
 _END_TEXTS: Final = frozenset({"<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"})

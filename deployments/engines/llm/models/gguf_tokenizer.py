@@ -12,6 +12,7 @@ from deployments.engines.protocol import EngineError
 from weights.formats.gguf import GgufValue
 from weights.formats.gguf_names import ADDS_BOS, BYTE, CONTROL, TEXT_SPLITS, UNKNOWN, USER_DEFINED
 from weights.formats.untrusted import shown
+from weights.panics import panics_as_errors
 
 if TYPE_CHECKING:  # the control plane asks `check_tokenizer_kind`, and has no torch
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +24,8 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTrainedTokenizerBase
     Raises EngineError for a kind that is not supported, with those that are, and for vocabularies that are damaged.
     """
     try:
-        return _tokenizer(metadata)
+        with panics_as_errors():
+            return _tokenizer(metadata)
     except EngineError:
         raise
     except Exception as error:  # the tokenizers library raises bare ones

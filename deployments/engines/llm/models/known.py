@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from deployments.engines.library_classes import has_model_type, version
-from deployments.engines.llm.models.gguf_config import CLASS_NAMES
 from deployments.engines.llm.models.stock_classes import (
     ATTENTION_LAYERS,
     DRAFTS_FOR,
@@ -21,6 +20,7 @@ from deployments.engines.llm.models.stock_classes import (
 )
 from deployments.engines.protocol import EngineError
 from weights.dtypes import GROUP_INT8_METHOD
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.published_quantization import METHODS
 from weights.formats.untrusted import shown
 

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from deployments.engines.build import build_language_model
 from deployments.engines.library_seam import generate_step
 from deployments.engines.llm.block_manager import BLOCK_SIZE
-from deployments.engines.llm.models.stock import max_positions
+from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.stock_classes import IN_MODULES, WHOLE_PROMPTS
 from deployments.engines.protocol import EngineError
 

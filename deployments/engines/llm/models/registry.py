@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from deployments.engines.config_files import read_config
+from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.gguf_config import MAX_EXPERTS, gguf_config, gguf_headers
 from deployments.engines.llm.models.known import check_config, check_quantization, check_rope_type, named_decoder
 from deployments.engines.llm.models.kuiper_config import kuiper_header, kuiper_source
@@ -40,6 +42,8 @@ from weights.dtypes import GROUP_INT8_METHOD
 from weights.formats.untrusted import shown
 from weights.memory.devices import computes_on_host
 from weights.memory.layer_plan import layer_of
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DECODER_PARTS = ("embed_tokens.", "layers.", "norm.")
@@ -276,7 +280,7 @@ def _base_spec(config: PretrainedConfig, **differences: Any) -> DecoderSpec:
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         rms_norm_eps=config.rms_norm_eps,
-        max_positions=config.max_position_embeddings,
+        max_positions=max_positions(config),
         tied_embeddings=config.tie_word_embeddings,
         windows=_windows(config),
         **differences,
@@ -391,13 +395,17 @@ def _assign_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor], tied
         if name not in given and source in given:
             given[name] = given[source]
     expected = module.state_dict()
-    _check_names(given, expected)
+    given = _named(given, expected)
     _check_tensors(given, expected)
     module.load_state_dict(given, assign=True)
     module.requires_grad_(False)
 
 
-def _check_names(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+def _named(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors that a model has. Others are left out with a warning, as transformers does.
+
+    Raises EngineError for one that is missing.
+    """
     missing = [name for name in expected if name not in given]
     if missing:
         name = missing[0]
@@ -407,11 +415,8 @@ def _check_names(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch
         )
     unknown = [name for name in given if name not in expected]
     if unknown:
-        name = unknown[0]
-        raise EngineError(
-            f"tensor {name!r} of shape {tuple(given[name].shape)} is unknown here{_and_others(unknown)}: "
-            f"{len(given)} tensors given, the model has {len(expected)}"
-        )
+        logger.warning("tensor %r%s is no part of the model, and is left out", unknown[0], _and_others(unknown))
+    return {name: tensor for name, tensor in given.items() if name in expected}
 
 
 def _check_tensors(given: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

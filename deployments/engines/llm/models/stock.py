@@ -29,6 +29,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from deployments.engines.build import build_language_model
+from deployments.engines.llm.models.context import max_positions
 from deployments.engines.llm.models.eyes import Eyes, Seen
 from deployments.engines.llm.models.llama import KvHeads
 from deployments.engines.llm.models.recurrent import (
@@ -59,7 +60,6 @@ from weights.torch_seam import with_child
 OURS: Final = "atelier"  # our functions, where transformers asks for one of several
 # Of what classes pass to their attention beside queries, keys and values, what would change its result unheard.
 _UNKNOWN: Final = ("indices", "block_indices", "position_bias", "sinks")
-_DEFAULT_POSITIONS: Final = 32768  # of a class whose config names no bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,18 +339,3 @@ def _probe(
     except Exception as error:  # configs are believed here and there, each with errors of its own
         raise EngineError(f"{type(module).__name__} does not compute with this config: {error}") from error
     return tuple(probe.layers), list(states.mixers)
-
-
-def max_positions(config: PretrainedConfig) -> int:
-    """Return the longest sequence that is computed as the class means it.
-
-    Rotary frequencies that change behind a length would depend on the longest sequence of a step: there they end.
-    """
-    text = config.get_text_config()
-    rope = getattr(text, "rope_parameters", None) or {}
-    named = getattr(text, "max_position_embeddings", None)
-    bounds = [named if type(named) is int and named > 0 else _DEFAULT_POSITIONS]
-    for one in (rope, *rope.values()):  # one for all layers, or one for each kind of them
-        if isinstance(one, dict) and one.get("rope_type") in ("dynamic", "longrope"):
-            bounds.append(one.get("original_max_position_embeddings") or bounds[0])
-    return int(min(bounds))

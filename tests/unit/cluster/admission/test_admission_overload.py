@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.admission import simulated_replicas
 from unit.cluster.admission.simulated_replicas import POOL, Simulation
 
@@ -25,7 +26,7 @@ def simulation(num_replicas: int = 2, **config: Any) -> Simulation:
     return Simulation(queue, num_replicas, lambda asked: asked.work * SECONDS_PER_WORK)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@seeds(50)
 def test_tenants_with_work_share_the_replicas_by_weight(seed: int) -> None:
     weights = {"small": 1.0, "middle": 2.0, "large": 5.0}
     tenants = {name: {"weight": weight} for name, weight in weights.items()}

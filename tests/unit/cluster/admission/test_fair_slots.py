@@ -7,11 +7,12 @@ import random
 from collections import Counter
 
 import pytest
+from kit.drawing import seeds
 
 from cluster.admission.fair_slots import FairSlots, SlotsFull
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(50)
 async def test_no_slot_is_lost_whoever_is_cancelled_or_refused(seed: int) -> None:
     rng = random.Random(seed)
     slots, held, most = FairSlots(3, lambda: 10), 0, 0

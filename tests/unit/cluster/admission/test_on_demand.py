@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
+from kit.drawing import seeds
 
 from cluster.admission.queue import AdmissionQueue
 from cluster.admission.records import Demand, OnDemandSwitch, Placement, Started, Waiting
@@ -98,7 +99,7 @@ def test_a_burst_takes_a_second_replica_once_the_wait_for_the_first_exceeds_anot
     assert found.ask("c", 10.4) == "w"  # v is ready in 0.1 s, and a request alone has it for 1 s
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(50)
 def test_requests_join_a_batch_until_they_delay_each_other_more_than_a_switch_takes(seed: int) -> None:
     chance = random.Random(seed)
     joining_s, switch_s = chance.uniform(0.01, 0.1), chance.uniform(0.2, 1.0)

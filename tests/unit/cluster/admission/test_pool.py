@@ -14,13 +14,19 @@ POOL = "worker"
 
 def test_nobody_waits_for_a_larger_part_of_its_time_than_the_slowest_may() -> None:
     fair = _FairWait()
-    assert fair.bound_s(3.0, 0.3, 0.0) == pytest.approx(2.7)
-    assert fair.bound_s(3.0, 1.5, 0.1) == pytest.approx(1.5)
-    assert fair.bound_s(3.0, 0.3, 0.2) == pytest.approx(1.5, rel=0.05)
-    assert fair.bound_s(10.0, 0.3, 0.2) == pytest.approx(5.0, rel=0.05)  # who has time may wait for longer
-    assert fair.bound_s(3.0, 2.95, 0.3) == pytest.approx(0.05)  # one that can hardly wait holds nobody back
-    assert fair.bound_s(3.0, 0.3, 0.4) == pytest.approx(1.5, rel=0.1)
-    assert fair.bound_s(3.0, 0.3, 100.0) == pytest.approx(2.7)  # it came long ago
+    assert fair.bound_s("a", 3.0, 0.3, 0.0) == pytest.approx(2.7)
+    assert fair.bound_s("a", 3.0, 1.5, 0.1) == pytest.approx(1.5)
+    assert fair.bound_s("a", 3.0, 0.3, 0.2) == pytest.approx(1.5, rel=0.05)
+    assert fair.bound_s("a", 10.0, 0.3, 0.2) == pytest.approx(5.0, rel=0.05)  # who has time may wait for longer
+    assert fair.bound_s("a", 3.0, 2.95, 0.3) == pytest.approx(0.05)  # one that can hardly wait holds nobody back
+    assert fair.bound_s("a", 3.0, 0.3, 0.4) == pytest.approx(1.5, rel=0.1)
+    assert fair.bound_s("a", 3.0, 0.3, 100.0) == pytest.approx(2.7)  # it came long ago
+
+
+def test_what_one_tenant_asks_for_bounds_nobody_elses_wait() -> None:
+    fair = _FairWait()
+    fair.bound_s("hasty", 1.2, 1.0, 0.0)
+    assert fair.bound_s("patient", 60.0, 1.0, 0.1) == pytest.approx(59.0)
 
 
 @pytest.mark.parametrize("num_waiting", [10, 80])

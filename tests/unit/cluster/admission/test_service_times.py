@@ -6,11 +6,12 @@ import random
 
 import numpy as np
 import pytest
+from kit.drawing import seeds
 
 from cluster.admission.service_times import BATCH_SIZES, Estimate, ServiceTimes
 
 
-@pytest.mark.parametrize("seed", range(8))
+@seeds(50)
 def test_a_fixed_part_and_one_by_work_are_told_apart(seed: int) -> None:
     rng = random.Random(seed)
     fixed_s, per_work_s = rng.uniform(0, 1), rng.uniform(0.001, 0.1)
@@ -71,7 +72,7 @@ def test_few_requests_take_longer_than_the_late_latency(spread: float) -> None:
     assert num_late / 2000 <= 0.08
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 def test_what_a_request_adds_to_a_batch_is_told_from_batches_of_several_sizes(seed: int) -> None:
     times, rng = ServiceTimes(), random.Random(seed)
     alone_s, slowdown = rng.uniform(0.05, 2.0), rng.uniform(0.1, 0.9)
@@ -106,7 +107,7 @@ def test_the_latency_in_any_company_is_told_from_that_in_others(seed: int) -> No
     assert known.usual_s == pytest.approx(latency_s(8.0, 5.0), rel=0.5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 def test_company_that_is_seen_all_the_time_does_not_drift_away_from_other_company(seed: int) -> None:
     times, rng = ServiceTimes(), random.Random(seed)
     factors: list[float] = []

@@ -54,6 +54,16 @@ def test_only_what_was_written_to_is_named() -> None:
     assert node.audit.audited_bytes == 2 * (100 + BLOCK_BYTES + 1 + 3 * BLOCK_BYTES)
 
 
+def test_what_somebody_got_other_bytes_of_comes_first() -> None:
+    node = Node()
+    for id_ in "abc":
+        node.put(id_, 100).view[0] ^= 1
+    node.audit.look_soon("c")
+    node.audit.look_soon("gone")
+    node.audit.round()
+    assert node.damaged == ["c", "a", "b", "c"]
+
+
 def test_the_rate_is_bounded() -> None:
     node = Node(bytes_per_s=BLOCK_BYTES / 2)
     node.put("a", 2 * BLOCK_BYTES + BLOCK_BYTES // 2)

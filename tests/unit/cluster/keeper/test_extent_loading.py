@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 from kit.clock import Clock
+from kit.panics import Panic
 
 from cluster.keeper.extent_loading import ExtentLoader, Writing
 from cluster.peers.client import FetchFailed
@@ -64,6 +65,7 @@ class FakePeers:
         self.questions: list[Question] = []
         self.located: list[Located | None] = []
         self.known = True
+        self.given_back: list[str] = []
 
     def client(self) -> Any:
         return self if self.known else None
@@ -73,6 +75,9 @@ class FakePeers:
         if question.insist:
             return Located(claimed=(question.insist,))
         return self.located.pop(0) if len(self.located) > 1 else self.located[0]
+
+    def changed(self, added: Sequence[str], removed: Sequence[str]) -> None:
+        self.given_back += removed
 
     def fetch_extent(
         self, addresses: Sequence[PeerAddress], extent: ExtentRef, place: Any, *, min_gbps: float
@@ -380,6 +385,42 @@ def test_what_was_given_up_while_a_thread_was_about_to_ask_for_it_stops_no_other
     loader._ask(step.question)
     offer = Located(offers={extent.id: [PeerOffer(PeerAddress("other", 1), "other")]})
     assert load(loader, extent, peers, offer) == (data, "peer")
+
+
+def test_a_claim_on_what_was_withdrawn_meanwhile_is_given_back(loader, extent, peers: FakePeers) -> None:
+    loader.expect([extent], Stages())
+    step = loader._next()
+    assert isinstance(step, AskRegistry)
+    assert loader.withdraw() == extent
+    peers.located = [MINE]
+    loader._ask(step.question)
+    assert peers.given_back == ["e"]
+
+
+@pytest.mark.parametrize("where", ["locate", "fetch", "read", "place"])
+def test_a_panic_anywhere_leaves_nobody_waiting(
+    loader, extent, data: bytes, reader: SlowReader, peers: FakePeers, monkeypatch, where: str
+) -> None:
+    def panic(*arguments: Any, **options: Any) -> Any:
+        raise Panic("index out of range")
+
+    with monkeypatch.context() as broken:
+        peers.located = [HAS_IT if where == "fetch" else MINE]
+        if where != "place":
+            on, name = {"locate": (peers, "locate"), "fetch": (peers, "fetch_extent"), "read": (reader, "read_into")}[
+                where
+            ]
+            broken.setattr(on, name, panic)
+        loader.expect([extent], Stages())
+        try:
+            loaded = loader.load_next(panic if where == "place" else copy)
+        except Panic:
+            assert where == "locate"
+        else:
+            assert str(loaded.error) == "Panic: index out of range"
+    if where == "locate":
+        assert loader.load_next(copy).result == data
+    assert load(loader, extent, peers, MINE) == (data, "storage")
 
 
 def test_what_has_no_thread_is_withdrawn_and_a_thread_too_many_ends(loader, extent, peers: FakePeers) -> None:

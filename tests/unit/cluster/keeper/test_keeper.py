@@ -30,7 +30,7 @@ from cluster.keeper.ray_extents import RayExtents
 from cluster.keeper.records import HeldOffer
 from cluster.node_checks import running_code
 from cluster.peers.link import RegistryClient
-from cluster.peers.protocol import Located, Question, ResidencyReport
+from cluster.peers.protocol import Located, PeerAddress, PeerOffer, Question, ResidencyReport
 from cluster.processes import ProcessMark
 from cluster.registry.extent_locations import ResidencyMap
 from weights.errors import BudgetExceeded, ExtentCorrupt, WeightsError
@@ -897,3 +897,58 @@ def test_a_node_sends_the_delta_of_what_it_has_to_one_that_has_the_base(
     finally:
         for node in nodes:
             node.close()
+
+
+def test_a_damaged_copy_is_a_detour_to_the_next_peer_and_its_node_reads_it_again(
+    keeper: Make, extents: dict[str, ExtentRef], tmp_path: Path
+) -> None:
+    """Of three nodes, one has written to its shared memory, and one has no way to storage."""
+    asked: list[str] = []
+
+    class Directory:
+        """All that the first two nodes hold is offered, the damaged one first."""
+
+        def peer_secret(self) -> bytes:
+            return b"s" * 32
+
+        def report_residency(self, *report: Any) -> None: ...
+
+        def locate(self, node: str, question: Question, load: int) -> Located:
+            asked.append(node)
+            offered = [PeerOffer(PeerAddress.parse(str(one.stats().address)), "n") for one in (damaged, sound)]
+            return Located(offers=dict.fromkeys(question.ids, offered) if node == "third" else {}, claimed=question.ids)
+
+    directory: Any = Directory()
+    damaged, sound = (keeper(directory=directory, store=FakeStore(), audit_bytes_per_s=1e12) for _ in range(2))
+    wait_until(lambda: damaged.stats().address and sound.stats().address)
+    for one in (damaged, sound):
+        one.acquire([extents["a"], extents["b"]], "w")
+        one.release(["a", "b"], "w")
+    given = damaged.acquire([extents["a"]], "w").refs["a"]
+    given.array[3] ^= 1
+    third = NodeKeeper(
+        str(tmp_path / "absent"), 1000, "third", KeeperSettings(), store=FakeStore(), directory=directory
+    )
+    try:
+        found = third.acquire([extents["a"], extents["b"]], "w").refs
+        assert {id_: ref.array.tobytes() for id_, ref in found.items()} == {
+            id_: (tmp_path / id_).read_bytes() for id_ in "ab"
+        }
+        assert asked.count("third") < 5  # nobody was avoided for so long that it had to ask again and again
+        wait_until(lambda: damaged.stats().corrupt == ("a",))
+        assert damaged.acquire([extents["a"]], "x").refs["a"].array.tobytes() == (tmp_path / "a").read_bytes()
+        assert sound.stats().num_corrupt == 0
+    finally:
+        third.close()
+
+
+def test_a_mistake_in_a_loading_thread_is_told_to_who_waits_and_the_next_load_goes_on(
+    keeper: Make, extents: dict[str, ExtentRef], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = keeper()
+    with monkeypatch.context() as broken:
+        broken.setattr(node.reading.loader._queue, "next_step", lambda now_s: {}["ghost"])
+        with pytest.raises(KeyError, match="ghost"):
+            node.acquire([extents["a"]], "w")
+    assert "an extent could not be loaded" in caplog.text
+    assert xxhash.xxh3_128_hexdigest(node.acquire([extents["a"]], "w").refs["a"].array) == extents["a"].checksum

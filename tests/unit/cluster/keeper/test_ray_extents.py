@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import ray
+from kit.waiting import wait_until
 from unit.cluster.keeper.local_keeper import Ref, fail_with, ray_get
 
 from cluster.errors import KeeperFailed
 from cluster.keeper.ray_extents import RayExtents
-from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs
+from cluster.keeper.records import Greeting, HeldOffer, LeasedRefs, Recall, RecallAnswer
 from cluster.processes import ProcessMark
 from weights.errors import BudgetExceeded
 from weights.manifest import ExtentRef
@@ -227,3 +228,76 @@ def test_the_heart_stops_with_its_replica(keeper: FakeKeeper, monkeypatch: pytes
     del replica
     heart.join(WAIT_S)
     assert not heart.is_alive()
+
+
+def lost_answers(keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch, methods: set[str]) -> list[str]:
+    """Let the first call of each method have no answer: the keeper dies of it. Return those that were waited for."""
+    waited: list[str] = []
+
+    class Lost:
+        def __init__(self, method: str) -> None:
+            self.method = method
+
+    def get(found: Any, timeout: float | None = None) -> Any:
+        if isinstance(found, Lost):
+            assert timeout is not None, "an unbounded wait"
+            waited.append(found.method)
+            raise ray.exceptions.GetTimeoutError
+        return ray_get(found)
+
+    real = FakeKeeper.__getattr__
+
+    def call(self: FakeKeeper, name: str) -> Any:
+        if name not in methods:
+            return real(self, name)
+        methods.remove(name)
+
+        class Call:
+            @staticmethod
+            def remote(*_: Any) -> Any:
+                self.die()
+                return Lost(name)
+
+        return Call
+
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.get", get)
+    monkeypatch.setattr(FakeKeeper, "__getattr__", call)
+    return waited
+
+
+def test_a_call_whose_keeper_was_replaced_is_made_again_though_nobody_says_that_it_died(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = RayExtents(keeper, "r")
+    replica.fetch(extents("a"))
+    waited = lost_answers(keeper, monkeypatch, {"acquire"})
+    with ThreadPoolExecutor(1) as pool:
+        fetched = pool.submit(replica.fetch, extents("b"))
+        wait_until(lambda: len(waited) > 2, "a wait that goes on while nothing is known")
+        assert not fetched.done()
+        replica.beat()  # the heartbeat finds another keeper
+        assert list(fetched.result(WAIT_S)) == ["b"]
+    assert keeper.leases == {"a": 1, "b": 1}
+
+
+def test_recalls_are_heard_of_a_keeper_that_was_replaced_though_nobody_says_that_it_died(
+    keeper: FakeKeeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.keeper.ray_extents.ray.is_initialized", lambda: True)
+    recalled, has_met = threading.Event(), threading.Event()
+
+    def next_recall(holder: str, answer: RecallAnswer | None) -> Recall:
+        if has_met.is_set():
+            return Recall(("a",))
+        has_met.wait(WAIT_S)
+        return Recall()
+
+    keeper.on_next_recall = next_recall  # type: ignore[attr-defined]
+    replica = RayExtents(keeper, "r", on_recall=lambda *_: recalled.set())
+    replica.fetch(extents("a"))  # begins to listen
+    waited = lost_answers(keeper, monkeypatch, {"next_recall"})
+    has_met.set()
+    wait_until(lambda: len(waited) > 2, "a wait that goes on while nothing is known")
+    replica.beat()
+    assert recalled.wait(WAIT_S)
+    replica.close()

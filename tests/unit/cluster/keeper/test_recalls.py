@@ -144,6 +144,25 @@ def test_room_is_made_of_what_is_only_kept(node, replica) -> None:
     assert (resident(node), node.stats().holders) == ("abc", {"one": 300})
 
 
+def test_a_call_that_cannot_be_sent_ends_no_listening(node, replica, monkeypatch) -> None:
+    one, two = replica("one"), replica("two")
+    sent, sound = threading.Event(), one.client.wait_for_recall
+
+    def refuse(answer: RecallAnswer | None) -> Any:
+        if not sent.is_set():
+            sent.set()
+            raise RuntimeError("Ray sends nothing just now")
+        return sound(answer)
+
+    monkeypatch.setattr(one.client, "wait_for_recall", refuse)
+    one.use("abc")
+    one.leave("abc")
+    assert sent.wait(WAIT_S)
+    listening(node, "one")
+    two.use("de")
+    assert node.stats().num_recalled == 2
+
+
 def test_the_least_popular_is_called_back_first_and_uses_of_kept_extents_count(node, replica, extents) -> None:
     one, two = replica("one"), replica("two")
     for id_ in "abc":

@@ -9,6 +9,7 @@ import functools
 import math
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.peers.simulated_start import Flow, SimulatedStart
 
 from cluster.peers.sources import MAX_WAIT_S
@@ -159,7 +160,7 @@ def test_nodes_that_join_late_take_nothing_from_storage() -> None:
     assert max(node.done_s or math.inf for node in latest) < 20.0 + 5.0
 
 
-@pytest.mark.parametrize("seed", range(2))
+@seeds(50)
 def test_no_node_gives_more_at_once_than_it_may(seed: int) -> None:
     cluster = started(24, 12, seed, max_transfers=2)
     most = 0

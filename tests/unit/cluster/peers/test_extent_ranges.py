@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import xxhash
+from kit.drawing import seeds
 
 from cluster.peers.client import ExtentRange, ExtentRanges
 
@@ -28,7 +29,7 @@ def test_cover_the_extent_once_and_in_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@seeds(50)
 def test_the_checksum_does_not_depend_on_the_order_of_arrival(seed: int) -> None:
     data = bytearray(random.randbytes(10_000))
     ranges = ExtentRanges(memoryview(data), 128)

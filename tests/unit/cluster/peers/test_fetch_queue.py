@@ -7,6 +7,7 @@ import math
 import random
 
 import pytest
+from kit.seeding import seeded_random
 
 from cluster.peers.fetch_queue import (
     GIVE_UP_S,
@@ -25,6 +26,7 @@ from cluster.peers.fetch_queue import (
 from cluster.peers.protocol import PeerAddress
 from cluster.peers.sources import (
     AVOID_S,
+    DAMAGED_S,
     MAX_OFFERS,
     PATIENCE_S,
     BandwidthEstimate,
@@ -115,6 +117,82 @@ def test_a_node_that_cannot_read_gives_up_when_nothing_comes_for_long() -> None:
     assert (given_up, found.num_waiting) == ({"a", "b"}, 0)
 
 
+@pytest.mark.parametrize(
+    "late", [Located(reading={"a": "other"}), Located(offers={"a": [PeerOffer(PeerAddress("x", 1), "x")]}), None]
+)
+def test_an_answer_that_comes_after_the_extent_was_given_up_changes_nothing(late: Located | None) -> None:
+    found = queue("a")
+    found.can_read = False
+    asked = found.next_step(GIVE_UP_S - 0.1)
+    assert isinstance(asked, AskRegistry)
+    assert found.next_step(GIVE_UP_S + 0.1) == GiveUp("a")
+    assert found.apply_answer(asked.question, late, GIVE_UP_S + 0.2) == []
+    found.end_read("a", None, GIVE_UP_S + 0.3)
+    assert (found.num_waiting, found.withdraw_extent()) == (0, None)
+    now_s = 2 * GIVE_UP_S
+    found.add_extents({"b": NBYTES}, now_s)
+    both = Located(offers={"a": offers("x"), "b": offers("x")})
+    assert ask(found, both, now_s).ids == ("b",)
+    assert step_id(found.next_step(now_s)) == "b"
+
+
+def test_claims_that_come_after_the_extent_was_withdrawn_are_given_back() -> None:
+    found = queue("a", "b")
+    asked = found.next_step(0.0)
+    assert isinstance(asked, AskRegistry)
+    withdrawn = found.withdraw_extent()
+    (left,) = {"a", "b"} - {withdrawn}
+    assert found.apply_answer(asked.question, Located(claimed=("a", "b")), 0.0) == [withdrawn]
+    assert step_id(found.next_step(0.0)) == left
+    assert found.num_waiting == 0
+
+
+@pytest.mark.parametrize("can_read", [True, False] * 5)
+def test_in_any_order_every_extent_ends_once(can_read: bool) -> None:
+    """Many threads, and answers that come late: what an extent's end was, nothing brings back."""
+    chance = seeded_random()
+    found = FetchQueue(chance, max_claims=2)
+    wanted, now_s, ended = {f"e{number}" for number in range(12)}, 0.0, list[str]()
+    found.can_read = can_read
+    found.add_extents(dict.fromkeys(sorted(wanted), NBYTES), now_s)
+    asked: list[Question] = []
+    running: list[Fetch | Read | GiveUp] = []
+    for _ in range(4000):
+        now_s += chance.choice([0.0, 0.1, 1.0, GIVE_UP_S])
+        if asked and chance.random() < 0.3:
+            question = asked.pop()
+            ids = [*question.ids, chance.choice(sorted(wanted))]
+            claimed = tuple(ids[: question.max_claims])
+            answers: list[Located | None] = [
+                None,
+                Located(reading=dict.fromkeys(ids, "other")),
+                Located(offers={id_: offers("xyz"[: chance.randrange(1, 4)]) for id_ in ids}, claimed=claimed),
+            ]
+            found.apply_answer(question, chance.choice(answers), now_s)
+        elif running and chance.random() < 0.5:
+            step = running.pop(chance.randrange(len(running)))
+            peers = list(getattr(getattr(step, "plan", None), "addresses", ()))
+            if isinstance(step, Fetch) and chance.random() < 0.5:
+                kinds = {kind: peers if chance.random() < 0.5 else [] for kind in ("busy", "failed", "corrupt")}
+                found.end_refused_fetch(step.id, FetchOutcome(**kinds), now_s)
+                continue
+            if isinstance(step, Fetch):
+                found.end_fetch(step.id, FetchOutcome([PeerShare(peers[0], NBYTES, 0.1)]), now_s)
+            else:
+                found.end_read(step.id, 0.1 if isinstance(step, Read) else None, now_s)
+            ended.append(step.id)
+        elif chance.random() < 0.02 and (withdrawn := found.withdraw_extent()):
+            ended.append(withdrawn)
+        elif found.num_waiting:
+            step = found.next_step(now_s)
+            if isinstance(step, AskRegistry):
+                asked.append(step.question)
+            elif not isinstance(step, Wait):
+                running.append(step)
+        assert found.num_waiting == len(wanted) - len(ended) - len(running)
+    assert sorted(ended + [step.id for step in running]) == sorted(set(ended) | {step.id for step in running})
+
+
 def test_every_node_begins_elsewhere() -> None:
     ids = [f"e{index}" for index in range(40)]
     begun = set()
@@ -197,6 +275,25 @@ def test_storage_is_asked_for_when_all_holders_failed_and_not_when_there_are_mor
     # And a failure is forgotten.
     ask(found, Located(offers={"a": offers("x")}), AVOID_S + 1)
     assert isinstance(found.next_step(AVOID_S + 1), Fetch)
+
+
+def test_a_peer_with_a_damaged_copy_is_asked_for_its_other_extents_and_after_a_moment_for_a_fresh_copy() -> None:
+    found = queue("a", "b")
+    ask(found, Located(offers={"a": offers("x"), "b": offers("xy")}))
+    assert step_id(found.next_step(0.0)) == "a"
+    found.end_refused_fetch("a", FetchOutcome(corrupt=[at("x")]), 0.0)
+    step = found.next_step(0.0)
+    assert isinstance(step, Fetch)
+    assert (step.id, step.plan.addresses) == ("b", (at("x"), at("y")))
+    ask(found, Located(offers={"a": offers("xz")}))
+    step = found.next_step(0.0)
+    assert isinstance(step, Fetch)
+    assert (step.id, step.plan.addresses) == ("a", (at("z"),))
+    found.end_refused_fetch("a", FetchOutcome(failed=[at("z")]), 0.0)
+    ask(found, Located(offers={"a": offers("x")}), 1.0)
+    assert ask(found, Located(reading={"a": "x"}), 1.0).insist == "a"
+    ask(found, Located(offers={"a": offers("x")}), DAMAGED_S)
+    assert step_id(found.next_step(DAMAGED_S)) == "a"
 
 
 def test_of_many_holders_others_are_asked_after_the_first_failed_but_not_for_ever() -> None:

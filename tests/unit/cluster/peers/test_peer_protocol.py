@@ -16,16 +16,18 @@ from cluster.peers.protocol import PeerAddress, Request, Status
 numbers = st.integers(0, 2**64 - 1)
 
 
-@given(st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), numbers, numbers, numbers)
-def test_a_request_is_decoded_as_it_was_encoded(id_: str, offset: int, nbytes: int, transfer: int) -> None:
-    frame = protocol.encode_request(Request(id_, offset, nbytes, transfer))
+@given(st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True), numbers, numbers, numbers, st.booleans())
+def test_a_request_is_decoded_as_it_was_encoded(
+    id_: str, offset: int, nbytes: int, transfer: int, is_doubt: bool
+) -> None:
+    frame = protocol.encode_request(Request(id_, offset, nbytes, transfer, is_doubt))
     assert len(frame) == protocol.REQUEST_BYTES
-    assert protocol.decode_request(frame) == Request(id_, offset, nbytes, transfer)
+    assert protocol.decode_request(frame) == Request(id_, offset, nbytes, transfer, is_doubt)
 
 
 @given(st.binary(max_size=120), st.booleans())
 def test_any_bytes_are_decoded_or_refused(frame: bytes, has_magic: bool) -> None:
-    frame = protocol.MAGIC + b"\0\2" + frame if has_magic else frame
+    frame = protocol.MAGIC + b"\0\3" + frame if has_magic else frame
     for decode in (
         protocol.decode_greeting,
         protocol.decode_hello,
@@ -39,9 +41,15 @@ def test_any_bytes_are_decoded_or_refused(frame: bytes, has_magic: bool) -> None
 
 @pytest.mark.parametrize("id_", [b"", b"a/b", b"\xff", b"a\0b", b"a" * 65])
 def test_an_id_that_no_extent_can_have(id_: bytes) -> None:
-    frame = protocol.MAGIC + struct.pack("!HHQQQ", protocol.VERSION, len(id_), 7, 0, 1) + id_[:64].ljust(64, b"\0")
+    frame = protocol.MAGIC + struct.pack("!HBBQQQ", protocol.VERSION, 0, len(id_), 7, 0, 1) + id_[:64].ljust(64, b"\0")
     with pytest.raises(ValueError, match="is no extent id"):
         protocol.decode_request(frame)
+
+
+def test_a_purpose_that_no_request_has() -> None:
+    frame = protocol.encode_request(Request("ab", 0, 1, 7))
+    with pytest.raises(ValueError, match="purpose 2 of a request"):
+        protocol.decode_request(frame[:6] + b"\2" + frame[7:])
 
 
 def test_bytes_after_the_id_are_refused() -> None:
@@ -63,15 +71,15 @@ def test_frames_of_others_are_refused(frame: bytes, decode: Callable[[bytes], ob
     assert decode(frame)
     with pytest.raises(ValueError, match=r"b'HTTP' is not the beginning of a frame \(b'ATPX'\)"):
         decode(b"HTTP" + frame[4:])
-    with pytest.raises(ValueError, match="protocol version 3, this node speaks version 2"):
-        decode(frame[:4] + b"\0\3" + frame[6:])
+    with pytest.raises(ValueError, match="protocol version 4, this node speaks version 3"):
+        decode(frame[:4] + b"\0\4" + frame[6:])
 
 
 def test_the_layout_is_the_one_that_other_nodes_read() -> None:
     assert protocol.encode_request(Request("ab", 1, 2, 3)) == (
-        b"ATPX\x00\x02\x00\x02" + bytes(7) + b"\x03" + bytes(7) + b"\x01" + bytes(7) + b"\x02" + b"ab" + bytes(62)
+        b"ATPX\x00\x03\x00\x02" + bytes(7) + b"\x03" + bytes(7) + b"\x01" + bytes(7) + b"\x02" + b"ab" + bytes(62)
     )
-    assert protocol.encode_reply(Status.OUT_OF_RANGE, 3, 5) == b"ATPX\x00\x02\x00\x04\x00\x05" + bytes(7) + b"\x03"
+    assert protocol.encode_reply(Status.OUT_OF_RANGE, 3, 5) == b"ATPX\x00\x03\x00\x04\x00\x05" + bytes(7) + b"\x03"
 
 
 def test_addresses_read_as_usual() -> None:

@@ -28,7 +28,7 @@ from cluster.errors import PeerUnavailable
 from cluster.peers import protocol
 from cluster.peers.client import FetchFailed, PeerClient
 from cluster.peers.protocol import MAX_TRANSFERS, PeerAddress, Request, Status
-from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, PeerServer, ServerLimits, StoredBytes
+from cluster.peers.server import MAX_STRANGERS, MIN_IDLE_S, OnDoubt, PeerServer, ServerLimits, StoredBytes
 from weights.errors import ExtentCorrupt
 from weights.manifest import ExtentRef
 from weights.memory.host_pool import ByteArray
@@ -69,12 +69,15 @@ def serve(nothing_leaks: None) -> Iterator[Serve]:
     servers: list[PeerServer] = []
 
     def start(
-        extents: dict[str, ByteArray] | Callable[[str], ByteArray | None], secret: bytes = SECRET, **options: float
+        extents: dict[str, ByteArray] | Callable[[str], ByteArray | None],
+        secret: bytes = SECRET,
+        on_doubt: OnDoubt = lambda id_: None,
+        **options: float,
     ) -> PeerServer:
         lookup = extents.get if isinstance(extents, dict) else extents
         port = int(options.pop("port", 0))
         limits = ServerLimits(**options)  # type: ignore[arg-type]
-        servers.append(PeerServer(lookup, secret, host="127.0.0.1", port=port, limits=limits))
+        servers.append(PeerServer(lookup, secret, host="127.0.0.1", port=port, limits=limits, on_doubt=on_doubt))
         return servers[-1]
 
     yield start
@@ -216,8 +219,56 @@ class TestTheBytes:
         damaged = data.copy()
         damaged[777_777] ^= 16
         server = serve({"e": damaged})
-        with pytest.raises(ExtentCorrupt, match=rf"extent e from {server.address} has checksum .* expected"):
+        with pytest.raises(
+            FetchFailed, match=rf"extent e: .*; peer {server.address}: its bytes have checksum"
+        ) as found:
             connect().fetch_extent([server.address], extent_of(data), lambda: np.empty(1_000_000, np.uint8))
+        assert (found.value.fetched.corrupt, found.value.fetched.failed) == ([server.address], [])
+        with pytest.raises(ExtentCorrupt, match="extent e: no bytes have checksum"):
+            connect().fetch_extent([], extent_of(data).model_copy(update={"nbytes": 0}), lambda: np.empty(0, np.uint8))
+
+    def test_of_a_damaged_copy_are_made_up_for_by_the_next_peer_and_only_that_one_is_told(
+        self, serve: Serve, connect: Connect
+    ) -> None:
+        data, told = random_bytes(5 * 64 * KIB), list[str]()
+        damaged = data.copy()
+        damaged[-1] ^= 1
+        bad = serve({"e": damaged}, on_doubt=lambda id_: told.append(f"bad {id_}"))
+        good = serve({"e": data}, on_doubt=lambda id_: told.append(f"good {id_}"))
+        places: list[ByteArray] = []
+
+        def place() -> ByteArray:
+            places.append(np.empty_like(data))
+            return places[-1]
+
+        fetched = connect().fetch_extent([bad.address, good.address], extent_of(data), place)
+        assert [one.tobytes() for one in places] == [data.tobytes()]
+        assert (fetched.corrupt, fetched.failed, fetched.busy, told) == ([bad.address], [], [], ["bad e"])
+        assert [share.address for share in fetched.shares] == [bad.address, good.address]
+
+    @pytest.mark.parametrize("is_first_sound", [True, False])
+    def test_of_two_peers_that_are_wrong_are_asked_of_the_last_alone(
+        self, scripted: Callable[[Script], PeerAddress], serve: Serve, connect: Connect, is_first_sound: bool
+    ) -> None:
+        data = random_bytes(4 * 64 * KIB)
+        damaged, come = data ^ np.uint8(1), list[socket.socket]()
+
+        def half(connection: socket.socket) -> None:
+            come.append(connection)
+            if len(come) > 1:
+                return
+            greet(connection)
+            for _ in range(3):  # the slot, and two ranges
+                request = protocol.decode_request(protocol.receive_frame(connection, protocol.REQUEST_BYTES, WAIT_S))
+                sent = data if is_first_sound else damaged
+                connection.sendall(protocol.encode_reply(Status.OK, request.nbytes, 1))
+                connection.sendall(sent[request.offset : request.offset + request.nbytes])
+
+        first, last, third = scripted(half), serve({"e": damaged if is_first_sound else data}), serve({"e": data})
+        out, client = np.empty_like(data), connect(num_connections=1)
+        fetched = client.fetch_extent([first, last.address, third.address], extent_of(data), lambda: out)
+        assert out.tobytes() == data.tobytes()
+        assert (fetched.failed, fetched.corrupt) == ([first], [last.address] if is_first_sound else [])
 
     def test_go_to_many_at_once(self, serve: Serve, connect: Connect) -> None:
         extents = {f"e{index}": random_bytes(200_000 + 40_000 * index) for index in range(8)}
@@ -540,8 +591,8 @@ class TestFailures:
             (b"HTTP/1.1 400 Bad Request\r\n", "b'HTTP' is not the beginning of a frame"),
             (protocol.encode_reply(Status.OK, 2**63, 1), "announces 9223372036854775808 bytes as OK, 9 were asked for"),
             (protocol.encode_reply(Status.UNKNOWN_EXTENT, 9, 1), "announces 9 bytes as UNKNOWN_EXTENT"),
-            (protocol.MAGIC + b"\0\1" + bytes(12), "protocol version 1, this node speaks version 2"),
-            (protocol.MAGIC + b"\0\2\0\x63" + bytes(10), "99 is not a valid Status"),
+            (protocol.MAGIC + b"\0\1" + bytes(12), "protocol version 1, this node speaks version 3"),
+            (protocol.MAGIC + b"\0\3\0\x63" + bytes(10), "99 is not a valid Status"),
         ],
     )
     def test_a_peer_that_speaks_otherwise(

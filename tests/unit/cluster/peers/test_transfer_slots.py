@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from kit.clock import Clock
+from kit.drawing import seeds
 
 from cluster.peers.server import TransferSlots
 
@@ -33,7 +33,7 @@ def test_a_silent_transfer_loses_its_slot_and_a_slow_reader_does_not() -> None:
     assert not slots.begin_range(1, 100)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(50)
 def test_never_more_than_allowed_and_none_left_in_the_end(seed: int) -> None:
     chance, clock = random.Random(seed), Clock(100.0)
     slots = TransferSlots(3, linger_s=1.0, clock=clock)

@@ -138,7 +138,14 @@ def mistakes(state: ClusterState, plan: SwitchPlan) -> list[str]:
                 )
             }
             by_hand = worker.reserved_for == model.id or model.id in worker.pinned
-            if is_sole and not by_hand and not order.reason.startswith("due"):
+            per_s = (
+                model.slo.weight
+                * model.waiting
+                / max(order.switch_s + model.waiting * model.service_s / worker.speed, 1e-9)
+            )
+            others = [state.models[id_] for id_ in is_sole]
+            is_more = all(per_s > each.slo.weight * worker.speed / each.service_s for each in others)
+            if is_sole and not (by_hand or is_more or order.reason.startswith("due")):
                 found.append(f"{order}: leaves the queue of {is_sole}")
     for id_, workers in plan.planned.items():
         if id_ not in state.models or any(worker not in state.workers for worker in workers):

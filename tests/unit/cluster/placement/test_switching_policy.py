@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+from collections.abc import Collection
 from dataclasses import replace
+
+import pytest
 
 from cluster.admission.records import OnDemandSwitch
 from cluster.placement.checking import usable_state
 from cluster.placement.on_demand import waits_there
 from cluster.placement.state import BATCH, INTERACTIVE, Components, Decision, ModelState, SwitchPlan, WorkerState
-from cluster.placement.switching import THROUGHPUT_FIRST, plan_switches
+from cluster.placement.switching import THROUGHPUT_FIRST, least_harm, plan_switches
 
 GB = 10**9
 
@@ -80,8 +85,8 @@ def test_a_queue_is_served_before_its_worker_switches_away() -> None:
     assert (order.model, order.evict) == ("other", ("busy",))
 
 
-def test_a_model_that_is_due_takes_a_worker_with_a_queue_and_running_work_ends_first() -> None:
-    busy, other = model("busy", 10, 30.0), model("other", 1, 15.0)
+def test_a_model_that_starves_takes_a_worker_with_a_queue_and_running_work_ends_first() -> None:
+    busy, other = model("busy", 100, 130.0), model("other", 1, 130.0, unstarted_s=130.0)
     home = worker("w0", busy, running={"busy": 1})
     order = only(plan_of([busy, other], [home]))
     assert (order.action, order.worker, order.model, order.evict) == ("drain", "w0", "other", ("busy",))
@@ -96,26 +101,46 @@ def test_a_model_that_is_due_takes_a_worker_with_a_queue_and_running_work_ends_f
     assert gone.planned["busy"] == ("w0",)
 
 
+def test_a_queue_that_ends_soon_is_not_interrupted_for_one_that_starves() -> None:
+    busy, other = model("busy", 9, 130.0), model("other", 1, 130.0, unstarted_s=130.0)
+    home = worker("w0", busy, running={"busy": 1})
+    assert plan_of([busy, other], [home]).decisions == ()
+    longer = replace(other, unstarted_s=129.0)  # and if it does not end, that counts
+    assert plan_of([busy, longer], [home]).decisions == ()
+    assert only(plan_of([busy, replace(other, unstarted_s=145.0)], [home])).model == "other"
+
+
+def test_a_queue_is_interrupted_where_another_one_ends_more_waiting_the_way_there_and_back_counted() -> None:
+    """Five a second against one in four: 100 wait behind each other for 4 s, 90 for 0.2 s behind a switch of 5 s."""
+    slow, quick = model("slow", 100, 30.0, service_s=4.0), model("quick", 90, 1.0, service_s=0.2)
+    home = worker("w0", slow, running={"slow": 1})
+    order = only(plan_of([slow, quick], [home]))
+    assert (order.action, order.model) == ("drain", "quick")
+    assert plan_of([slow, replace(quick, waiting=2)], [home]).decisions == ()
+    back = worker("w0", quick, running={"quick": 1})
+    assert plan_of([slow, quick], [back]).decisions == ()
+
+
 def test_what_has_got_ready_serves_before_it_goes() -> None:
-    """Otherwise two due models would take a worker from each other for ever, and nothing would be served."""
-    ready, other = model("ready", 5, 40.0), model("other", 5, 50.0)
+    """Otherwise two models that starve would take a worker from each other for ever, and nothing would be served."""
+    ready, other = (model(name, 50, 150.0, unstarted_s=150.0) for name in ("ready", "other"))
     assert plan_of([ready, other], [worker("w0", ready)]).decisions == ()
     assert only(plan_of([ready, other], [worker("w0", ready, running={"ready": 1})])).action == "drain"
     assert only(plan_of([ready, other], [worker("w0", ready, reserved_for="other")])).action == "switch"
 
 
 def test_while_a_worker_drains_its_node_reads() -> None:
-    busy, other = model("busy", 10, 30.0), model("other", 1, 15.0)
+    busy, other = model("busy", 0, 0.0), model("other", 1, 15.0)
     plan = plan_of([busy, other], [worker("w0", busy, running={"busy": 1})], held={"n": set()})
     assert [order.action for order in plan.decisions] == ["drain", "prefetch"]
 
 
-def test_the_patience_of_a_class_is_shorter_and_its_weight_counts() -> None:
-    busy = model("busy", 2, 30.0)
+def test_the_weight_of_a_class_counts() -> None:
+    busy = model("busy", 50, 30.0, service_s=4.0)
     home = worker("w0", busy, running={"busy": 1})
     for slo, count in ((INTERACTIVE, 1), (BATCH, 0)):
-        assert len(plan_of([busy, model("other", 1, 12.0, slo=slo)], [home]).decisions) == count
-    asked = [model("batch", 1, 16.0, slo=BATCH), model("interactive", 1, 16.0, slo=INTERACTIVE)]
+        assert len(plan_of([busy, model("other", 10, 12.0, slo=slo)], [home]).decisions) == count
+    asked = [model("batch", 10, 16.0, slo=BATCH), model("interactive", 10, 16.0, slo=INTERACTIVE)]
     assert only(plan_of([*asked, busy], [home])).model == "interactive"
 
 
@@ -124,26 +149,26 @@ def test_of_those_that_are_not_due_the_weightier_class_goes_first() -> None:
     assert only(plan_of(asked, [worker("w0")])).model == "interactive"
 
 
-def test_patience_grows_with_all_that_waits_without_a_worker() -> None:
-    """Going by age alone, while every model is due, takes workers from long batches until all requests are late."""
-    busy = [model(f"busy{number}", 9, 20.0) for number in range(2)]
-    homes = [worker(f"w{number}", each, running={each.id: 4}) for number, each in enumerate(busy)]
-    few, many = ([model(f"cold{number}", count, 20.0) for number in range(6)] for count in (1, 4))
-    assert plan_of([*busy, *few], homes).decisions != ()  # 6 s of work for two: 4.5 times 3 s are past
-    assert plan_of([*busy, *many], homes).decisions == ()  # 4.5 times 12 s are not
+def test_nobody_starves_while_a_round_through_all_that_wait_is_not_over() -> None:
+    """Going by age alone, while every model is late, takes workers from long batches until all requests are late."""
+    busy = model("busy", 900, 200.0)
+    home = worker("w0", busy, running={"busy": 4})
+    cold = [model(f"cold{number}", 900, 140.0, unstarted_s=140.0) for number in range(6)]
+    assert "none of 900 has started" in only(plan_of([busy, *cold[:3]], [home])).reason  # 4 turns of 25 s
+    assert plan_of([busy, *cold], [home]).decisions == ()  # 7 of them
 
 
 def test_a_model_without_a_start_for_twice_its_target_is_due_whatever_waits_and_before_all_others() -> None:
     busy = model("busy", 900, 200.0)
     home = worker("w0", busy, running={"busy": 4})
     many = [model(f"cold{number}", 900, 200.0) for number in range(3)]
-    assert plan_of([busy, *many], [home]).decisions == ()  # patience is hours
+    assert plan_of([busy, *many], [home]).decisions == ()
     almost, starving, worse = (
         replace(each, unstarted_s=seconds) for each, seconds in zip(many, (119.0, 121.0, 122.0), strict=True)
     )
     assert plan_of([busy, almost], [home]).decisions == ()
     assert only(plan_of([busy, almost, starving, worse], [home])).model == worse.id
-    hurried = model("hurried", 1, 50.0, slo=INTERACTIVE, unstarted_s=31.0)  # of a target of 15 s: waits longer for it
+    hurried = model("hurried", 1, 50.0, slo=INTERACTIVE, unstarted_s=91.0)  # of a target of 15 s: waits longer for it
     assert only(plan_of([busy, starving, worse, hurried], [home])).model == "hurried"
     assert "none of 900 has started for 122.0 s" in only(plan_of([busy, worse], [home])).reason
 
@@ -174,7 +199,7 @@ def test_throughput_first_waits_for_work_and_not_for_ever() -> None:
 
 def test_a_hot_model_spreads_and_an_idle_copy_goes_first() -> None:
     hot = model("hot", 40, 5.0, rate_short=3.0, rate_long=2.0)
-    rare = model("rare", rate_long=0.01)
+    rare = model("rare", rate_long=0.05)
     order = only(plan_of([hot, rare], [worker("w0", hot, running={"hot": 1}), worker("w1", rare)]))
     assert (order.worker, order.model) == ("w1", "hot")
     calm, wanted = model("hot", rate_long=0.1), model("new", 1, 0.5)
@@ -269,7 +294,7 @@ def test_what_fits_nowhere_is_said() -> None:
 
 def test_too_much_at_once_does_not_make_every_worker_switch() -> None:
     homes = [model(f"busy{number}", 50, 60.0) for number in range(8)]
-    due = [model(f"due{number}", 1, 60.0) for number in range(8)]
+    due = [model(f"due{number}", 1, 130.0, unstarted_s=130.0) for number in range(8)]
     plan = plan_of([*homes, *due], [worker(f"w{n}", each, running={each.id: 1}) for n, each in enumerate(homes)])
     assert 1 <= len(plan.decisions) <= 4
 
@@ -282,7 +307,6 @@ def test_throughput_first_lets_no_worker_idle_while_models_are_due() -> None:
     working = [worker(f"x{number}", busy, running={"busy": 1}) for number in range(2)]
     plan = plan_of([busy, *due], [*idle, *working], policy=THROUGHPUT_FIRST)
     assert {order.worker for order in plan.decisions} == {each.id for each in idle}
-    assert all(order.reason.startswith("due") for order in plan.decisions)
 
 
 def test_a_worker_above_its_budget_lets_the_least_wanted_go() -> None:
@@ -292,7 +316,7 @@ def test_a_worker_above_its_budget_lets_the_least_wanted_go() -> None:
 
 
 def test_workers_that_get_ready_for_a_free_model_share_what_waits_for_it() -> None:
-    burst = model("burst", 9, 0.2, rate_long=1.0)
+    burst = model("burst", 3, 0.2, rate_long=1.0)
     coming = [worker("w0", switching_to="burst", ready_in_s=0.3), worker("w1", switching_to="burst", ready_in_s=0.9)]
     fast = [replace(each, attach_bytes_per_s=20e9) for each in coming]
     assert plan_of([burst], fast).on_demand["burst"] == {"w0": OnDemandSwitch(0.3), "w1": OnDemandSwitch(0.9)}
@@ -316,3 +340,31 @@ def test_what_waits_is_for_all_that_are_ready_before_their_part_of_it_would_be_d
     assert starts(5, *names) == ["w0", "w1"]
     assert starts(99, "w2", "w3") == []  # nobody is sent to where nobody can start
     assert starts(0, *names) == ["w0", "w1"]
+
+
+def test_one_large_model_goes_rather_than_twenty_small_ones() -> None:
+    """By harm alone the small ones went first, each a little less wanted, and cost twenty times as much together."""
+    small = [model(f"s{number}", own=1, rate_short=0.02, rate_long=0.02, service_s=2.0) for number in range(20)]
+    large = model("large", own=20, rate_short=0.021, rate_long=0.021, service_s=2.0)
+    new = model("new", 5, 400.0, own=20, service_s=2.0)
+    order = only(plan_of([*small, large, new], [worker("w0", large, *small, budget=40, fixed_switch_s=10.0)]))
+    assert order.evict == ("large",)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_what_goes_harms_least_of_all_choices(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [f"m{number}" for number in range(rng.randint(1, 7))]
+    parts = {name: {f"own-{name}": rng.choice([1, 2, 4, 12])} | rng.choice([{}, {"shared": 6}]) for name in names}
+    harms = {name: rng.choice([0.0, 0.1, 1.0, rng.random() * 10]) for name in names}
+    budget = rng.randint(0, sum(sum(sizes.values()) for sizes in parts.values()))
+
+    def fits(kept: Collection[str]) -> bool:
+        return sum({key: size for name in kept for key, size in parts[name].items()}.values()) <= budget
+
+    chosen = least_harm(harms, {name: sum(parts[name].values()) for name in names}, fits)
+    subsets = [set(each) for num in range(len(names) + 1) for each in itertools.combinations(names, num)]
+    best = min(sum(harms[name] for name in gone) for gone in subsets if fits([n for n in names if n not in gone]))
+    assert chosen is not None
+    assert fits([name for name in names if name not in chosen])
+    assert sum(harms[name] for name in chosen) == pytest.approx(best)

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.placement.random_states import GB, broken, mistakes, random_records
 
 from cluster.placement.autoscaling import ScalingMemory, target_replicas
@@ -65,7 +66,7 @@ def test_a_broken_record_harms_no_other() -> None:
 
 
 @pytest.mark.parametrize("policy", MODES, ids=lambda policy: policy.mode)
-@pytest.mark.parametrize("seed", range(50))
+@seeds(50)
 def test_nothing_moves_while_all_that_is_wanted_fits(policy, seed: int) -> None:
     chance = random.Random(seed)
     num = chance.randrange(1, 6)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from kit.clock import Clock
+from kit.drawing import seeds
 
 from cluster.registry.extent_locations import CLAIM_S, RENEW_S, SLOW_S, _LoadingClaims
 
@@ -69,7 +69,7 @@ def test_a_very_slow_reader_gets_company_but_not_all_at_once() -> None:
     assert [second for _, second in joined] == [SLOW_S, 2 * SLOW_S, 4 * SLOW_S]
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(50)
 def test_nothing_of_claims_that_ended_stays(seed: int) -> None:
     chance, clock = random.Random(seed), Clock(50.0)
     claims = _LoadingClaims(clock)

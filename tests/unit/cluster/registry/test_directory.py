@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 
-import pytest
+from kit.drawing import seeds
 from unit.counting import operations
 
 from cluster.registry.directory import MAX_REMEMBERED_REMOVALS, Directory, DirectoryChange, ModelRecord
@@ -105,7 +105,7 @@ def test_a_watcher_that_missed_too_many_removals_is_sent_everything() -> None:
     assert by_id(copy) == by_id(source)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(50)
 def test_watchers_that_listen_now_and_then_end_with_the_same_records(seed: int) -> None:
     chance = random.Random(seed)
     source, copies = Directory("first"), [Directory("") for _ in range(3)]

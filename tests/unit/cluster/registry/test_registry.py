@@ -393,6 +393,37 @@ async def test_a_config_of_another_control_plane_is_refused_and_so_is_one_that_t
     assert len(await models.list_models()) == 2
 
 
+@pytest.mark.usefixtures("imports_here")
+async def test_a_config_that_was_applied_by_half_is_not_taken_for_done(
+    tmp_path: Path, checkpoint: Path, endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = await registry(tmp_path, checkpoint, endpoint)
+    first = await models.config()
+    await models._keepers.set_pinned("far", True)
+    fields = first.model_dump(mode="json") | {"models": [{"id": "new", "path": checkpoint}]}
+    wanted = ClusterConfig.model_validate(fields)
+    sound = models._models._registrations.remove
+
+    def remove(id_: str) -> None:
+        if id_ == "new":
+            raise OSError(116, "Stale file handle")
+        sound(id_)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(models._models._registrations, "remove", remove)
+        with pytest.raises(OSError, match="Stale"):
+            await models.configure(wanted)
+    assert (await models.config()).entries == {}
+    assert models._keepers._pinned == set()
+    with monkeypatch.context() as restarted:
+        restarted.setattr("cluster.registry.actor._is_restarted", lambda: True)
+        assert await (await registry(tmp_path, checkpoint, endpoint)).config() == first
+    await models.configure(wanted)
+    assert await models.config() == wanted
+    assert (await models.find_model("new")).state == "ready"
+    assert [record.id for record in await models.list_models()] == ["new"]
+
+
 @pytest.mark.parametrize("damage", ["", "{", '{"name": "atelier"}', "other"])
 @pytest.mark.usefixtures("imports_here")
 async def test_a_registry_that_restarts_beside_a_damaged_config_begins_with_its_first(

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from typing import Any
 
-import pytest
 from kit.clock import Clock
+from kit.drawing import seeds
 
 from cluster.peers.protocol import Located, PeerAddress, Question, ResidencyReport
 from cluster.peers.sources import MAX_OFFERS
@@ -70,7 +70,7 @@ def test_a_node_that_left_takes_its_copies_along() -> None:
     assert (nodes(found, "a"), nodes(found, "b")) == (["two"], ["one"])
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(50)
 def test_both_directions_agree_after_any_reports(seed: int) -> None:
     chance, truth, found = random.Random(seed), {name: set[str]() for name in "xyz"}, directory()
     for _ in range(100):

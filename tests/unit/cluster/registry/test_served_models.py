@@ -7,6 +7,7 @@ import json
 import pickle
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from cluster.errors import ModelUnknown, ModelUnservable, RegistrationConflict, 
 from cluster.registry.directory import Entry, ModelRecord
 from cluster.registry.importing import import_checkpoint
 from cluster.registry.manifests import ModelSummary
-from cluster.registry.registrations import Registrations
+from cluster.registry.registrations import Registration, Registrations
 from cluster.registry.served_models import ServedModels
 from configs.model import AdapterConfig, ModelConfig
 from weights.errors import FormatError
@@ -279,6 +280,65 @@ async def test_a_model_that_is_like_another_comes_after_it(life: Life, tmp_path:
             await models.register(model(tmp_path / "c", "third", like=like))
 
 
+async def test_a_model_that_is_like_itself_is_refused_and_its_id_stays_usable(life: Life, tmp_path: Path) -> None:
+    models = await life.begin()
+    before = await models.register(model(checkpoint(tmp_path / "a"), "sd"))
+    async with asyncio.timeout(20):
+        with pytest.raises(RegistrationRefused, match=r"'sd' is this model itself \(models: none\)") as refused:
+            await models.register(model(tmp_path / "b.safetensors", "sd", like="sd"))
+        assert refused.value.field == "like"
+        assert await models.find_model("sd") == before
+        assert (await models.register(model(checkpoint(tmp_path / "c", seed=1), "sd"))).nbytes == 72
+        assert await models.unregister("sd", purge=True) == ()
+
+
+async def test_registrations_that_rest_on_themselves_are_named_and_nothing_else_waits_for_them(
+    life: Life, tmp_path: Path
+) -> None:
+    """An earlier registry could save such files, and its successor has to come up with them."""
+    path, saved = checkpoint(tmp_path / "a"), Registrations(life.folder)
+    entries: list[Entry] = [
+        model(path, "own", like="own"),
+        model(path, "one", like="other"),
+        model(path, "other", like="one"),
+        AdapterConfig(id="lora", path=path, base=("own",)),
+        AdapterConfig(id="first", path=path, base=("second", "sound")),
+        AdapterConfig(id="second", path=path, base=("first",)),
+        model(path, "None"),  # a model's name, and not what a model without `like` is like
+        model(path, "sound"),
+    ]
+    for entry in entries:
+        saved.save(Registration(entry=entry))
+    async with asyncio.timeout(20):
+        models = await life.begin()
+        found = {entry.id: await models.find_model(entry.id) for entry in entries}
+        assert {id_: one.error for id_, one in found.items() if one.state == "unavailable"} == {
+            "own": "it rests on itself (own on own), so that nothing can come first",
+            "one": "it rests on itself (one on other on one), so that nothing can come first",
+            "other": "it rests on itself (other on one on other), so that nothing can come first",
+            "first": "it rests on itself (first on second on first), so that nothing can come first",
+            "second": "it rests on itself (second on first on second), so that nothing can come first",
+        }
+        mended = await models.register(model(path, "own"))
+        assert (mended.state, mended.error) == ("ready", "")
+
+
+async def test_a_config_that_closes_a_circle_over_a_registration_leaves_the_versions_before(
+    life: Life, tmp_path: Path
+) -> None:
+    x, z = model(checkpoint(tmp_path / "x"), "x"), model(checkpoint(tmp_path / "z", seed=1), "z")
+    without_like = partial(ModelConfig.model_copy, update={"like": None})
+    models = await life.begin(x, z, import_checkpoint=lambda entry: life.import_checkpoint(without_like(entry)))
+    async with asyncio.timeout(20):
+        await models.find_model("x")
+        await models.register(model(tmp_path / "z", "z", like="x"))
+        await models.configure({"x": model(tmp_path / "x", "x", like="z"), "z": z})
+        await until(lambda: record(models, "x").state != "updating")
+        assert (record(models, "x").state, record(models, "x").entry) == ("ready", x)
+        assert "it rests on itself (x on z on x)" in record(models, "x").error
+        assert (await models.register(model(tmp_path / "z", "z", like="x"))).error == ""
+
+
 async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tmp_path: Path) -> None:
     configured = model(checkpoint(tmp_path / "c"))
     replacement = model(checkpoint(tmp_path / "d", seed=2))
@@ -290,6 +350,62 @@ async def test_a_configured_model_can_be_replaced_but_not_removed(life: Life, tm
     changed = model(tmp_path / "c", description="edited since")
     assert (await (await life.begin(changed)).find_model("m")).entry == changed
     assert (await (await life.begin(configured)).find_model("m")).entry == configured
+
+
+async def test_a_registration_that_the_disk_does_not_let_go_stops_nothing_else(
+    life: Life, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    configured = model(checkpoint(tmp_path / "c"))
+    models = await life.begin(configured)
+    before = await models.find_model("m")
+    await models.register(model(checkpoint(tmp_path / "d", seed=2)))
+    await models.register(model(checkpoint(tmp_path / "e", seed=3), "own"))
+    await models.register(configured)  # and there is no file any more
+    models._import_model = gate = Gate(life.import_checkpoint)
+    updating = asyncio.ensure_future(models.register(model(tmp_path / "nowhere")))
+    await until(gate.began.is_set)
+
+    def refuse(path: Path) -> None:
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr("cluster.registry.registrations.remove_path", refuse)
+    gate.open.set()  # the update fails, and what it had saved cannot be removed
+    failed = await updating
+    assert (failed.state, failed.fingerprint) == ("ready", before.fingerprint)
+    with pytest.raises(RegistrationRefused, match=r"own\.json: cannot be removed: Stale file handle"):
+        await models.unregister("own")
+    assert record(models, "own").state == "ready"
+    again = await life.begin(model(tmp_path / "c", description="edited since"))
+    assert (await again.find_model("m")).description == "edited since"
+    assert "m.json: cannot be removed" in caplog.text
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+async def test_a_config_that_was_taken_in_by_half_is_taken_in_wholly_by_the_next_call(
+    life: Life, tmp_path: Path, goes_back: bool
+) -> None:
+    paths = [checkpoint(tmp_path / str(seed), seed) for seed in range(5)]
+    a, b, c, d, other = (model(path, id_) for path, id_ in zip(paths, "abcda", strict=True))
+    models = await life.begin(a, b)
+    await models.register(other)  # overrules the config's entry: there is a file to remove
+    sound, refused = models._registrations.remove, {"b", "c"}
+
+    def remove(id_: str) -> None:
+        if id_ in refused:
+            refused.discard(id_)
+            raise OSError(116, "Stale file handle")
+        sound(id_)
+
+    models._registrations.remove = remove  # type: ignore[method-assign]
+    new = {one.id: one for one in (c, d)}
+    for done in ({"b"}, set[str]()):
+        with pytest.raises(OSError, match="Stale"):
+            await models.configure(new)
+        assert set(models.configured) == done
+    wanted = {"a": a, "b": b} if goes_back else new
+    await models.configure(wanted)
+    found = {id_: (await models.find_model(id_)).entry for id_ in wanted}
+    assert (found, {one.id for one in models.directory}) == (wanted, set(wanted))
 
 
 async def test_another_config_takes_the_place_of_the_one_before_and_leaves_what_it_does_not_name(

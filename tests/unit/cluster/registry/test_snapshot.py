@@ -169,3 +169,31 @@ async def test_a_registry_knows_which_replica_watches_it(place: Place, replica: 
     await snapshot.ready()
     snapshot.close()
     assert set(place.registry.replicas) == {replica}
+
+
+async def test_a_poll_that_nobody_ends_is_given_up_for_another_one(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wall clock that is set back stops the timers by which Ray tells of calls that died with their actor."""
+    monkeypatch.setattr("cluster.registry.snapshot.POLL_S", 0.001)
+    monkeypatch.setattr("cluster.registry.snapshot.LATE_S", 0.01)
+    ended = asyncio.Event()
+    watch = place.registry.on_watch
+
+    async def lost_once(*arguments: Any) -> DirectoryChange:
+        if place.registry.num_polls == 1:  # the second one
+            place.registry.num_polls += 1
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+        return await watch(*arguments)
+
+    monkeypatch.setattr(Registry, "on_watch", lambda _, *arguments: lost_once(*arguments))
+    snapshot = RegistrySnapshot(lambda: place.registry, place.pause)
+    await snapshot.ready()
+    await until(lambda: place.registry.num_polls == 2)
+    place.registry.put("c")
+    await until(lambda: version(snapshot, "c"), timeout_s=5.0)
+    assert ended.is_set()
+    snapshot.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
+from kit.drawing import seeds
 from unit.counting import operations
 
 from cluster.peers.protocol import PeerAddress, ResidencyReport
@@ -26,7 +26,7 @@ def asked(held: HeldComponents, found: ResidencyMap, wanted: Any) -> int:
     return sum(map(len, added.values()))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(50)
 def test_at_random_the_copy_is_what_looking_at_all_extents_finds(seed: int) -> None:
     chance = random.Random(seed)
     found, held, wanted = new_map(seed), HeldComponents(), dict[str, tuple[str, ...]]()

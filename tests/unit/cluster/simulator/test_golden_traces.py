@@ -12,6 +12,7 @@ from cluster.simulator.controlled import Controlled
 from cluster.simulator.running import simulate
 from cluster.simulator.scenario import Fault, Scenario, SimModel, SimRequest, SimWorker, poisson, zipf_shares
 from cluster.simulator.world import World
+from infra.bench.oracle import best_over_time, latency_cost
 
 
 def course(scenario: Scenario) -> tuple[list[tuple[float, str, str, str]], World]:
@@ -43,23 +44,18 @@ TWO = (ONE, SimWorker("w1", "n", 4 * GB, slots=1, attach_bytes_per_s=1e9))
 
 def test_a_queue_ends_before_the_switch() -> None:
     found, world = course(Scenario(models_of("a", "b"), (ONE,), requests_of((1.1, "a", 5), (1.2, "b", 1))))
-    # a is ready at 5.12 and ends at 10.12, between two ticks.
-    assert found == [(1.12, "switch", "w0", "a"), (10.25, "switch", "w0", "b")]
+    # a is ready at 5.12; its last request starts at 9.12 and ends at 10.12.
+    assert found == [(1.12, "switch", "w0", "a"), (9.14, "drain", "w0", "b"), (10.14, "switch", "w0", "b")]
     assert [each.request.model for each in world.served] == ["a"] * 5 + ["b"]
 
 
-def test_a_due_model_interrupts_a_queue_once_what_runs_has_ended() -> None:
-    found, world = course(Scenario(models_of("a", "b"), (ONE,), requests_of((0.0, "a", 30), (4.6, "b", 1))))
-    assert [line[1:] for line in found] == [
-        ("switch", "w0", "a"),
-        ("drain", "w0", "b"),
-        ("switch", "w0", "b"),
-        ("drain", "w0", "a"),
-        ("switch", "w0", "a"),
-    ]
-    (waited,) = [each.started_s - each.request.at_s for each in world.served if each.request.model == "b"]
-    assert 3 * 4 <= waited <= 5 * 4
-    assert found[1][0] == 16.75  # 4.6 + 3 switches, at the next tick
+def test_a_queue_that_is_served_is_not_interrupted_for_a_lone_request() -> None:
+    """It once was, after three switches: 18 others each waited 9 s longer so that it waited 13 s less."""
+    scenario = Scenario(models_of("a", "b"), (ONE,), requests_of((0.0, "a", 30), (4.6, "b", 1)))
+    found, world = course(scenario)
+    assert [line[1:] for line in found] == [("switch", "w0", "a"), ("drain", "w0", "b"), ("switch", "w0", "b")]
+    mean_s = sum(one.latency_s for one in world.served) / len(world.served)
+    assert mean_s <= 1.01 * best_over_time(scenario, False, latency_cost)
 
 
 def test_bursts_over_three_models_on_two_workers() -> None:
@@ -111,6 +107,7 @@ def test_a_steady_state_that_fits_has_no_switch_but_the_first() -> None:
         assert figures.served == len(requests)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("switch_s", [0.01, 0.05, 0.15])
 def test_where_switches_are_cheap_it_is_no_slower_than_no_controller_and_switches_less(switch_s: float) -> None:
     """Two workers with room for one of four models, as in the demo: a controller once cost a third more there."""
@@ -126,7 +123,7 @@ def test_where_switches_are_cheap_it_is_no_slower_than_no_controller_and_switche
             means.append(sum(run.mean_s for run in runs))
             switches.append(sum(run.switches for run in runs))
         assert means[0] <= 1.05 * means[1], (rate, means)
-        assert switches[0] < 0.85 * switches[1], (rate, switches)
+        assert switches[0] < 0.9 * switches[1], (rate, switches)
 
 
 def test_more_capacity_does_not_hurt() -> None:

@@ -7,6 +7,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
+from kit.drawing import seeds
 from ray.serve._private import constants
 from ray.serve._private.request_router import request_router as serve_router
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
@@ -118,7 +119,7 @@ def test_a_load_waits_until_what_runs_leaves_room_for_it() -> None:
     assert ends[2 * GB][:1] == [("a", 7.0)]  # where both have room they take turns
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(50)
 def test_a_lost_worker_costs_no_request(seed: int) -> None:
     scenario = random_scenario(seed)
     faults = [Fault(10.0 + 5 * n, "worker_lost", each.id) for n, each in enumerate(scenario.workers)]

@@ -6,10 +6,11 @@ import random
 from collections import defaultdict
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import MAX_WAIT_TARGETS, Components, SloClass
-from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, SwitchingPolicy
+from cluster.placement.switching import LATENCY_FIRST, THROUGHPUT_FIRST, TURN_SWITCHES, SwitchingPolicy
 from cluster.simulator.controlled import TICK_S, Controlled
 from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker, poisson
 from cluster.simulator.world import WorkerInWorld, World
@@ -62,8 +63,11 @@ def equal_models(
 
 
 def longest_allowed_s(num_models: int, num_workers: int, batch_s: float, switch_s: float, target_s: float) -> float:
-    """Return the bound: the ceiling, and a turn of each other model before: what runs ends, a switch, two looks."""
-    return MAX_WAIT_TARGETS * target_s + num_models * (batch_s + switch_s + 2 * TICK_S)
+    """Return the bound: the ceiling or a round, and a turn of each other model before: what runs ends, a switch, two
+    looks.
+    """
+    round_s = num_models * (1 + TURN_SWITCHES) * switch_s / num_workers
+    return max(MAX_WAIT_TARGETS * target_s, round_s) + num_models * (batch_s + switch_s + 2 * TICK_S)
 
 
 @POLICIES
@@ -75,7 +79,7 @@ def test_of_three_equal_models_on_two_workers_none_starves_under_overload(policy
 
 
 @POLICIES
-@pytest.mark.parametrize("seed", [0, 1, 2, 3, pytest.param(6, marks=pytest.mark.long)])
+@seeds(50)
 def test_no_model_is_without_a_start_for_longer_than_the_rules_say(seed: int, policy: SwitchingPolicy) -> None:
     chance = random.Random(seed)
     num_workers = chance.randrange(1, 6)

@@ -10,6 +10,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import random_scenario
 
 from cluster.simulator.chart import chart_of
@@ -17,7 +18,7 @@ from cluster.simulator.running import simulate
 from cluster.simulator.scenario import bursts, diurnal, poisson, read_trace, trace_lines, zipf_shares
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(50)
 def test_a_scenario_comes_back_from_its_file(seed: int) -> None:
     scenario = random_scenario(seed, with_faults=True)
     trace = read_trace(trace_lines(scenario))
@@ -79,7 +80,7 @@ def test_zipf_poisson_diurnal_and_bursts_have_the_rates_that_they_say() -> None:
     assert all(request.at_s % 10 <= 1 for request in burst)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 def test_the_chart_shows_every_switch_at_its_place(seed: int) -> None:
     _, world = simulate(random_scenario(seed, with_faults=True), "latency-first", patience=40.0)
     root = ElementTree.fromstring(chart_of(world, 'a & b < "c"'))

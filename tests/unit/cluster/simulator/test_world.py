@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB, random_scenario
 
 from cluster.placement.state import Components
@@ -32,7 +33,7 @@ class AtOnce:
     def on_fault(self, fault: Fault) -> None: ...
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(50)
 def test_requests_share_a_worker_as_a_step_loop_shares_it(seed: int) -> None:
     chance = random.Random(seed)
     models = tuple(
@@ -69,7 +70,7 @@ def test_requests_share_a_worker_as_a_step_loop_shares_it(seed: int) -> None:
         assert found[key] == pytest.approx(end_s, abs=0.01)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@seeds(50)
 @pytest.mark.parametrize("policy", ["latency-first", "throughput-first", "static", "least-loaded"])
 def test_every_request_is_answered_once_and_no_budget_is_passed(seed: int, policy, monkeypatch) -> None:
     scenario = random_scenario(seed)
@@ -90,7 +91,7 @@ def test_every_request_is_answered_once_and_no_budget_is_passed(seed: int, polic
     assert all(each.started_s >= each.request.at_s for each in world.served)
 
 
-@pytest.mark.parametrize("seed", range(16))
+@seeds(50)
 def test_the_controller_loses_and_doubles_nothing_under_faults(seed: int) -> None:
     scenario = random_scenario(seed, with_faults=True)
     figures, world = simulate(scenario, "latency-first", patience=40.0)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import pytest
+from kit.panics import Panic
 
 from configs.batching import BatchingConfig
 from deployments.batching.batcher import Batcher, BatcherClosed
@@ -207,6 +208,14 @@ async def test_a_cancelled_run_leaves_nobody_waiting() -> None:
     assert all(isinstance(answer, GenerationFailed) for answer in answers)
     ours.fails = lambda items: None
     assert await ours.batcher.submit([1]) == [2]  # the slot is free again
+
+
+@in_virtual_time
+async def test_a_panic_over_one_request_is_its_own() -> None:
+    ours = model()
+    ours.fails = lambda items: Panic("out of range") if 1 in items else None
+    answers = await asyncio.gather(*(ours.batcher.submit([item]) for item in range(3)), return_exceptions=True)
+    assert (answers[0], str(answers[1]), answers[2]) == ([0], "Panic: out of range", [4])
 
 
 @in_virtual_time

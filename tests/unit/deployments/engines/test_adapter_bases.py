@@ -196,6 +196,36 @@ def test_other_layouts_that_name_modules_beside_the_model_are_compared(
     assert "do not fit a Linear" in (refusal(write_lora(tmp_path / "b.safetensors", wrong, down, up), base(of)) or "")
 
 
+KINDS: Mapping[str, Mapping[str, Sides]] = {
+    "LoKr": {"lokr_w1": (16, 16), "lokr_w2": (80, 80)},
+    "LoKr of products": {"lokr_w1": (16, 16), "lokr_w2_a": (80, 4), "lokr_w2_b": (4, 80), "alpha": ()},
+    "LoHa": {f"hada_w{one}_{half}": (1280, 4) if half == "a" else (4, 1280) for one in "12" for half in "ab"},
+    "difference": {"diff": (1280, 1280), "diff_b": (1280,)},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_are_compared_without_their_values(base: Base, tmp_path: Path, kind: str) -> None:
+    layer = "lora_unet_middle_block_1_proj_in"
+    for name, rows in (("right", 1), ("wrong", 2)):
+        tensors = {f"{layer}.{end}": torch.ones(sides) for end, sides in KINDS[kind].items()}
+        first = next(iter(tensors))
+        tensors[first] = torch.ones(tensors[first].shape[0] * rows, *tensors[first].shape[1:])
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    assert refusal(tmp_path / "right.safetensors", base("sdxl")) is None
+    said = refusal(tmp_path / "wrong.safetensors", base("sdxl")) or ""
+    assert "expected a LoRA for 'sdxl'" in said
+    assert "do not fit a Linear of (1280, 1280)" in said or "do not go together" in said or "diff_b has shape" in said
+
+
+def test_a_part_for_an_encoder_that_the_pipeline_lacks_is_told(base: Base, tmp_path: Path) -> None:
+    file = write_lora(
+        tmp_path / "style.safetensors", FLUX | {"lora_te3_encoder_block_0_layer_0_SelfAttention_q": (8, 8)}
+    )
+    said = "changes text_encoder_2.encoder_block_0_layer_0_SelfAttention_q, and 'flux' has no text_encoder_2"
+    assert said in (refusal(file, base("flux")) or "")
+
+
 def test_halves_of_unlike_ranks_are_told(base: Base, tmp_path: Path) -> None:
     name = "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q"
     halves = {"down": torch.zeros(4, 1280), "up": torch.zeros(1280, 8)}

@@ -138,6 +138,12 @@ class Damage(NamedTuple):
 
 
 TOKENS = "tokenizer_config.json"
+PANICKING = {
+    "type": "BPE",
+    "continuing_subword_prefix": "####",  # longer than the words that are merged
+    "vocab": {"a": 0, "b": 1, "ab": 2},
+    "merges": ["a b"],
+}
 DAMAGES = {
     "llm: a tokenizer of its own": Damage("llm", changed(TOKENS, **OWN_CODE), "code that comes with the model"),
     "llm: named as a text": Damage("llm", changed(TOKENS, **OWN_CODE | {"auto_map": ["own.Tokens", None]}), "own.Tok"),
@@ -145,6 +151,9 @@ DAMAGES = {
     "llm: cut off": Damage("llm", written("tokenizer.json", '{"version": "1.0", "mo'), "tokenizer.json: cannot be"),
     "llm: of nothing": Damage("llm", written("tokenizer.json", "{}"), "tokenizer.json: is no tokenizer"),
     "llm: of no known kind": Damage("llm", changed("tokenizer.json", model={"type": "Own"}), "is no tokenizer"),
+    "llm: a vocabulary that its library panics over": Damage(
+        "llm", changed("tokenizer.json", model=PANICKING), "is no tokenizer: PanicException: range end index"
+    ),
     "llm: settings cut off": Damage("llm", written(TOKENS, "{"), f"{TOKENS}: cannot be read as JSON"),
     "llm: settings in a list": Damage("llm", written(TOKENS, "[]"), "expected a JSON object"),
     "llm: a length in words": Damage("llm", changed(TOKENS, model_max_length="long"), "model_max_length is 'long'"),

@@ -239,6 +239,7 @@ def test_a_copy_takes_old_names_as_the_built_one_does(clip: Case) -> None:
     assert json.loads((clip.folder / "config.json").read_text())["model_type"].startswith("clip")
 
 
+@pytest.mark.long
 def test_two_classes_may_be_imported_by_two_threads_at_once() -> None:
     """In a fresh process: the libraries import lazily, and in circles."""
     script = """

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from kit.drawing import seeds
 from pydantic import ValidationError
 from starlette.types import Message
 from unit.deployments.ingress.http_fakes import CHAT, CHATS, EMBEDDING, EMBEDDINGS, IMAGE, IMAGES, problem
@@ -117,7 +118,7 @@ def drawn_value(rng: random.Random, depth: int = 0) -> Any:
     return [drawn_value(rng, depth + 1) for _ in range(rng.randrange(6))]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(50)
 def test_what_is_counted_is_what_a_parser_makes_wherever_the_pieces_are_cut(seed: int) -> None:
     rng = random.Random(seed)
     value = [drawn_value(rng) for _ in range(20)]

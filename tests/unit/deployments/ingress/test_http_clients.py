@@ -49,7 +49,7 @@ async def test_a_word_that_a_text_encoder_has_learned(client: openai.AsyncOpenAI
         replicas.states[name] = replace(replicas.states[name], class_name="TextualInversion")
     for prompt in ("a bold seven, thin", "a boldly drawn seven", "BREAK (bold:1.2)"):
         await client.images.generate(model="flux", prompt=prompt, extra_body={"negative_prompt": "no bold-face"})
-    await client.images.generate(model="flux", prompt="x", extra_body={"negative_prompt": "bold"})
+    await client.images.generate(model="flux", prompt="x", extra_body={"negative_prompt": "BOLD"})
     uses = [[(use.name, use.scale) for use in request.lora] for request in replicas.requests]
     assert uses == [[("bold", 1.0)], [], [("bold", 1.0)], [("bold", 1.0)]]
     assert replicas.requests[0].adapter_versions == {"bold": "version of bold"}

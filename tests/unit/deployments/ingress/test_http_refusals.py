@@ -73,7 +73,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (IMAGES, {**IMAGE, "num_inference_steps": 0}, 400, "num_inference_steps"),
     (IMAGES, {**IMAGE, "num_inference_steps": 51}, 400, "num_inference_steps"),
     (IMAGES, {"model": "other-flux", "prompt": "x"}, 400, "size"),
-    (IMAGES, {"model": "other-flux", "prompt": "x", "width": 8}, 400, "size"),
+    (IMAGES, {"model": "other-flux", "prompt": "x", "width": 16}, 400, "size"),
     (IMAGES, {**IMAGE, "guidance_scale": NAN}, 400, "guidance_scale"),
     (IMAGES, {**IMAGE, "guidance_scale": INF}, 400, "guidance_scale"),
     (IMAGES, {**IMAGE, "guidance_scale": -1}, 400, "guidance_scale"),
@@ -119,7 +119,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHATS, {**CHAT, "temperature": NAN}, 400, "temperature"),
     (CHATS, {**CHAT, "temperature": 2.5}, 400, "temperature"),
     (CHATS, {**CHAT, "temperature": "hot"}, 400, "temperature"),
-    (CHATS, {**CHAT, "top_p": 0}, 400, "top_p"),
+    (CHATS, {**CHAT, "top_p": -0.5}, 400, "top_p"),
     (CHATS, {**CHAT, "top_p": NAN}, 400, "top_p"),
     (CHATS, {**CHAT, "top_k": -2}, 400, "top_k"),
     (CHATS, {**CHAT, "max_tokens": 0}, 400, "max_tokens"),
@@ -228,14 +228,14 @@ async def test_defaults_of_a_family_are_bounded_by_every_way_in(replicas: Replic
     watch = RegistrySnapshot(lambda: replicas)
     service = Service(config, watch, replicas, replicas)
     for model in ("other-flux", "p"):
-        with pytest.raises(InvalidRequest, match=r"size: 1048576 pixels .the model's default., at most 4096"):
+        with pytest.raises(InvalidRequest, match=r"size: 262144 pixels .the model's default., at most 4096"):
             await service.generate({"model": model, "prompt": "x"})
     async with client_over(create_http_app(service, config)) as http:
         for model in ("other-flux", "p"):
             prompt = {"name": "prompt", "shape": [1], "datatype": "BYTES", "data": ["x"]}
             response = await http.post(f"/v2/models/{model}/infer", json={"inputs": [prompt]})
             assert response.status_code == 400
-            assert "1048576 pixels (the model's default)" in response.json()["error"]
+            assert "262144 pixels (the model's default)" in response.json()["error"]
     watch.close()
     assert not replicas.requests
 

@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.panics import Panic
 from kit.waiting import until
 
 from deployments.errors import CannotLoad, ModelUnavailable
 from deployments.modules.cache import ComponentFactory, Lease, ModuleBudget, ModuleCache
 from weights.errors import BudgetExceeded, ExtentCorrupt
 from weights.manifest import Component, ExtentRef, Manifest, TensorRef
+from weights.panics import Panicked
 
 WAIT_S = 10
 # Models by name: component -> (what the weights are, bytes). Equal weights are the same module.
@@ -289,6 +291,29 @@ async def test_who_waited_for_room_keeps_nothing_alive_afterwards() -> None:
         await until(lambda: Module.alive == 0)  # a thread that has just built one lets go of it in a moment
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("step", ["build", "fetch", "locate"])
+async def test_a_panic_is_told_to_who_waits_and_the_next_request_builds_it(step: str) -> None:
+    host = Host(100)
+    places: dict[str, tuple[Any, str]] = {
+        "build": (host.builder, "on_build"),
+        "fetch": (host.provider, "fetch"),
+        "locate": (host.manifests, "has_moved"),
+    }
+    place, name = places[step]
+    sound = getattr(place, name)
+
+    def panic(*arguments: Any) -> None:
+        raise Panic("no entry found for key")
+
+    setattr(place, name, panic)
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises((CannotLoad, Panicked), match="Panic: no entry found for key"):
+            await host.use("c")
+        setattr(place, name, sound)
+        assert (await host.use("c")).report.built == ("unet",)
+    assert not host.occupancy().coming
 
 
 @pytest.mark.parametrize("failing", [{"a"}, {"shared"}])

@@ -6,11 +6,14 @@ import asyncio
 
 import pytest
 from kit.waiting import until
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 from unit.deployments.modules.test_module_cache import Host
 
+from cluster.errors import ModelUnknown
 from cluster.load_failures import LONGEST_RETRY_S
 from cluster.placement.reports import Order, Orders, WorkerReport
 from deployments.services.ordered_models import OrderedModels
+from weights.manifest import Manifest
 
 
 class Ordered(OrderedModels):
@@ -127,6 +130,24 @@ async def test_needs_are_told_as_they_count_against_the_budget(ordered: Ordered)
     shared = report.needs["a"].sizes.keys() & report.needs["b"].sizes.keys()
     assert [report.needs["a"].extents[key] for key in shared] == [("shared",)]
     assert (await ordered.carried_out(switch("1", "a"))).ready.keys() == report.needs["a"].sizes.keys()
+
+
+async def test_a_registry_that_is_away_is_no_failure_of_a_model(
+    ordered: Ordered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*arguments: object) -> Manifest:
+        raise error
+
+    monkeypatch.setattr(ordered.host.manifests, "_fetch", refuse)
+    for error in (ActorUnavailableError("it restarts", None), ActorDiedError(), GetTimeoutError("no answer")):
+        report = await ordered.carried_out(switch(type(error).__name__, "a"), describe=(("a", ""), ("b", "")))
+        assert (report.failures, report.needs) == ({}, {})
+        assert report.outcomes[-1].error  # the order was not carried out
+    error = ModelUnknown("no model 'b' (known: a)")
+    report = await ordered.carried_out(switch("last", "a"), describe=(("b", ""),))
+    assert {model: failure.error for model, failure in report.failures.items()} == dict.fromkeys("ab", str(error))
+    monkeypatch.undo()
+    assert (await ordered.carried_out(describe=(("b", ""),))).needs.keys() == {"b"}
 
 
 async def test_a_prefetch_builds_nothing(ordered: Ordered) -> None:

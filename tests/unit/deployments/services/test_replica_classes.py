@@ -65,6 +65,7 @@ def test_replicas_import_their_models_and_nothing_that_they_do_not_use() -> None
     assert (names, is_same) == (["pipeline_sana", "pipeline_pag_sd"], True)
 
 
+@pytest.mark.long
 def test_libraries_that_were_there_before_go_on_as_they_were() -> None:
     code = """
 import accelerate, diffusers

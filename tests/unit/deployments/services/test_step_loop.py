@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kit.panics import Panic
 from kit.waiting import until, wait_until
 from unit.deployments.engine_loops import last_output, stream_outputs
 
@@ -29,6 +30,7 @@ from deployments.engines.protocol import (
 )
 from deployments.engines.step_costs import StepCosts
 from deployments.services.step_loop import DeviceThread, EngineLoop
+from weights.panics import Panicked
 
 WAIT_S = 10
 
@@ -355,7 +357,7 @@ class Engine:
         self.cancelled: list[str] = []
         self.breaks: str | None = None
         self.failures: dict[str, Exception] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     @property
     def has_work(self) -> bool:
@@ -617,6 +619,60 @@ async def test_an_engine_failure_reaches_everyone_and_the_next_request_works() -
     assert not engine.has_work
     engine.error = None
     assert await texts(text, text_request("d", 1)) == "d1 "
+
+
+@pytest.mark.parametrize("error", [StopIteration(), Panic("a key")])
+async def test_an_error_that_no_future_takes_is_told_to_its_request(error: BaseException) -> None:
+    class Gives(Engine):
+        """Says of each request that it failed so."""
+
+        def step(self) -> list[TextDelta]:
+            self.failures = dict.fromkeys(self.running, error)  # type: ignore[arg-type]
+            self.running = {}
+            return []
+
+    async with asyncio.timeout(WAIT_S):
+        with pytest.raises(Panicked, match=type(error).__name__):
+            await texts(EngineLoop(DeviceThread(), Gives()), text_request("a", 1))
+
+
+async def test_a_panic_of_the_engine_reaches_everyone_and_the_next_request_works() -> None:
+    engine = Engine()
+    engine.error = Panic("no entry found for key")
+    text = EngineLoop(DeviceThread(), engine)
+    async with asyncio.timeout(WAIT_S):
+        errors = await asyncio.gather(*(texts(text, text_request(name, 3)) for name in "abc"), return_exceptions=True)
+        assert [type(error) for error in errors] == [ComputationFailed] * 3
+        assert str(errors[0]) == "the engine failed: Panic: no entry found for key"
+        engine.error = None
+        assert await texts(text, text_request("d", 1)) == "d1 "
+
+
+async def test_a_panic_over_one_request_is_its_own() -> None:
+    class Choosy(Engine):
+        """Panics over one request when it joins."""
+
+        def add_request(self, request: TextRequest) -> None:
+            if request.request_id == "bad":
+                raise Panic("out of range")
+            super().add_request(request)
+
+    def on_output(delta: TextDelta) -> None:
+        raise Panic("no listener")
+
+    text = EngineLoop(DeviceThread(), Choosy())
+    async with asyncio.timeout(WAIT_S):
+        good, bad, unheard = await asyncio.gather(
+            texts(text, text_request("good", 2)),
+            texts(text, text_request("bad", 2)),
+            text.run_request(text_request("unheard", 2), on_output),
+            return_exceptions=True,
+        )
+    assert good == "good1 good2 "
+    assert [(type(error), str(error)) for error in (bad, unheard)] == [
+        (Panicked, "Panic: out of range"),
+        (Panicked, "Panic: no listener"),
+    ]
 
 
 async def test_an_answer_that_makes_no_sense_reaches_everyone() -> None:

@@ -88,6 +88,19 @@ async def test_images_are_those_of_diffusers_and_steps_are_told(lcm: Any) -> Non
     assert set(result.switch.built) == {"vae", "unet"}
 
 
+@pytest.mark.parametrize(("syntax", "prompt"), [("weighted", "(a:1.2) [cat]"), ("compel", "a cat++")])
+async def test_weights_of_a_prompt_are_left_out_and_told(lcm: Any, syntax: str, prompt: str) -> None:
+    stock, cache = lcm
+    service = service_of(cache)
+    asked = request_of(LCM, seed=3, width=32, height=32, num_inference_steps=2, prompt_syntax=syntax)
+    asked = asked.model_copy(update={"prompt": prompt})
+    result = await service.generate(asked, encoder_of(service), lambda progress: None)
+    assert isinstance(result, ImageResult)
+    expected = stock_images(stock, 3, width=32, height=32, num_inference_steps=2)
+    assert np.abs(np.stack(result.images).astype(int) - expected).max() <= 1
+    assert f"weights in the prompt had no effect: {LCM} reads it with encoders that take none" in result.warnings
+
+
 async def test_what_a_request_leaves_open_is_left_to_the_class(tmp_path: Path, open_host: OpenHost) -> None:
     stock, request = make(LDM, tmp_path / LDM), request_of(LDM, seed=3)
     assert (request.num_inference_steps, request.width, request.guidance_scale) == (50, None, None)

@@ -18,7 +18,7 @@ from unit.deployments.engine_loops import written_chunks
 from deployments.engines.llm.chat import Message
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from deployments.errors import GenerationFailed, InvalidRequest
+from deployments.errors import InvalidRequest
 from deployments.ingress.openai.text_answers import ChatForm, CompletionForm
 from deployments.records import ChatRequest, CompletionRequest, EmbeddingRequest, SwitchReport, TextChunk
 from deployments.services.step_loop import DeviceThread
@@ -213,10 +213,11 @@ async def test_json_schemas_whatever_the_model(engine: LLMEngine, service: TextS
             assert all(isinstance(number, int) and 0 <= number <= 99 for number in numbers)
     short = request.model_copy(update={"max_tokens": 2, "n": 1})
     assert whole_text("m", await chunks_of(service, short)).finish_reason == "length"
-    unknown = {"type": "json_schema", "json_schema": {"schema": {"enum": ["\u4e16"]}}}
-    request = ChatRequest.model_validate({"model": "m", "messages": QUESTION, "response_format": unknown})
-    with pytest.raises((InvalidRequest, GenerationFailed)):  # no token writes it
-        await chunks_of(service, request)
+    for value in ("\u4e16", "\u00e9"):
+        unknown = {"type": "json_schema", "json_schema": {"schema": {"const": value}}}
+        request = ChatRequest.model_validate({"model": "m", "messages": QUESTION, "response_format": unknown})
+        with pytest.raises(InvalidRequest, match=f"has no tokens that write .*{value}"):
+            await chunks_of(service, request)
     wrong = {"type": "json_schema", "json_schema": {"schema": {"type": "thing"}}}
     request = ChatRequest.model_validate({"model": "m", "messages": QUESTION, "response_format": wrong})
     with pytest.raises(InvalidRequest, match=r"response_format: .*thing") as refused:
@@ -280,7 +281,6 @@ async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service:
         (HERMES, {"tools": (), "tool_choice": "required"}, "no tools to choose"),
         (HERMES, {"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tools: add, other"),
         (HERMES, {"tools": (ADD, ADD)}, "same name"),
-        (HERMES, {"response_format": {"type": "json_object"}}, "tool_choice 'none'"),
     ]
     stock = engine.tokenizer.chat_template
     for template, fields, message in cases:
@@ -288,6 +288,21 @@ async def test_tools_that_cannot_be_used_are_refused(engine: LLMEngine, service:
         with pytest.raises(InvalidRequest, match=message):
             await chunks_of(service, with_tools(**fields))
     assert not engine.has_work
+
+
+async def test_an_answer_with_tools_and_a_schema_is_either(engine: LLMEngine, service: TextService) -> None:
+    engine.tokenizer.chat_template = HERMES
+    schema = {"type": "array", "items": {"type": "integer", "maximum": 9, "minimum": 0}, "maxItems": 2}
+    asked = {"type": "json_schema", "json_schema": {"name": "sums", "schema": schema}}
+    for seed in range(4):
+        request = with_tools(tools=(ADD,), response_format=asked, temperature=2.0, seed=seed, max_tokens=300)
+        answer = whole_text("m", await chunks_of(service, request))
+        assert answer.finish_reason in ("stop", "tool_calls")
+        if answer.tool_calls:
+            assert answer.text == ""
+            assert set(json.loads(answer.tool_calls[0].arguments)) == {"a", "how"}
+        else:
+            assert len(json.loads(answer.text)) <= 2
 
 
 async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: TextService) -> None:
@@ -314,7 +329,7 @@ async def test_texts_are_embedded_beside_a_stream(engine: LLMEngine, service: Te
 async def test_a_text_over_the_context_is_cut_with_a_warning_or_refused(
     engine: LLMEngine, service: TextService
 ) -> None:
-    most = engine.max_model_len - 1
+    most = engine.max_model_len
     tokens = tuple(engine.encode_text("1 + 2 = " * most))
     assert len(tokens) > most
     cut = await service.embed(EmbeddingRequest(model="m", input=((5,), tokens)))

@@ -78,6 +78,17 @@ async def test_words_are_read_as_diffusers_reads_them(sdxl: Any, tmp_path: Path,
     assert torch.equal(sdxl.encoders["text_encoder"].encoder.module.get_input_embeddings().weight, table)
 
 
+async def test_words_are_found_whatever_their_case(sdxl: Any, tmp_path: Path) -> None:
+    """As by diffusers, whose tokenizer is CLIP's; of several vectors it would read the first alone."""
+    words = {name: load_adapter(saved(sdxl, tmp_path / f"{name}.safetensors", 1)) for name in ("mystyle", "Bad-Hands")}
+    encoders, _ = service()
+    for prompt in ("seven MyStyle eight", "mystyle BAD-HANDS", "a bad-hands seven"):
+        expected = by_stock(sdxl, words, prompt, "blurry")
+        found, _ = await condition(sdxl, encoders, words, prompt, "blurry")
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
 async def test_texts_without_words_share_their_encodings(sdxl: Any, tmp_path: Path) -> None:
     words = {"mystyle": load_adapter(saved(sdxl, tmp_path / "mystyle.safetensors"))}
     encoders, _ = service()
@@ -150,3 +161,6 @@ def test_words_are_found_as_words() -> None:
     assert words_in("a my-cat, (cat:1.2)", words) == ["cat", "my-cat"]
     assert words_in("cats concat my-cats cat.s", words) == []
     assert words_in("v1.5. cat.", words) == ["cat", "v1.5"]
+    assert words_in("a CAT, My-Cat", words) == ["cat", "my-cat"]
+    assert words_in("a Cat", ["cat", "Cat", "CAT"]) == ["Cat"]
+    assert len(words_in("a cAt", ["Cat", "CAT"])) == 1

@@ -169,6 +169,35 @@ async def test_equals_stock(demo: Any, save: Any, tmp_path: Path) -> None:
     assert all(torch.equal(adapter.raw[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.parametrize("prefix", ["lora_te2_", "lora_te3_", "text_encoders.t5xxl.transformer.", "text_encoder_2."])
+async def test_a_part_for_t5_is_added_to_its_weights(flux: Any, tmp_path: Path, prefix: str) -> None:
+    """Stock leaves it out, so that the judge is a T5 with other weights."""
+    stock, tensors, before = flux.stock.text_encoder_2, {}, {}
+    ends = ("lora_A", "lora_B") if prefix == "text_encoder_2." else ("lora_down", "lora_up")
+    for path in [path for path, one in stock.named_modules() if path.endswith(("SelfAttention.q", ".wo", ".wi_0"))]:
+        weight = stock.get_submodule(path).weight
+        down, up = torch.randn(2, weight.shape[1]), torch.randn(len(weight), 2) * 0.4
+        name = prefix + (path.replace(".", "_") if prefix.endswith("_") else path)
+        tensors |= {
+            f"{name}.{ends[0]}.weight": down,
+            f"{name}.{ends[1]}.weight": up,
+            f"{name}.alpha": torch.tensor(3.0),
+        }
+        before[path] = weight.detach().clone()
+        weight.data += 0.7 * 3.0 / 2 * up @ down
+    save_file(tensors, tmp_path / "style.safetensors")
+    try:
+        expected = stock_conditioning(flux, negative=False)
+    finally:
+        for path, weight in before.items():
+            stock.get_submodule(path).weight.data = weight
+    encoders, _ = service()
+    found, _ = await condition(flux, encoders, {"style": (load_adapter(tmp_path / "style.safetensors"), 0.7)})
+    plain, _ = await condition(flux, encoders, {})
+    assert difference(found, expected) < 1e-4
+    assert difference(found, plain) > 0.1
+
+
 async def test_two_adapters_equal_stock(sdxl: Any, tmp_path: Path) -> None:
     files = {"a": save_diffusers(sdxl, tmp_path / "a", seed=1), "b": save_kohya(sdxl, tmp_path / "b", seed=5)}
     for name, file in files.items():
@@ -230,7 +259,7 @@ async def test_what_is_refused(flux: Any, sdxl: Any, tmp_path: Path) -> None:
     t5 = {f"text_encoder_2.{name}": tensor for name, tensor in pairs.items()}
     gone = {f"text_encoder.gone.{name}": tensor for name, tensor in pairs.items()}
     for tensors, message in [
-        (t5, "changes text_encoder_2; of a FluxPipeline, transformer, text_encoder can be adapted"),
+        (t5, "are not in T5EncoderModel"),
         (gone, "are not in CLIPTextModel"),
         (wide, "do not fit a Linear"),
     ]:

@@ -6,6 +6,7 @@ import itertools
 import random
 
 import pytest
+from kit.drawing import seeds
 from unit.cluster.simulator.random_scenarios import GB
 
 from cluster.placement.state import Components
@@ -43,7 +44,7 @@ def every_schedule(scenario: Scenario, ahead: bool) -> float:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-@pytest.mark.parametrize("seed", range(8))
+@seeds(50)
 def test_the_oracle_finds_the_best_of_all_schedules(seed: int, ahead: bool) -> None:
     scenario = small(seed, 5)
     assert oracle_mean_latency_s(scenario, ahead) == pytest.approx(every_schedule(scenario, ahead))

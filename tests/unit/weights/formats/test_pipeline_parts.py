@@ -89,7 +89,8 @@ def test_a_summary_has_it(tmp_path: Path, model: str) -> None:
     summary = import_checkpoint(WeightStore(tmp_path), ModelConfig(id="m", path=DEMO / model))
     is_flux = model == "digits-flux"
     switches = {"guidance_embeds": False, "use_dynamic_shifting": False} if is_flux else {}
-    assert summary.variant == switches | {"pixels_per_latent": 4}
+    own = switches if is_flux else {"sample_height": 8, "sample_width": 8}
+    assert summary.variant == own | {"pixels_per_latent": 4}
     again = import_checkpoint(WeightStore(tmp_path), ModelConfig(id="m", path=DEMO / model)).variant
     assert {name: type(value) for name, value in again.items()} == {
         name: type(value) for name, value in summary.variant.items()

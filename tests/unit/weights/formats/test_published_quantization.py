@@ -14,10 +14,10 @@ import pytest
 from kit.seeding import seeded_rng
 from safetensors.numpy import save_file
 
-from deployments.engines.llm.models.gguf_config import CLASS_NAMES
 from weights.errors import FormatError
 from weights.externalize import externalize, stored_dtypes, unpacked_bytes, unpacked_types
 from weights.formats.checkpoint import Checkpoint, read_checkpoint
+from weights.formats.language_models import CLASS_NAMES
 from weights.formats.published_quantization import INT8_CLASSES, ComputedTensor
 from weights.store import WeightStore
 

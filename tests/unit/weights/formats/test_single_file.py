@@ -21,6 +21,7 @@ from weights.base_pipeline import open_base
 from weights.errors import FormatError, SourceRefused, StoreError
 from weights.externalize import externalize
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.pipeline_parts import pipeline_variant
 from weights.loader import load_from_store
 from weights.repair import repair, verify
 from weights.store import WeightStore
@@ -181,8 +182,25 @@ def test_a_single_file_is_the_folder_that_it_was_made_of_and_costs_no_more_bytes
     for name, component in whole.items():
         assert same(single[name], component), name
         assert second.components[name].module_key == first.components[name].module_key
+    told = pipeline_variant(store.skeleton(second))
+    assert told == pipeline_variant(folder), "so its defaults are those of the folder"
+    assert told["sample_height"] == 8
     assert verify(store, "file", deep=True).damages == ()
     assert externalize(store, "file", file, like=base) == second
+
+
+@pytest.mark.parametrize("dtype", ["auto", "auto without F16", "float32"])
+def test_double_precision_is_stored_in_single(dtype: str, store: WeightStore, tmp_path: Path) -> None:
+    folder, file = sd15(tmp_path)
+    made = {}
+    for name, kind in (("single", torch.float32), ("double", torch.float64)):
+        tensors = {key: one.to(kind) if one.is_floating_point() else one for key, one in load_file(file).items()}
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+        like = open_base(without_weights(folder) if not made else folder.with_name("sd15-configs"), store)
+        made[name] = externalize(store, name, tmp_path / f"{name}.safetensors", like=like, dtype=dtype)
+    parts = [{name: part.module_key for name, part in manifest.components.items()} for manifest in made.values()]
+    assert parts[0] == parts[1]
+    assert not set(made["double"].extents) - set(made["single"].extents)
 
 
 def test_configs_alone_are_enough_for_a_file_that_has_everything(store: WeightStore, tmp_path: Path) -> None:

@@ -199,6 +199,27 @@ def test_each_url_has_a_copy_of_its_own() -> None:
     assert HubName.of("hf://a/b@main") == HubName.of("hf://a/b/")
 
 
+@pytest.mark.parametrize("scheme", ["s3://bucket/", "hf://a/"])
+def test_long_paths_have_copies_of_their_own_that_a_file_system_takes(scheme: str, tmp_path: Path) -> None:
+    long = "/".join(["a folder with ümlauts"] * 20)
+    urls = [
+        f"{scheme}{name}" for name in ("x/" + long, "x/" + long + "/y", "y/" + long, f"b/{'x' * 200}", f"b/{'x' * 201}")
+    ]
+    folders = {mirror_folder(tmp_path, url) for url in urls}
+    assert len(folders) == len(urls)
+    for folder in folders:
+        folder.mkdir(parents=True)
+        assert len(folder.parts) == len(tmp_path.parts) + 2
+    assert mirror_folder(tmp_path, "s3://bucket/a/b").name == "a%2Fb"  # as it was
+
+
+@pytest.mark.parametrize("name", [".mirror", ".mirror.lock", ".mirror.new"])
+def test_a_file_of_the_name_of_the_copys_own_is_refused(hub: Hub, tmp_path: Path, name: str) -> None:
+    hub.repositories[NAME]["main"][name] = b"{}"
+    assert f"{name!r} has the name of a file that its copy keeps beside it" in refused(f"hf://{NAME}/{name}", tmp_path)
+    assert brought(f"hf://{NAME}", tmp_path).num_files  # beside others it is none of the checkpoint
+
+
 def test_a_copy_is_removed_as_others_are(hub: Hub, tmp_path: Path) -> None:
     folder = mirror_folder(tmp_path, f"hf://{NAME}")
     brought(f"hf://{NAME}", folder)

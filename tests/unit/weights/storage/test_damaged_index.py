@@ -115,6 +115,7 @@ def test_one_changed_byte_of_the_header_stops_nobody(sound: Sound) -> None:
             sound.store.indexed(lambda index: index.follow(manifests))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("action", [*ACTIONS])
 def test_one_changed_byte_anywhere_stops_no_action(sound: Sound, action: str) -> None:
     seed = random.randrange(2**32)
@@ -127,6 +128,7 @@ def test_one_changed_byte_anywhere_stops_no_action(sound: Sound, action: str) ->
         act(sound, action)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("action", [*ACTIONS])
 def test_a_header_or_schema_that_lies_stops_no_action(sound: Sound, action: str) -> None:
     schema = sound.index.index(b"CREATE TABLE tensors")
@@ -136,6 +138,7 @@ def test_a_header_or_schema_that_lies_stops_no_action(sound: Sound, action: str)
         act(sound, action)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("action", [*ACTIONS])
 def test_values_that_cannot_be_stop_no_action(sound: Sound, action: str) -> None:
     for statement in [

@@ -231,6 +231,7 @@ def bounded(pair, load_pipeline, bounds):
     return pipeline
 
 
+@pytest.mark.drawn
 def test_forwards_and_decodes_are_bounded_from_the_start(
     pair, make_request, load_pipeline, count_forwards, monkeypatch
 ):
@@ -295,6 +296,7 @@ def test_batches_are_as_large_as_bounds_and_memory_allow(pair, make_request, loa
     assert sizes() == [(2, 4), (2, 8), (4, 4)]
 
 
+@pytest.mark.drawn
 def test_a_batch_that_finds_no_memory_is_tried_once(pair, make_request, load_pipeline, monkeypatch):
     """16 requests of 20 steps where 8 fit."""
     ours = bounded(pair, load_pipeline, BatchBounds())

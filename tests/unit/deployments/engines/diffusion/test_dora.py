@@ -55,6 +55,7 @@ def dora(pair, tmp_path) -> Any:
     pair.stock.unload_lora_weights()
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("scale", [1.0, 0.6, -0.5])
 def test_equals_stock(dora, make_request, scale):
     folder, pair = dora
@@ -135,12 +136,12 @@ def test_a_layer_has_the_lengths_that_its_magnitudes_say(kind, by_input, is_merg
         )
         pair = LoraPair(pair.down, pair.up, pair.scale, magnitude, by_input)
         make_batch_invariant(nn.Sequential(layer))
-        merged = merge_pairs([(layer, pair)], 0.9)
+        merged = merge_pairs({layer: pair}, 0.9)
         if is_merged and kind != "float8":
             found = merged.forwards[layer](x)
         else:
             assert bool(merged.beside) is (kind == "float8")
-            with applied_adapters([AdaptedSpan([([(layer, pair)], 0.9)])]):
+            with applied_adapters([AdaptedSpan([({layer: pair}, 0.9)])]):
                 found = layer(x)
         assert torch.allclose(found, wide(x), atol=1e-4)
 

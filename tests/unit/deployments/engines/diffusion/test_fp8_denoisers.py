@@ -112,7 +112,7 @@ def test_a_layer_is_that_of_its_wide_weights_bit_for_bit(dtype, scales):
     layer.weight_scale = torch.from_numpy(scale).to(dtype)  # a power of two: no cast changes it
     assert torch.equal(layer(x), expected(x))
     pair = LoraPair(torch.randn(2, columns), torch.randn(rows, 2), 0.5)
-    with applied_adapters([AdaptedSpan([([(layer, pair)], 1.0)])]):
+    with applied_adapters([AdaptedSpan([({layer: pair}, 1.0)])]):
         assert not torch.equal(layer(x), expected(x))
 
 

@@ -73,6 +73,7 @@ def stock_outputs(pair: Any, folders: list[Path], request: Any, conditioning: An
     return latents[-1], np.stack([np.asarray(image) for image in result])
 
 
+@pytest.mark.drawn(by="kind")
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("kind", ["plain", "plus", "full"])
 def test_an_image_as_a_prompt_equals_stock(

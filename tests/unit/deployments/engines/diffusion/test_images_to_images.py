@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
 from typing import Any
 
 import diffusers
@@ -11,6 +13,7 @@ import torch
 from PIL import Image
 
 from deployments.engines.diffusion.checkpoints import restore_checkpoint, save_checkpoint
+from deployments.engines.diffusion.pipeline import create_pipeline
 from deployments.engines.protocol import EngineError
 
 STOCK = {
@@ -56,8 +59,10 @@ def stock_outputs(pair, pipeline: Any, request: Any, conditioning: Any) -> tuple
         latents.append(tensors["latents"])
         return {}
 
+    schedules = {"sigmas": request.sigmas, "timesteps": request.timesteps}
     is_flux = pair.ours.family.class_name == "FluxPipeline"
     options = {"true_cfg_scale": request.true_cfg_scale} if is_flux else {}
+    options |= {name: list(values) for name, values in schedules.items() if values is not None}
     if request.mask_image is not None:
         options["mask_image"] = Image.fromarray(request.mask_image)
     if request.mask_image is not None or pair.denoiser_name == "transformer":
@@ -91,6 +96,7 @@ def assert_equals_stock(pair, ours, pipeline: Any, request: Any, conditioning: A
     assert images.std() > 3
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("strength", [0.3, 0.5, 0.77, 1.0])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 def test_image_to_image(pair, make_request, strength, guidance):
@@ -142,6 +148,45 @@ def test_solvers(make_stable_diffusion_pair, make_request, solver, has_mask):
     assert_equals_stock(pair, pair.ours, stock_pipeline(pair, has_mask), request, conditioning)
 
 
+OF_NOISE, OF_FLOW = {"sigmas": (10.0, 4.0, 1.5, 0.6, 0.2)}, {"sigmas": (1.0, 0.8, 0.45, 0.2, 0.1)}
+OF_TIMES = {"timesteps": (900, 700, 520, 320, 40)}
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "schedule"),
+    [
+        ("stable_diffusion", "EulerDiscreteScheduler", OF_NOISE),  # a step less than there are sigmas
+        ("sdxl", "EulerDiscreteScheduler", OF_NOISE),
+        ("sdxl", "EulerDiscreteScheduler", OF_TIMES),
+        ("sdxl", "HeunDiscreteScheduler", OF_TIMES),  # two steps for most, of which stock counts each
+        ("stable_diffusion", "DPMSolverMultistepScheduler", OF_TIMES),
+        ("flux", None, OF_FLOW),
+        ("stable_diffusion_3", None, OF_FLOW),
+    ],
+)
+@pytest.mark.parametrize("strength", [0.5, 1.0])
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_schedule_by_request_begins_where_stock_does(
+    request, make_request, name, solver, schedule, strength, has_mask
+):
+    pair = request.getfixturevalue(name)
+    saved = {"pretrained_model_name_or_path": pair.folder, "subfolder": "scheduler"}
+    solvers = {"scheduler": getattr(diffusers, solver).from_pretrained(**saved)} if solver else {}
+    is_heun = solver == "HeunDiscreteScheduler"
+    job = make_request(
+        init_image=random_image(32, 32),
+        mask_image=random_mask(32, 32) if has_mask else None,
+        strength=max(strength, 0.7) if is_heun else strength,
+        num_inference_steps=5,
+        scheduler=solver,
+        **schedule,
+    )
+    assert_equals_stock(pair, pair.ours, stock_pipeline(pair, has_mask, **solvers), job, pair.conditioning())
+    if is_heun:
+        with pytest.raises(EngineError, match=r"strength 0.4 of 9 steps leaves no step to take"):
+            pair.ours.start_request(replace(job, strength=0.4), pair.conditioning())
+
+
 @pytest.mark.parametrize("strength", [0.5, 1.0])
 @pytest.mark.parametrize("solver", ["DDIMScheduler", "EulerAncestralDiscreteScheduler"])
 def test_unet_that_reads_the_mask(make_stable_diffusion_pair, make_request, strength, solver):
@@ -180,6 +225,50 @@ def test_bfloat16_encodes_as_stock(sdxl, load_pipeline, make_request):
     while not state.done:
         ours.step([state])
     assert (state.latents.float() - stock.float()).abs().max() <= 0.05  # noise of another sample differs by more than 1
+
+
+def tiny_vae(pair) -> Any:
+    """As TAESD, which has latents and no distribution of them."""
+    widths = {f"{half}_block_out_channels": (8, 8) for half in ("encoder", "decoder")}
+    counts = {f"num_{half}_blocks": (1, 1) for half in ("encoder", "decoder")}
+    channels = pair.stock.vae.config.latent_channels
+    return diffusers.AutoencoderTiny(latent_channels=channels, **widths, **counts).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [
+        ("flux", None),
+        ("stable_diffusion_3", None),
+        ("sdxl", None),
+        ("stable_diffusion", "EulerAncestralDiscreteScheduler"),  # which goes on drawing
+    ],
+)
+@pytest.mark.parametrize("has_mask", [False, True])
+def test_a_small_vae_encodes_without_drawing(request, make_request, name, solver, has_mask):
+    pair = request.getfixturevalue(name)
+    vae = tiny_vae(pair)
+    modules = {pair.denoiser_name: pair.ours.denoiser, "vae": vae}
+    ours = create_pipeline(pair.ours.family.class_name, pair.folder, modules)
+    job = make_request(
+        init_image=random_image(32, 32),
+        mask_image=random_mask(32, 32) if has_mask else None,
+        strength=0.6,
+        num_inference_steps=4,
+        num_images=2,
+        scheduler=solver,
+    )
+    parts = {"vae": vae}
+    if solver:
+        parts["scheduler"] = getattr(diffusers, solver).from_pretrained(pair.folder, subfolder="scheduler")
+    assert_equals_stock(pair, ours, stock_pipeline(pair, has_mask, **parts), job, pair.conditioning())
+    # Where denoiser and VAE are not on the device together, one encodes for the other.
+    told = ours.encode_inputs(job, pair.conditioning(), {})
+    blank = create_pipeline(ours.family.class_name, pair.folder, modules | {"vae": copy.deepcopy(vae).to("meta")})
+    apart = blank.start_request(job, pair.conditioning(), {}, told)
+    both = ours.start_request(job, pair.conditioning())
+    assert torch.equal(apart.latents, both.latents)
+    assert torch.equal(apart.generator.get_state(), both.generator.get_state())
 
 
 def test_tasks_share_a_batch(pair, make_request):

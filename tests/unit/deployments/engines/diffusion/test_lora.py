@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from deployments.engines.nn.lora import AdaptedSpan, applied_adapters, fit_pairs
+from deployments.engines.nn.lora import AdaptedSpan, Batch, applied_adapters, fit_pairs
 from deployments.engines.protocol import AdapterUse, EngineError
 from weights.adapters import LoraAdapter, LoraPair, load_adapter
 
@@ -158,6 +158,18 @@ def test_a_version_that_nobody_holds_is_forgotten(bold, make_request):
     pair.ours.step([state])  # its own weights stay with it
 
 
+def test_its_shapes_are_told_by_the_paths_of_its_layers(bold, make_request):
+    folder, pair = bold
+    known = {"bold": load_adapter(folder)}
+    ((name, shapes),) = pair.ours.adapter_shapes(make_request(adapters=(AdapterUse("bold"),)), known)
+    own = known["bold"].components[pair.denoiser_name]
+    assert name == "bold"
+    assert {path: (one.down.shape, one.up.shape) for path, one in shapes.items()} == {
+        path: (one.down.shape, one.up.shape) for path, one in own.items()
+    }
+    assert all(one.down.is_meta and one.up.is_meta for one in shapes.values())
+
+
 def linear_adapter(down: torch.Tensor, up: torch.Tensor, path: str = "0") -> dict[str, LoraPair]:
     return {path: LoraPair(down, up, 0.5)}
 
@@ -179,8 +191,8 @@ def test_no_hook_stays_even_after_an_exception():
 def test_only_the_rows_of_a_span_are_adapted():
     layer, x = torch.nn.Linear(16, 32), torch.randn(5, 7, 16)
     pairs = [LoraPair(torch.randn(2, 16), torch.randn(32, 2), 0.5) for _ in range(2)]
-    spans = [AdaptedSpan([([(layer, pairs[0])], 1.0), ([(layer, pairs[1])], -0.7)], 1, 3)]
-    spans += [AdaptedSpan([([(layer, pairs[1])], 0.2)], 4, 5)]
+    spans = [AdaptedSpan([({layer: pairs[0]}, 1.0), ({layer: pairs[1]}, -0.7)], 1, 3)]
+    spans += [AdaptedSpan([({layer: pairs[1]}, 0.2)], 4, 5)]
     with torch.no_grad():
         expected = layer(x)
         deltas = [x @ pair.down.T @ pair.up.T * pair.scale for pair in pairs]
@@ -188,6 +200,34 @@ def test_only_the_rows_of_a_span_are_adapted():
         expected[4:] += 0.2 * deltas[1][4:]
         with applied_adapters(spans):
             assert torch.allclose(layer(x), expected, atol=1e-5)
+
+
+def test_a_forward_makes_nothing_for_each_layer_of_its_adapters():
+    """Handles and closures of hundreds of layers cost milliseconds, when Python looks for circles among them."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(300))
+    pairs = {str(number): LoraPair(torch.zeros(1, 2), torch.zeros(2, 1), 1.0) for number in range(300)}
+    spans = [AdaptedSpan([(fit_pairs(layers, pairs), 1.0), (fit_pairs(layers, pairs), 0.5)])]
+    gc.collect()
+    before = len(gc.get_objects())
+    with applied_adapters(spans):
+        assert len(gc.get_objects()) - before < 100
+        assert all(len(layer._forward_hooks) == 1 for layer in layers)
+    assert not any(layer._forward_hooks for layer in layers)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_layer_may_see_several_vectors_of_each_row(repeats):
+    layer, (rows, each) = torch.nn.Linear(16, 32), (3, 4)
+    pair, span = LoraPair(torch.randn(2, 16), torch.randn(32, 2), 0.5), (1, 2)
+    x = torch.randn(each, rows, 16) if repeats else torch.randn(rows, each, 16)
+    with torch.no_grad():
+        expected = layer(x)
+        mine = (slice(None), slice(*span)) if repeats else slice(*span)
+        expected[mine] += 0.5 * x[mine] @ pair.down.T @ pair.up.T
+        with applied_adapters([AdaptedSpan([({layer: pair}, 1.0)], *span)], Batch(rows, repeats)):
+            assert torch.allclose(layer(x.flatten(0, 1)), expected.flatten(0, 1), atol=1e-5)
+            with pytest.raises(ValueError, match="10 vectors of 3 rows"):
+                layer(torch.randn(10, 16))
 
 
 def test_targets_that_are_not_there_are_named():
@@ -215,8 +255,8 @@ def test_shapes_that_do_not_fit(path, down, up, message):
 def test_what_a_pipeline_refuses(bold, make_request):
     folder, pair = bold
     adapter = load_adapter(folder)
-    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_3": {}})
-    with pytest.raises(EngineError, match=f"changes text_encoder_3; of a .*, {pair.denoiser_name}, .* can be adapted"):
+    foreign = LoraAdapter(adapter.path, {**adapter.components, "text_encoder_4": {}})
+    with pytest.raises(EngineError, match=f"changes text_encoder_4; of a .*, {pair.denoiser_name}, .* can be adapted"):
         pair.ours.start_request(make_request(adapters=(AdapterUse("other"),)), pair.conditioning(), {"other": foreign})
     for uses, message in [
         ((AdapterUse("thin"),), r"unknown adapter 'thin' \(known: bold\)"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deployments.engines.diffusion.modulation import MAX_PARTS, NUM_ROWS
+from deployments.engines.memory_limits import MemoryLimits
 from deployments.engines.protocol import AdapterUse
 from weights.adapters import LoraAdapter, LoraPair
 
@@ -54,6 +55,7 @@ def all_latents(pair, states):
     return found
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("num_states", [1, 3])
 def test_has_the_bits_of_steps_that_compute_for_themselves(modulated, make_request, monkeypatch, num_states):
     changes = {"num_inference_steps": 11, "num_images": 2}
@@ -85,6 +87,17 @@ def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, m
     assert rows == [2 * MAX_PARTS]
 
 
+def lora_of(pair, endings):
+    """Return a LoRA of the layers whose names end so."""
+    layers = {name: part for name, part in pair.ours.denoiser.named_modules() if name.endswith(endings)}
+    assert layers
+    pairs = {
+        name: LoraPair(torch.randn(2, part.in_features), torch.randn(part.out_features, 2), 0.5)
+        for name, part in layers.items()
+    }
+    return {"tinted": LoraAdapter("tinted", {pair.ours.family.denoiser_name: pairs})}
+
+
 @pytest.mark.parametrize(
     "endings",
     [
@@ -94,13 +107,7 @@ def test_who_joins_later_is_computed_alone_and_a_crowd_step_by_step(modulated, m
     ],
 )
 def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endings):
-    layers = {name: part for name, part in modulated.ours.denoiser.named_modules() if name.endswith(endings)}
-    assert layers
-    pairs = {
-        name: LoraPair(torch.randn(2, part.in_features), torch.randn(part.out_features, 2), 0.5)
-        for name, part in layers.items()
-    }
-    known = {"tinted": LoraAdapter("tinted", {modulated.ours.family.denoiser_name: pairs})}
+    known = lora_of(modulated, endings)
     jobs = [make_request(), make_request(adapters=(AdapterUse("tinted", 1.0),))]
     states = [modulated.ours.start_request(job, modulated.conditioning(), known) for job in jobs]
     plain, tinted = all_latents(modulated, states)[-1]
@@ -109,6 +116,56 @@ def test_a_lora_of_these_layers_acts(modulated, make_request, monkeypatch, endin
     for job, latents in zip(jobs, (plain, tinted), strict=True):
         state = modulated.ours.start_request(job, modulated.conditioning(), known)
         assert torch.equal(all_latents(modulated, [state])[-1][0], latents)
+
+
+AHEAD = [("norm1.linear", "time_emb_proj"), ("context_embedder", "attn2.to_k", "attn2.to_v")]
+
+
+@pytest.mark.parametrize("endings", AHEAD)
+@pytest.mark.parametrize(("num_images", "guidance"), [(2, 1.0), (3, 3.0)])
+def test_a_lora_adds_to_what_is_known_already_for_each_image(
+    modulated, make_request, monkeypatch, endings, num_images, guidance
+):
+    """One row of what is known stands for all images of a request."""
+    known = lora_of(modulated, endings)
+    scales = {"guidance_scale": guidance, "true_cfg_scale": guidance}
+    job = make_request(adapters=(AdapterUse("tinted", 1.0),), num_images=num_images, **scales)
+
+    def run():
+        text = modulated.conditioning(negative=guidance > 1)
+        return all_latents(modulated, [modulated.ours.start_request(job, text, known)])
+
+    found = run()
+    monkeypatch.setattr(modulated.ours._modulation, "rows_of", lambda group: ())
+    assert all(torch.equal(one, other) for (one,), (other,) in zip(found, run(), strict=True))
+
+
+@pytest.mark.parametrize("endings", AHEAD)
+def test_a_lora_adds_once_where_a_forward_finds_no_memory_and_goes_on_in_halves(
+    modulated, make_request, monkeypatch, endings
+):
+    known = lora_of(modulated, endings)
+    scales = {"guidance_scale": 3.0, "true_cfg_scale": 3.0}
+    job = make_request(adapters=(AdapterUse("tinted", 1.0),), num_images=2, **scales)
+
+    def run():
+        state = modulated.ours.start_request(job, modulated.conditioning(negative=True), known)
+        return all_latents(modulated, [state])
+
+    expected, rows = run(), []
+
+    def refuse(_, args):  # when all layers have run
+        rows.append(len(args[0]))
+        if rows[-1] > 1:
+            raise MemoryError("for so many rows")
+
+    denoiser = modulated.ours.denoiser
+    monkeypatch.setattr(modulated.ours, "_memory", MemoryLimits())
+    last = denoiser.conv_out if hasattr(denoiser, "conv_out") else denoiser.proj_out
+    with last.register_forward_pre_hook(refuse):
+        found = run()
+    assert rows[:3] == [4, 2, 1]
+    assert all(torch.equal(one, other) for (one,), (other,) in zip(found, expected, strict=True))
 
 
 @pytest.fixture

@@ -54,6 +54,7 @@ def request_of(**options: Any) -> DiffusionRequest:
     return DiffusionRequest(**(settings | options))  # type: ignore[arg-type]
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("negative", [None, "a dull dog"])
 @pytest.mark.parametrize("scale", [0.0, 3.0])
 def test_images_are_those_of_stock(pair: ReaderPair, scale: float, negative: str | None) -> None:
@@ -155,6 +156,7 @@ def test_encodings_are_those_of_stock_alone_and_in_a_batch(pair: ReaderPair) -> 
     torch.testing.assert_close(cut, stock, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn
 def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair) -> None:
     rng = seeded_rng()
     requests = {

@@ -45,7 +45,7 @@ def make_pair(class_name: str, folder: Path, **transformer: Any) -> ReaderPair:
     def build() -> Any:
         parts = qwen_edit()
         net = parts["transformer"]
-        return assembled(class_name, **parts | {"transformer": type(net).from_config({**net.config, **transformer})})
+        return assembled(class_name, **parts | {"transformer": type(net).from_config(net.config, **transformer)})
 
     return ReaderPair(saved(build, folder), folder)
 
@@ -75,6 +75,7 @@ def small_areas(monkeypatch: pytest.MonkeyPatch) -> None:
     edit_small_areas(monkeypatch)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("small_areas")
 @pytest.mark.parametrize(("size", "negative"), [(SQUARE, None), (WIDE, "a dull dog")])
 def test_images_are_those_of_stock(pair: ReaderPair, size: tuple[int, int], negative: str | None) -> None:
@@ -115,6 +116,7 @@ def test_the_key_of_an_encoding_tells_what_was_seen(pair: ReaderPair) -> None:
     assert len({key(image), key(other), key(image.reshape(28, 112, 3))}) == 3
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("small_areas")
 def test_a_request_has_the_same_bits_in_any_batch(pair: ReaderPair, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = seeded_rng()
@@ -210,6 +212,7 @@ def test_what_cannot_be_changed_is_refused_in_words(pair: ReaderPair) -> None:
         pair.conditioning(request_of(image), "a <|image_pad|> b <|image_pad|>", None)
 
 
+@pytest.mark.drawn
 @pytest.mark.usefixtures("small_areas")
 def test_footprints_are_those_of_a_request_for_an_image_of_the_sides_of_its_reference(pair: ReaderPair) -> None:
     blank = {}

@@ -30,6 +30,7 @@ def latents_of(pipeline, jobs):
     return [state.latents for state in states]
 
 
+@pytest.mark.drawn(by="pair")
 @pytest.mark.parametrize("num_requests", [1, 3])
 def test_latents_are_the_modules_own_and_few_forwards_are_its(pair, make_request, num_requests, monkeypatch):
     ours, _ = replaying(pair)
@@ -51,6 +52,7 @@ def test_latents_are_the_modules_own_and_few_forwards_are_its(pair, make_request
     assert not forwards  # of the last turn
 
 
+@pytest.mark.drawn
 def test_any_company_gives_the_same_bits_where_some_of_it_is_replayed(pair, make_request):
     chance = random.Random(pair.ours.family.class_name)
     pair.request = make_request

@@ -32,6 +32,9 @@ def test_timesteps_and_another_solver(request, make_request, name):
         pair.stock.scheduler = own
 
 
+FLOW = {"prediction_type": "flow_prediction", "use_flow_sigmas": True}
+
+
 @pytest.mark.parametrize(
     ("name", "solver", "options"),
     [
@@ -42,6 +45,8 @@ def test_timesteps_and_another_solver(request, make_request, name):
         ("sdxl", "EulerDiscreteScheduler", {"timestep_spacing": "trailing", "use_beta_sigmas": True}),
         ("stable_diffusion", "DPMSolverMultistepScheduler", {"use_karras_sigmas": True, "solver_order": 3}),
         ("sdxl", "DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", "use_exponential_sigmas": True}),
+        ("sdxl", "EulerDiscreteScheduler", {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True}),
+        ("sdxl", "UniPCMultistepScheduler", FLOW | {"flow_shift": 3.0}),
         ("flux", "FlowMatchEulerDiscreteScheduler", {"use_karras_sigmas": True, "shift": 2.0}),
         ("stable_diffusion_3", "FlowMatchHeunDiscreteScheduler", {"shift": 2}),
     ],

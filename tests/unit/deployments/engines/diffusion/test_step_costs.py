@@ -6,6 +6,7 @@ import random
 from collections import Counter
 
 import pytest
+from kit.drawing import seeds
 
 from deployments.engines.diffusion.batch_selection import Candidate, select_batch
 from deployments.engines.step_costs import TRUSTED_CALLS, StepCosts
@@ -21,7 +22,7 @@ def choose(costs: StepCosts) -> int:
 
 
 @pytest.mark.parametrize("is_remembered", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 def test_sizes_that_were_slow_once_are_tried_again(seed: int, is_remembered: bool) -> None:
     chance = random.Random(seed)
     fixed_s, row_s = chance.uniform(0.002, 0.03), chance.uniform(0.001, 0.003)

@@ -5,10 +5,12 @@ The card is a double of `torch.cuda` (`kit/captures.py`), and its memory the hos
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kit.captures import Card
@@ -176,10 +178,73 @@ def test_numbers_that_follow_from_shapes_may_be_read() -> None:
     assert len(calls) == 2
 
 
+HIDDEN: dict[str, Callable[[torch.Tensor], Any]] = {
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "__array__": lambda x: np.asarray(x),
+    "__dlpack__": lambda x: np.from_dlpack(x),
+    "data_ptr": lambda x: (ctypes.c_int64 * len(x)).from_address(x.data_ptr()),
+}
+
+
+@pytest.mark.parametrize("teller", HIDDEN)
+def test_values_that_no_operation_reads_refuse_the_recording(teller: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As the lengths of prompts by a mask: what they are tried on may have the same, and what comes later another."""
+
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        lengths = inputs[1].sum(dim=1).contiguous()
+        return torch.cat([row[: int(n)] for row, n in zip(inputs[0], HIDDEN[teller](lengths), strict=True)])
+
+    caplog.set_level(logging.INFO, "deployments.engines.graph.replay")
+    replays = Replays(min_forwards=1)
+    for length in (4, 4, 4, 2, 3):
+        inputs = [torch.randn(2, 5), (torch.arange(5) < length)[None].expand(2, -1)]
+        assert torch.equal(replays.run("key", inputs, forward), forward(inputs))
+    assert f"Tensor.{teller} in the forward reads a number from an input" in caplog.text
+
+
+def test_values_of_constants_may_be_read_without_an_operation() -> None:
+    def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        sizes = (torch.arange(inputs[0].shape[0]) + 1).tolist()
+        return inputs[0] * float(sum(sizes))
+
+    counting, calls = counted(forward)
+    replays = Replays(min_forwards=1)
+    for _ in range(4):
+        inputs = [torch.randn(3)]
+        assert torch.equal(replays.run("key", inputs, counting), forward(inputs))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "choose", [lambda x, mask: x[mask], torch.masked_select, lambda x, mask: x[mask.nonzero()[:, 0]]]
+)
+def test_a_shape_that_follows_from_values_refuses_the_recording(
+    choose: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "deployments.engines.graph.replay")
+    replays = Replays(min_forwards=1)
+    for count in (2, 2, 2, 4, 1):
+        inputs = [torch.randn(5), torch.arange(5) < count]
+        found = replays.run("key", inputs, lambda given: choose(*given) * 2)
+        assert torch.equal(found, choose(*inputs) * 2)
+    assert "in the forward gives depends on an input" in caplog.text
+
+
+def test_rows_are_chosen_by_a_mask_that_is_a_constant() -> None:
+    chosen = torch.tensor([True, False, True])
+    counting, calls = counted(lambda inputs: inputs[0][chosen] + 1)
+    replays = Replays(min_forwards=1)
+    for _ in range(4):
+        inputs = [torch.randn(3)]
+        assert torch.equal(replays.run("key", inputs, counting), inputs[0][chosen] + 1)
+    assert len(calls) == 2
+
+
 def test_what_is_computed_beside_torch_is_found_by_trying(caplog: pytest.LogCaptureFixture) -> None:
     def forward(inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        made = torch.empty(3)
-        made.numpy()[:] = inputs[0].numpy() * 2  # as a kernel of ours would
+        made, found = torch.empty(3), inputs[0] * 2
+        ctypes.memmove(made.untyped_storage().data_ptr(), found.untyped_storage().data_ptr(), 12)  # as others' kernels
         return made + 1
 
     replays = Replays(min_forwards=1)

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from kit.drawing import seeds
 
 from deployments.bench.batch_decoder import BatchDecoder, BatchToken
 from deployments.engines.llm.models.registry import create_model, load_config
@@ -30,7 +31,7 @@ def stock(model, tokens: list[int]) -> torch.Tensor:
     return model.stock(torch.tensor([tokens])).logits[0, -1]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(50)
 @pytest.mark.parametrize("size", [1, 7, 16, 512])
 def test_logits_come_in_the_caller_s_order_whatever_the_parts(size, seed, model, loaded):
     draw = random.Random(seed)

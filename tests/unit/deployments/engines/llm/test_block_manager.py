@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,6 +98,44 @@ def test_blocks_follow_each_other_where_they_can():
     assert pool.allocate(1, after=2) == [6]  # taken
     pool.release_blocks(second)
     assert pool.allocate(2, after=2) == [3, 4]
+
+
+def next_of(free: list[bool], last: int | None) -> int:
+    """Return the block that is taken next: the one behind the last, or the first of the longest run."""
+    if last is not None and last + 1 < len(free) and free[last + 1]:
+        return last + 1
+    runs, first = [], None
+    for place, is_free in enumerate([*free, False]):
+        if is_free and first is None:
+            first = place
+        elif not is_free and first is not None:
+            runs.append((first - place, first))
+            first = None
+    return min(runs)[1]
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(0, 40), st.data())
+def test_blocks_are_those_that_are_found_one_by_one(free, count, data):
+    pool = BlockPool(len(free))
+    pool.allocate(len(free))
+    pool.release_blocks([place for place, is_free in enumerate(free) if is_free])
+    used = [place for place, is_free in enumerate(free) if not is_free]
+    last = after = data.draw(st.sampled_from([None, *used]))
+    expected = []
+    for _ in range(count := min(count, sum(free))):
+        last = next_of(free, last)
+        free[last] = False
+        expected.append(last)
+    assert pool.allocate(count, after) == expected
+
+
+def test_the_pool_is_looked_through_once_however_many_blocks_are_wanted(monkeypatch):
+    pool = BlockPool(1000)
+    pool.release_blocks(pool.allocate(1000)[::2])
+    seen, flatnonzero = [], np.flatnonzero
+    monkeypatch.setattr(np, "flatnonzero", lambda values: seen.append(1) or flatnonzero(values))
+    assert pool.allocate(400) == list(range(0, 800, 2))
+    assert len(seen) == 1
 
 
 def test_keys_depend_on_all_that_came_before():

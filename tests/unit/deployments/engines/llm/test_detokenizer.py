@@ -92,6 +92,50 @@ def test_sentencepiece_pieces_join_to_the_whole(prompt, parts):
     assert joined == added_text(SENTENCEPIECE, prompt, completion)
 
 
+class DecodesAll(IncrementalDecoder):
+    """Looks at all tokens since the last text, each time."""
+
+    def feed(self, token_id: int) -> str:
+        self._token_ids.append(token_id)
+        text = self._decode()
+        if text.endswith("\ufffd") or len(text) <= len(self._shown):
+            return ""
+        piece = text[len(self._shown) :]
+        del self._token_ids[: self._num_shown]
+        self._num_shown = len(self._token_ids)
+        self._shown = self._decode()
+        return piece
+
+
+RUNS = st.lists(st.tuples(st.sampled_from(["bytes", "special", "words", "any"]), st.integers(1, 40)), max_size=5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([SENTENCEPIECE, BYTE_LEVEL]), RUNS, st.randoms(use_true_random=False))
+def test_long_runs_that_give_no_text_change_no_piece(tokenizer, runs, chance):
+    def draw(kind):
+        if kind == "special":
+            return tokenizer.convert_tokens_to_ids(chance.choice(["<s>", "</s>"]))
+        if tokenizer is SENTENCEPIECE:
+            return chance.choice(words(*(WORDS if kind == "words" else BYTES if kind == "any" else BYTES[0x80:])))
+        return chance.randrange(len(BYTE_LEVEL))
+
+    completion = [draw(kind) for kind, count in runs for _ in range(count)]
+    expected = DecodesAll(tokenizer, words("▁Hello"))
+    found = [*(expected.feed(token) for token in completion), expected.flush()]
+    assert pieces(tokenizer, words("▁Hello"), completion) == found
+
+
+@pytest.mark.parametrize("token", ["</s>", "<0x80>"])
+def test_what_a_token_takes_does_not_grow_with_those_that_gave_no_text(monkeypatch, token):
+    sizes, decode = [], SENTENCEPIECE.decode
+    monkeypatch.setattr(
+        SENTENCEPIECE, "decode", lambda ids, **options: sizes.append(len(ids)) or decode(ids, **options)
+    )
+    assert pieces(SENTENCEPIECE, words("▁Hello"), words(*[token] * 500, "▁world"))[-2].endswith(" world")
+    assert sum(sorted(sizes)[:-3]) < 500 * 20  # all of them are looked at where their text is shown, and at the end
+
+
 def shown(stop, parts) -> tuple[str, bool]:
     matcher = StopMatcher(stop)
     text = "".join(matcher.feed(part) for part in parts)

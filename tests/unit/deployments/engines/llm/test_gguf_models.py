@@ -28,7 +28,7 @@ from deployments.engines.llm.loras import DecoderLoras
 from deployments.engines.llm.models.gguf_config import gguf_config
 from deployments.engines.llm.models.registry import create_model, load_config
 from deployments.engines.llm.tokenizer import load_generation_defaults
-from deployments.engines.nn.lora import RowAdapter, adapted_rows
+from deployments.engines.nn.lora import AdaptedRows, RowAdapter
 from deployments.engines.nn.packed_linear import PackedLinear
 from deployments.engines.protocol import EngineError, TextLora
 from weights.adapters import LoraAdapter, LoraPair
@@ -435,7 +435,7 @@ def test_a_lora_changes_packed_weights_as_plain_ones(tmp_path: Path, family: str
             weight *= pair.magnitude[:, None] / weight.norm(dim=1, keepdim=True)
     expected = stock(ids[None]).logits[0]
     use = RowAdapter(lora.fitted.layers, lora.scale, places, row_multiple=1)
-    with torch.inference_mode(), adapted_rows(model.module, [use]):
+    with torch.inference_mode(), AdaptedRows(model.module).adding([use]):
         got = model.module.logits(model.module(ids, model.rotary.angles(places, model.dtype), attend))
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-4
     assert float((before - expected).abs().max() / expected.abs().max()) > 1e-2

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
+from llguidance import LLMatcher, LLTokenizer
 from pydantic import BaseModel, Field
 
 from deployments.engines.llm import grammar
 from deployments.engines.llm.engine import LLMEngine
-from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, prepare_schema
+from deployments.engines.llm.schemas import MAX_SCHEMA_CHARS, left_out_of, prepare_schema
 from deployments.engines.protocol import ComputationFailed, EngineError, SamplingParams, TextRequest
 
 VOCABULARY_SIZE = 260  # of conftest's models
@@ -330,3 +331,37 @@ def test_options_that_change_logits_work_on_those_of_a_model(
     outcome = run_all(engine, [TextRequest("r", prompt, SamplingParams(max_tokens=9, **{option: value}))])["r"]
     assert (outcome.finish_reason, len(outcome.token_ids)) == ("length", 9)
     assert option != "logit_bias" or set(outcome.token_ids) == {70}
+
+
+@pytest.mark.parametrize(
+    ("schema", "left_out", "fits", "misfits"),
+    [
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "type": "integer"}, (), ["7"], ['"a"']),
+        ({"$schema": "nowhere", "type": "object", "propertyNames": {"type": "string"}}, (), ["{}"], ["1"]),
+        ({"type": "object", "propertyNames": {"pattern": "^a"}}, ("propertyNames",), ['{"b": 1}'], ["1"]),
+        ({"type": "string", "pattern": "^(?=a)b"}, ("pattern '^(?=a)b'",), ['"x"'], ["1"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, (), ["7", "-7"], ['"a"', "1.5"]),
+        (
+            {"type": "object", "properties": {"a": {"not": {}}, "b": {"type": "integer"}}, "required": ["b"]},
+            (),
+            ['{"b": 1}'],
+            ['{"a": 1, "b": 1}'],
+        ),
+        (
+            {"type": ["array", "null"], "uniqueItems": True, "items": {"enum": ["x", "y"]}},
+            (),
+            ["null", "[]", '["x"]', '["y", "x"]'],
+            ['["x", "x"]', "1"],
+        ),
+    ],
+)
+def test_what_no_grammar_keeps_to_is_left_out_by_its_name(
+    schema: dict[str, Any], left_out: tuple[str, ...], fits: list[str], misfits: list[str]
+) -> None:
+    assert left_out_of(schema) == left_out
+    grammar = LLMatcher.grammar_from_json_schema(json.dumps(prepare_schema(schema)))
+    for text, expected in [*((one, True) for one in fits), *((one, False) for one in misfits)]:
+        matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        taken = matcher.try_consume_tokens(list(text.encode()))
+        assert (taken == len(text.encode()) and matcher.is_accepting()) is expected, text

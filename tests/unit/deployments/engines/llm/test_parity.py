@@ -57,6 +57,7 @@ JOIN_AT = (0, 0, 2, 2, 5, 9)
 NUM_TOKENS = (20, 8, 12, 16, 6, 9)
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("case", CASES)
 def test_greedy_tokens_equal_transformers_in_a_ragged_batch(case, tiny, run_all, prompt_of, request_of):
     family, seed, overrides = CASES[case]
@@ -104,6 +105,7 @@ def test_an_old_config_with_rope_scaling_is_understood(tiny, run_all, prompt_of,
     assert outcomes["r"].token_ids == model.greedy(prompt_of(17), 9)
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("case", ["mistral-window", "qwen2-windows", "mixtral", "qwen3_moe"])
 def test_windows_and_experts_do_not_let_company_in(case, tiny, run_all, prompt_of, request_of):
     family, seed, overrides = CASES[case]

@@ -89,8 +89,8 @@ def test_what_is_no_embedding_is_refused(tiny, prompt_of):
     engine = tiny("llama", 0).engine()
     with pytest.raises(EngineError, match="n is 2 for an embedding"):
         engine.add_request(TextRequest("r", prompt_of(5), n=2, pooling="mean"))
-    with pytest.raises(EngineError, match="expected fewer than 256"):
-        engine.add_request(TextRequest("r", prompt_of(256), pooling="mean"))
+    with pytest.raises(EngineError, match="expected fewer than 257"):
+        engine.add_request(TextRequest("r", prompt_of(257), pooling="mean"))
 
 
 def sentence_folder(tmp_path, model, pooling, **config):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 import pytest
+from kit.drawing import seeds
 
 from deployments.engines.llm.block_manager import BlockPool
 from deployments.engines.llm.prefill_pace import MAX_BESIDE, PrefillPace
@@ -93,7 +94,7 @@ class Machine:
         return sizes
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(50)
 @pytest.mark.parametrize("num_streams", [1, 3, 8])
 @pytest.mark.parametrize("cost", [fused, dense])
 def test_a_stream_waits_twice_as_long_beside_prompts_and_prompts_get_what_is_left(
@@ -126,7 +127,7 @@ def test_a_greater_delay_gives_prompts_more(delay: float) -> None:
     assert 0.5 * fitting <= statistics.fmean(sizes[60:]) <= 1.1 * fitting
 
 
-@pytest.mark.parametrize("seed", range(3))
+@seeds(50)
 def test_prompts_go_on_where_any_of_their_tokens_takes_too_long(seed: int) -> None:
     machine = Machine(two_passes, seed=seed)
     sizes = machine.run_beside(400)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deployments.engines.llm.block_manager import BlockPool
+from deployments.engines.llm import scheduler as scheduling
+from deployments.engines.llm.block_manager import BlockPool, block_key
 from deployments.engines.llm.prefill_pace import PrefillPace
 from deployments.engines.llm.scheduler import (
     MAX_PREFILLING,
@@ -43,6 +44,32 @@ def test_prompts_join_those_that_decode():
     assert step(subject) == [("a", 10, 11), ("b", 0, 19)]
     assert step(subject) == [("a", 11, 12), ("b", 19, 30)]
     assert step(subject) == [("a", 12, 13), ("b", 30, 31)]
+
+
+def test_a_prompt_that_waits_for_blocks_is_hashed_once(monkeypatch):
+    subject, blocks = scheduler(num_blocks=40)
+    subject.add_sequence(sequence("runs", 20))
+    step(subject)
+    taken, hashed = blocks.allocate(30), []
+    monkeypatch.setattr(
+        scheduling, "block_key", lambda before, tokens: hashed.append(tuple(tokens)) or block_key(before, tokens)
+    )
+    subject.add_sequence(waiting := sequence("waits", 320))
+    for _ in range(10):
+        assert [name for name, *_ in step(subject)] == ["runs"]
+    assert len(hashed) == len(set(hashed)) == 19  # all but the last, of which a token is computed
+    blocks.release_blocks(taken)
+    while waiting.num_completion_tokens < 2:
+        step(subject)
+    known = [b""]
+    for start in range(0, 320, 16):
+        known.append(block_key(known[-1], waiting.token_ids[start : start + 16]))
+    assert waiting.block_keys == known[1:]
+    assert len(hashed) <= 19 + 1 + 2  # its last block, and those that the other one has filled meanwhile
+    subject._preempt(waiting)
+    before = len(hashed)
+    step(subject)
+    assert len(hashed) == before
 
 
 def test_a_running_stream_gets_a_token_in_every_step_while_prompts_keep_coming():

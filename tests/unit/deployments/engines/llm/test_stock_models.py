@@ -11,7 +11,6 @@ import torch
 from deployments.engines.llm.engine import LLMEngine, working_bytes
 from deployments.engines.llm.engine_config import LLMEngineConfig
 from deployments.engines.llm.model_runner import ModelRunner
-from deployments.engines.llm.models.gguf_config import CLASS_NAMES
 from deployments.engines.llm.models.registry import create_any_model, load_config
 from deployments.engines.llm.models.stock_classes import (
     DRAFTS_FOR,
@@ -39,6 +38,7 @@ from infra.supported.language_models import (
 from tests.kit.seeding import seeded_rng
 from weights.adapters import LoraAdapter, LoraPair
 from weights.formats.checkpoint import read_checkpoint
+from weights.formats.language_models import CLASS_NAMES
 
 # Windows and soft caps, two kinds of rotation, sinks, keys and values of unlike sizes, chunks, experts, biases, one
 # product for queries, keys and values, heads of unlike sizes, learned positions.
@@ -73,6 +73,7 @@ def gemma(tmp_path):
     return model, tmp_path, save_tiny(model, tmp_path)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_tokens_equal_generate_in_a_ragged_batch(class_name):
     assert class_name in PAGED
@@ -86,6 +87,7 @@ LATENT = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size":
 LATENT |= {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32, "qk_head_dim": 64}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("class_name", "changes"),
     [

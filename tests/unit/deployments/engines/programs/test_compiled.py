@@ -346,6 +346,7 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.drawn
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["replica", "compiling process"])
 def test_no_compiler_outlives_what_started_it(tmp_path: Path, victim: str) -> None:

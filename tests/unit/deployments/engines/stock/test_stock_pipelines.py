@@ -91,6 +91,7 @@ def stock_images(pipeline: Any, options: dict[str, Any], seed: int) -> np.ndarra
     return np.stack([np.asarray(image) for image in found])
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("class_name", [name for name in PIPELINES if name not in NEED_IMAGES])
 def test_images_are_those_of_diffusers(class_name: str, tmp_path: Path) -> None:
     stock, options = make(class_name, tmp_path), PIPELINES[class_name][1]
@@ -356,6 +357,7 @@ def test_a_class_with_a_scheduler_of_its_own_lets_no_request_choose(tmp_path: Pa
             run(StockEngine(model), StockRequest("r", 1, PROMPT, **chosen))
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("skip", [{}, {"clip_skip": 2}, {"clip_skip": None}])
 def test_layers_of_a_clip_are_skipped_though_it_lacks_what_diffusers_asks_it_for(skip: Any, tmp_path: Path) -> None:
     """The text that diffusers is given instead is that of the layer before the last, or two before, behind the norm."""

@@ -88,6 +88,7 @@ def test_the_whole_model_has_its_published_size_and_shapes(name, tmp_path):
         assert tuple(tensor.shape) == known[output]
 
 
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", ["t5-v1_1-large", "clip-vit-l-14", "open-clip-bigg-14", "roberta-large"])
 def test_company_does_not_matter_at_real_widths(name):
     cls, config, _ = ENCODERS[name]

@@ -81,6 +81,25 @@ async def test_images_from_a_prompt(webui: Any, replicas: Replicas) -> None:
     assert "Description" in found.images[0].text
 
 
+@pytest.mark.parametrize(
+    ("words", "scale", "text_scale"),
+    [
+        ("<lora:bold>", 1.0, None),
+        ("<lora:bold:>", 1.0, None),
+        ("<lyco:bold:0.5>", 0.5, None),
+        ("<lora:bold:0.8:0.25>", 0.25, 0.8),
+        ("<lora:bold:0.8:0.8>", 0.8, None),
+        ("<lora:bold:unet=0.5>", 0.5, 1.0),
+        ("<lora:bold:te=0:unet=0.5>", 0.5, 0.0),
+    ],
+)
+async def test_a_network_in_a_prompt(webui: Any, replicas: Replicas, words: str, scale: float, text_scale: Any) -> None:
+    await asyncio.to_thread(webui.txt2img, prompt=f"a {words} seven", width=16, height=8)
+    (request,) = replicas.requests
+    assert request.prompt == "a  seven"
+    assert [(use.name, use.scale, use.text_scale) for use in request.lora] == [("bold", scale, text_scale)]
+
+
 async def test_the_last_layer_of_the_text_is_counted_from_one(webui: Any, replicas: Replicas) -> None:
     for last in (1, 2):
         settings = {"CLIP_stop_at_last_layers": last}
@@ -263,6 +282,10 @@ async def test_karras_is_an_option_of_the_scheduler(
         ("txt2img", {"script_name": "x/y plot"}, "script_name"),
         ("txt2img", {"alwayson_scripts": {"ADetailer": {"args": [True]}}}, "alwayson_scripts"),
         ("txt2img", {"prompt": "<lora:bold:much>"}, "<lora:name:scale>"),
+        ("txt2img", {"prompt": "<lora:bold:1:much>"}, "<lora:name:scale in text encoders:scale in the UNet>"),
+        ("txt2img", {"prompt": "<lora:bold:1:1:8>"}, "is not <lora:name:scale>"),
+        ("txt2img", {"prompt": "<lora:bold:dyn=8>"}, "is not <lora:name:scale>"),
+        ("txt2img", {"prompt": "<hypernet:anime:1>"}, "'<hypernet:anime:1>': there are no hypernetworks here"),
         ("txt2img", {"prompt": "<lora:nobody:1>"}, "no adapter 'nobody'"),
         ("txt2img", {"n_iter": 5}, "at most 4"),
         ("txt2img", {"batch_size": 10**9, "n_iter": 10**9}, "at most 4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -139,7 +140,7 @@ async def test_tool_results_and_blocks_become_messages(client: anthropic.AsyncAn
         ("user", "go on", None),
     ]
     calls = request.messages[2].tool_calls
-    assert [(call.id, call.function.parsed_arguments()) for call in calls] == [("t1", {"a": 1}), ("t2", {})]
+    assert [(call.id, json.loads(call.function.arguments)) for call in calls] == [("t1", {"a": 1}), ("t2", {})]
     assert request.tool_choice.function.name == "add"
 
 
@@ -206,7 +207,7 @@ async def test_what_has_no_effect_is_named(http: httpx.AsyncClient) -> None:
     thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}, "service_tier": "auto"}
     answer = await http.post("/v1/messages", json=ASKED | thinking)
     assert answer.status_code == 200
-    assert "'service_tier', 'thinking'" in answer.headers["x-atelier-warning"]
+    assert "'service_tier'" in answer.headers["x-atelier-warning"]
 
 
 async def test_refusals_of_the_gate_and_unknown_paths_have_the_same_form(http: httpx.AsyncClient) -> None:

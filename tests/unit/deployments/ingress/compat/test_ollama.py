@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -11,9 +12,11 @@ import numpy as np
 import ollama
 import pytest
 from unit.deployments.ingress.compat.conftest import OpenApp
-from unit.deployments.ingress.http_fakes import Replicas
+from unit.deployments.ingress.http_fakes import STATUSES, Replicas
 
 from deployments.engines.llm.chat import CalledTool
+from deployments.ingress.catalog import card_of
+from deployments.ingress.compat.ollama_answers import shown_model
 from deployments.records import ChatRequest, CompletionRequest, TextChunk, TokenText
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "required": ["a"]}}}
@@ -151,6 +154,13 @@ async def test_the_models_that_can_be_asked(client: ollama.AsyncClient) -> None:
     shown = await client.show("chatty")
     assert (shown.capabilities, shown.parameters) == (["completion", "tools"], "temperature 0.0")
     assert (await client.show("clip")).capabilities == ["embedding"]
+    for facts, capabilities in (
+        ({"context_length": 4096, "knows_tools": False, "thinks": False}, ["completion"]),
+        ({"context_length": 4096, "knows_tools": True, "thinks": True}, ["completion", "tools", "thinking"]),
+    ):
+        card = card_of(replace(STATUSES["chatty"], variant=facts))
+        assert shown_model(card).capabilities == capabilities
+        assert shown_model(card).model_info["llm.context_length"] == 4096
     with pytest.raises(ollama.ResponseError, match="writes no text"):
         await client.show("flux")
     assert (await client.ps()).models == []
@@ -171,7 +181,6 @@ async def test_the_models_that_can_be_asked(client: ollama.AsyncClient) -> None:
         ("chat", {"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ("chat", {"messages": ASKED, "options": {"temperature": 9}}, "temperature"),
         ("chat", {"messages": ASKED, "options": {"num_predict": "many"}}, "options.num_predict"),
-        ("embed", {"input": []}, "input"),
     ],
 )
 async def test_refusals_name_the_field(http: httpx.AsyncClient, path: str, fields: dict[str, Any], text: str) -> None:

@@ -84,6 +84,14 @@ def test_what_we_write_is_read_again_from_text(prefix: str) -> None:
     np.testing.assert_allclose(read(text).samples, samples, atol=1.6 / 32768)  # written in 32767 parts, read in 32768
 
 
+@pytest.mark.parametrize("width", [76, 7])
+def test_lines_of_base64_may_be_broken_anywhere(width: int) -> None:
+    samples = seeded_rng().uniform(-1, 1, (1, 2**18)).astype(np.float32)
+    text = base64.b64encode(encode_audio(samples, 2**17)).decode()
+    lines = "\r\n".join(text[place : place + width] for place in range(0, len(text), width))
+    np.testing.assert_array_equal(read(lines + "\n").samples, read(text).samples)
+
+
 def test_a_file_whose_writer_could_not_go_back_has_all_that_follows() -> None:
     file = bytearray(silence(number=9))
     place = file.index(b"data") + 4

@@ -272,3 +272,12 @@ async def test_images_of_any_size_are_scaled_and_the_answer_says_so(
     given = {name: base64.b64encode(file_of(pixels(45, 30))).decode() for name in ("init_image", "mask_image")}
     streamed = await http.post("/v1/images/generations", json={**IMAGE, **given, "stream": True})
     assert warning in json.loads(streamed.text.strip().rpartition("data: ")[2])["warnings"]
+
+
+@pytest.mark.parametrize("break_", ["\n", "\r\n", "\t ", "\n\n"])
+@pytest.mark.parametrize("prefix", ["", "data:image/png;base64,"])
+def test_lines_of_base64_may_be_broken_anywhere(prefix: str, break_: str) -> None:
+    array = pixels()
+    text = base64.b64encode(file_of(array)).decode()
+    broken = break_.join(text[place : place + 19] for place in range(0, len(text), 19)) + break_
+    np.testing.assert_array_equal(decode_base64_image(prefix + broken, "x", MOST).pixels, array)

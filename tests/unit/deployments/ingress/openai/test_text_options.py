@@ -75,10 +75,10 @@ async def test_log_probabilities(client: openai.AsyncOpenAI, replicas: Replicas)
 
 async def test_unknown_fields_are_ignored_with_a_warning(http: httpx.AsyncClient) -> None:
     for path, body in ((CHATS, CHAT), (COMPLETIONS, COMPLETION)):
-        answer = await http.post(f"/v1/{path}", json={**body, "reasoning_effort": "low", "n\u00e4mlich": 1})
+        answer = await http.post(f"/v1/{path}", json={**body, "verbosity": "low", "n\u00e4mlich": 1})
         assert answer.status_code == 200
-        assert "reasoning_effort" in answer.headers["X-Atelier-Warning"]
-        assert any("reasoning_effort" in warning for warning in answer.json()["warnings"])
+        assert "verbosity" in answer.headers["X-Atelier-Warning"]
+        assert any("verbosity" in warning for warning in answer.json()["warnings"])
 
 
 async def test_unknown_members_of_parts_are_ignored_with_a_warning(http: httpx.AsyncClient) -> None:
@@ -149,7 +149,7 @@ async def test_tool_calls(client: openai.AsyncOpenAI, replicas: Replicas) -> Non
     await client.chat.completions.create(**options | {"messages": history, "tool_choice": named})
     request = replicas.requests[-1]
     assert request.tool_choice.function.name == "weather"
-    assert [call.function.parsed_arguments() for call in request.messages[1].tool_calls] == [
+    assert [json.loads(call.function.arguments) for call in request.messages[1].tool_calls] == [
         {"city": "Ulm"},
         {"city": "Bern"},
     ]
@@ -162,11 +162,6 @@ async def test_tool_calls(client: openai.AsyncOpenAI, replicas: Replicas) -> Non
         {"messages": [{"role": "user"}]},
         {"messages": [{"role": "tool", "content": "rain"}]},
         {"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]},
-        {
-            "messages": [
-                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "no JSON"}}]}
-            ]
-        },
         {"tools": [{"type": "function", "function": {"name": "two words"}}]},
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
         {"tools": [WEATHER], "tool_choice": "maybe"},

@@ -83,9 +83,11 @@ async def test_formats_warnings_and_refusals(
     form: Any = {"format": {"type": "json_schema", "name": "sum", "schema": schema}}
     await client.responses.create(model="chatty", input="x", text=form)
     assert replicas.requests[0].response_format.schema_of_answer == schema
-    answer = await http.post("/v1/responses", json={"model": "chatty", "input": "x", "reasoning": {"effort": "low"}})
-    assert "reasoning" in answer.headers["X-Atelier-Warning"]
-    assert "reasoning" in answer.json()["warnings"][0]
+    asked = {"model": "chatty", "input": "x", "reasoning": {"effort": "low"}, "truncation": "auto"}
+    answer = await http.post("/v1/responses", json=asked)
+    assert replicas.requests[-1].reasoning_effort == "low"
+    assert "truncation" in answer.headers["X-Atelier-Warning"]
+    assert "truncation" in answer.json()["warnings"][0]
     for name, wrong in (("previous_response_id", "resp_1"), ("input", []), ("background", True)):
         answer = await http.post("/v1/responses", json={"model": "chatty", "input": "x", name: wrong})
         assert answer.status_code == 400

@@ -1,0 +1,219 @@
+"""The two matrices that each kind of adapter adds to a layer, made of the tensors that a file has for it.
+
+A LoRA, a LoHa, a LoKr and a difference are all the product of an `up` (out, rank, 1, 1) and a `down` (rank, in, ...):
+of the last three the factors of the factors, put together. Nothing is learned of the layer itself.
+
+Sources: LyCORIS, `lycoris/functional/`; peft 0.21, `tuners/lora/`; ComfyUI, `comfy/weight_adapter/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from deployments.engines.diffusion.lora_names import ALPHA, DOWN, LENGTHS, OF_LYCORIS, UP
+from deployments.engines.protocol import EngineError
+from weights.formats.lora import is_finite
+
+Parts = Mapping[str, tuple[str, torch.Tensor]]  # what it is -> its name in the file, and the tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """scale * up @ down, with what else a file says of a layer. `bias` (out,) is added as it is.
+
+    `lengths` are those of a DoRA, as the file has them; `names` those of the tensors, for messages.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    scale: float
+    lengths: torch.Tensor | None
+    bias: torch.Tensor | None
+    names: Mapping[str, str]
+
+    @property
+    def has_lengths_of_inputs(self) -> bool:
+        """Whether the lengths of a DoRA are those of inputs. Raises EngineError for lengths that no layer has."""
+        if self.lengths is None:
+            return False
+        shape, outputs, inputs = tuple(self.lengths.shape), len(self.up), self.down.shape[1]
+        is_of_lycoris = self.names[LENGTHS].endswith(OF_LYCORIS)
+        by_input = shape[:1] == (1,) != (outputs,) if is_of_lycoris else shape == (1, inputs)
+        if self.lengths.numel() != (inputs if by_input else outputs):
+            raise EngineError(f"{self.names[LENGTHS]} has the shape {shape}, which no layer of its LoRA has")
+        return by_input
+
+
+def product_of(layer: str, parts: Parts, alpha: float | None, use_rslora: bool = False) -> Product:
+    """Return what the tensors of one layer of a file add to it.
+
+    `alpha` is the file's metadata's, for a layer without one of its own; with neither the scale is 1. Raises
+    EngineError: half a pair, shapes that do not go together, a tensor that its kind has not, one that is no float.
+    """
+    names = {what: name for what, (name, _) in parts.items()}
+    for what, (name, tensor) in parts.items():
+        if not tensor.is_floating_point() and what != ALPHA:
+            raise EngineError(f"tensor {name} is {tensor.dtype}, expected floating point")
+    tensors = {what: tensor for what, (_, tensor) in parts.items()}
+    find, of_kind = _kind_of(layer, names)
+    known = {*of_kind, ALPHA, LENGTHS, "up bias", "down bias"}
+    if foreign := next((name for what, name in names.items() if what not in known), None):
+        raise EngineError(f"tensor {foreign} does not go with {names[of_kind[0]]}: they are of different kinds")
+    try:
+        up, down, rank = find(tensors)
+    except (RuntimeError, IndexError, ValueError, KeyError):
+        first, *others = (f"{names[what]} {list(tensors[what].shape)}" for what in of_kind if what in names)
+        said = first.replace(" [", " has shape [", 1)
+        raise EngineError(f"tensor {said}, and {', '.join(others)}: they do not go together") from None
+    scale = _scale(tensors, names, alpha, rank, use_rslora)
+    bias = _bias(tensors, names, up, scale)
+    if bias is not None and LENGTHS in tensors:
+        raise EngineError(f"tensor {names.get('up bias') or names['down bias']}: a bias of a DoRA, which is not read")
+    return Product(down, up, scale, tensors.get(LENGTHS), bias, names)
+
+
+_Found = tuple[torch.Tensor, torch.Tensor, int | None]  # up, down, and the rank by which alpha is divided, if any
+_Find = Callable[[Mapping[str, torch.Tensor]], _Found]
+
+
+def _kind_of(layer: str, names: Mapping[str, str]) -> tuple[_Find, list[str]]:
+    """Return how the product of such tensors is made, and which of them it has. Raises EngineError."""
+    has = names.keys()
+    if has & {UP, DOWN}:
+        for what in (DOWN, UP):
+            if what not in has:
+                other = names[UP if what == DOWN else DOWN]
+                raise EngineError(f"tensor {other} is there, and the other half of its pair ({what}) is missing")
+        return _of_lora, [DOWN, UP, "mid"]
+    if any(what.startswith("hada_") for what in has):
+        return _of_loha, [what for what in has if what.startswith("hada_")]
+    if any(what.startswith("lokr_") for what in has):
+        return _of_lokr, [what for what in has if what.startswith("lokr_")]
+    if "difference" in has:
+        return _of_difference, ["difference"]
+    if "up bias" in has:
+        return _of_bias, ["up bias"]
+    raise EngineError(f"tensor {next(iter(names.values()))} is alone: nothing of {layer!r} goes with it")
+
+
+def _of_lora(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    down, up = tensors[DOWN], tensors[UP]
+    rank = down.shape[0]
+    if not rank or up.shape[1] != (tensors["mid"].shape[0] if "mid" in tensors else rank) or up.ndim != down.ndim:
+        raise ValueError
+    if "mid" in tensors:
+        down = _through(tensors["mid"], down.flatten(1))
+    if up.ndim not in (2, 4) or any(size != 1 for size in up.shape[2:]):
+        raise ValueError
+    return up, down, rank
+
+
+def _through(core: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return what a kernel (p, q, ...) makes of rows (q, in): (p, in, ...)."""
+    return torch.einsum("pq...,qi->pi...", core.float(), down.float()).contiguous()
+
+
+def _of_loha(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return the product whose elements are those of two products, multiplied: of rank r * r, or of the layer's own."""
+    halves = []
+    for number in "12":
+        first, second = tensors[f"hada_w{number}_a"], tensors[f"hada_w{number}_b"]
+        core = tensors.get(f"hada_t{number}")
+        halves.append((first, second) if core is None else (first.T, _through(core, second)))
+    (up_1, down_1), (up_2, down_2) = halves
+    if down_1.shape != down_2.shape or len(up_1) != len(up_2) or up_1.shape[1] != len(down_1):
+        raise ValueError
+    rank, outputs = tensors["hada_w1_b"].shape[0], len(up_1)
+    if len(down_1) * len(down_2) >= min(outputs, down_1[0].numel()):
+        whole = (up_1.float() @ down_1.float().flatten(1)) * (up_2.float() @ down_2.float().flatten(1))
+        return (*_factors(whole.view(outputs, *down_1.shape[1:])), rank)
+    up = (up_1.float().unsqueeze(2) * up_2.float().unsqueeze(1)).flatten(1)
+    down = (down_1.float().unsqueeze(1) * down_2.float().unsqueeze(0)).flatten(0, 1)
+    return _like_layer(up, down), down, rank
+
+
+def _of_lokr(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return the Kronecker product of two matrices, of which each may be a product itself."""
+    if not _has_whole(tensors, "1") or not _has_whole(tensors, "2"):
+        raise ValueError
+    up_1, down_1 = (
+        _factors(tensors["lokr_w1"]) if "lokr_w1" in tensors else (tensors["lokr_w1_a"], tensors["lokr_w1_b"])
+    )
+    if "lokr_w2" in tensors:
+        up_2, down_2 = _factors(tensors["lokr_w2"])
+    elif "lokr_t2" in tensors:
+        up_2, down_2 = tensors["lokr_w2_a"].T, _through(tensors["lokr_t2"], tensors["lokr_w2_b"])
+    else:
+        up_2, down_2 = tensors["lokr_w2_a"], tensors["lokr_w2_b"]
+    if down_1.ndim != 2 or up_1.shape[1] != len(down_1) or up_2.shape[1] != len(down_2):
+        raise ValueError
+    up = torch.kron(up_1.float().flatten(1).contiguous(), up_2.float().flatten(1).contiguous())
+    down = torch.kron(down_1.float().reshape(*down_1.shape, *[1] * (down_2.ndim - 2)), down_2.float().contiguous())
+    ranks = [tensors[name].shape[0] for name in ("lokr_w2_b", "lokr_w1_b") if name in tensors]
+    return _like_layer(up, down), down, next(iter(ranks), None)  # of two whole ones, alpha says nothing
+
+
+def _has_whole(tensors: Mapping[str, torch.Tensor], number: str) -> bool:
+    name = f"lokr_w{number}"
+    return (name in tensors) != (f"{name}_a" in tensors and f"{name}_b" in tensors)
+
+
+def _of_difference(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    return (*_factors(tensors["difference"]), None)
+
+
+def _of_bias(tensors: Mapping[str, torch.Tensor]) -> _Found:
+    """Return a product that adds nothing, of a layer whose bias alone is changed: its inputs are not known."""
+    return tensors["up bias"].new_zeros(len(tensors["up bias"]), 1), tensors["up bias"].new_zeros(1, 0), None
+
+
+def _factors(whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a matrix or kernel (out, in, ...) as `up` and `down`, one of which is of ones."""
+    if whole.ndim == 2 and whole.shape[1] < len(whole):
+        return whole, torch.eye(whole.shape[1], dtype=whole.dtype, device=whole.device)
+    one = torch.eye(len(whole), dtype=whole.dtype, device=whole.device)
+    return _like_layer(one, whole), whole
+
+
+def _like_layer(up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Return `up` with the kernel axes of `down`, which are 1."""
+    return up.reshape(*up.shape[:2], *[1] * (down.ndim - 2))
+
+
+def _scale(
+    tensors: Mapping[str, torch.Tensor],
+    names: Mapping[str, str],
+    alpha: float | None,
+    rank: int | None,
+    use_rslora: bool,
+) -> float:
+    if rank is None:
+        return 1.0
+    if ALPHA in tensors:
+        if tensors[ALPHA].numel() != 1:
+            raise EngineError(f"tensor {names[ALPHA]} has shape {tuple(tensors[ALPHA].shape)}, expected one number")
+        alpha = tensors[ALPHA].item()
+        if not is_finite(alpha):
+            raise EngineError(f"tensor {names[ALPHA]} is {alpha!r}, expected a finite number")
+    return 1.0 if alpha is None else alpha / (rank**0.5 if use_rslora else rank)
+
+
+def _bias(
+    tensors: Mapping[str, torch.Tensor], names: Mapping[str, str], up: torch.Tensor, scale: float
+) -> torch.Tensor | None:
+    """Return what is added to a layer's outputs: the bias of `up`, and what `up` makes of that of `down`."""
+    found = tensors.get("up bias")
+    if found is not None and tuple(found.shape) != (len(up),):
+        raise EngineError(f"tensor {names['up bias']} has shape {list(found.shape)}, its layer {len(up)} outputs")
+    if "down bias" in tensors:
+        inner = tensors["down bias"]
+        if inner.ndim != 1 or len(inner) != up.shape[1]:
+            raise EngineError(f"tensor {names['down bias']} has shape {list(inner.shape)}, expected [{up.shape[1]}]")
+        own = scale * (up.flatten(1).float() @ inner.float())
+        found = own if found is None else found.float() * scale + own
+    elif found is not None and names["up bias"].endswith(".bias"):
+        found = found.float() * scale
+    return found

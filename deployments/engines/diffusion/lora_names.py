@@ -1,0 +1,392 @@
+"""The names that trainers and UIs give to the layers of a model, in the files of LoRAs and their relatives, and to what
+the tensors are for each layer.
+
+A file's layer is named as diffusers names it, as the model's own code does, or as older tools did; with dots, or with
+every dot an underscore; behind a prefix that says which component it is of. A layer of the model's code may be several
+of diffusers' (queries, keys and values in one matrix), whose rows follow one another.
+
+Sources: diffusers 0.42, `loaders/lora_conversion_utils.py`, `single_file_utils.py`; sd-scripts, `networks/`; ComfyUI,
+`comfy/lora.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from deployments.engines.protocol import EngineError
+from weights.formats.untrusted import shown
+
+DENOISER: Final = "denoiser"
+
+
+class NamedLayer(NamedTuple):
+    """What a name in a file means: layers of a module, whose rows follow one another in the file's matrix.
+
+    With `swaps_halves` the file has the second half of the rows first.
+    """
+
+    paths: tuple[str, ...]
+    swaps_halves: bool = False
+
+
+# Behind the first prefixes every dot of a path is an underscore.
+_FLAT: Final = {
+    "lora_unet_": DENOISER,
+    "lora_transformer_": DENOISER,
+    "lycoris_": DENOISER,
+    "oft_unet_": DENOISER,
+    "lora_te_": "te",
+    "lora_te1_": "te1",
+    "lora_te2_": "te2",
+    "lora_te3_": "te3",
+}
+_DOTTED: Final = {
+    "diffusion_model.": DENOISER,
+    "model.diffusion_model.": DENOISER,
+    "lora_unet.": DENOISER,
+    "pipe.dit.": DENOISER,
+    "transformer.": "transformer",
+    "unet.": "unet",
+    "text_encoder.": "text_encoder",
+    "text_encoder_2.": "text_encoder_2",
+    "text_encoder_3.": "text_encoder_3",
+}
+_OF_PEFT: Final = "base_model.model."
+_OF_COMFYUI: Final = re.compile(r"text_encoders\.(\w{1,64})\.(?:transformer\.)?")
+
+
+def component_of(name: str) -> tuple[str, str]:
+    """Return which component a layer's name in a file is of, and the rest of it.
+
+    The component is `DENOISER`, one of diffusers' names, or a trainer's or UI's name of a text encoder.
+    """
+    for prefix, component in _FLAT.items():
+        if name.startswith(prefix):
+            return component, name.removeprefix(prefix)
+    found, rest = DENOISER, name.removeprefix(_OF_PEFT)
+    if encoder := _OF_COMFYUI.match(rest):
+        return encoder[1], rest[encoder.end() :]
+    for prefix, component in _DOTTED.items():
+        if rest.startswith(prefix):
+            found, rest = component, rest.removeprefix(prefix)
+            break
+    return found, rest.removeprefix(_OF_PEFT)
+
+
+# Names of the models' own code, "{}" the number of a block, and the layers of diffusers that they are.
+_FLUX_ENDS: Final = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_text_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_text_embed.timestep_embedder.linear_2",
+    "vector_in.in_layer": "time_text_embed.text_embedder.linear_1",
+    "vector_in.out_layer": "time_text_embed.text_embedder.linear_2",
+    "guidance_in.in_layer": "time_text_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_text_embed.guidance_embedder.linear_2",
+    "final_layer.linear": "proj_out",
+}
+_IMAGE_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
+_TEXT_QKV: Final = tuple(f"transformer_blocks.{{}}.attn.add_{one}_proj" for one in "qkv")
+_FLUX_SINGLE_QKV: Final = tuple(f"single_transformer_blocks.{{}}.attn.to_{one}" for one in "qkv")
+_FLUX: Final[Mapping[str, str | tuple[str, ...]]] = {
+    **_FLUX_ENDS,
+    "double_blocks.{}.img_mod.lin": "transformer_blocks.{}.norm1.linear",
+    "double_blocks.{}.txt_mod.lin": "transformer_blocks.{}.norm1_context.linear",
+    "double_blocks.{}.img_attn.qkv": _IMAGE_QKV,
+    "double_blocks.{}.txt_attn.qkv": _TEXT_QKV,
+    "double_blocks.{}.img_attn.proj": "transformer_blocks.{}.attn.to_out.0",
+    "double_blocks.{}.txt_attn.proj": "transformer_blocks.{}.attn.to_add_out",
+    "double_blocks.{}.img_mlp.0": "transformer_blocks.{}.ff.net.0.proj",
+    "double_blocks.{}.img_mlp.2": "transformer_blocks.{}.ff.net.2",
+    "double_blocks.{}.txt_mlp.0": "transformer_blocks.{}.ff_context.net.0.proj",
+    "double_blocks.{}.txt_mlp.2": "transformer_blocks.{}.ff_context.net.2",
+    "single_blocks.{}.linear1": (*_FLUX_SINGLE_QKV, "single_transformer_blocks.{}.proj_mlp"),
+    "single_blocks.{}.linear2": "single_transformer_blocks.{}.proj_out",
+    "single_blocks.{}.modulation.lin": "single_transformer_blocks.{}.norm.linear",
+    # XLabs'
+    "double_blocks.{}.processor.qkv_lora1": _IMAGE_QKV,
+    "double_blocks.{}.processor.qkv_lora2": _TEXT_QKV,
+    "double_blocks.{}.processor.proj_lora1": "transformer_blocks.{}.attn.to_out.0",
+    "double_blocks.{}.processor.proj_lora2": "transformer_blocks.{}.attn.to_add_out",
+    "single_blocks.{}.processor.qkv_lora": _FLUX_SINGLE_QKV,
+    "single_blocks.{}.processor.proj_lora": "single_transformer_blocks.{}.proj_out",
+}
+_FLUX_2: Final[Mapping[str, str | tuple[str, ...]]] = {
+    "img_in": "x_embedder",
+    "txt_in": "context_embedder",
+    "time_in.in_layer": "time_guidance_embed.timestep_embedder.linear_1",
+    "time_in.out_layer": "time_guidance_embed.timestep_embedder.linear_2",
+    "guidance_in.in_layer": "time_guidance_embed.guidance_embedder.linear_1",
+    "guidance_in.out_layer": "time_guidance_embed.guidance_embedder.linear_2",
+    "single_stream_modulation.lin": "single_stream_modulation.linear",
+    "double_stream_modulation_img.lin": "double_stream_modulation_img.linear",
+    "double_stream_modulation_txt.lin": "double_stream_modulation_txt.linear",
+    "final_layer.linear": "proj_out",
+    "double_blocks.{}.img_attn.qkv": _IMAGE_QKV,
+    "double_blocks.{}.txt_attn.qkv": _TEXT_QKV,
+    "double_blocks.{}.img_attn.proj": "transformer_blocks.{}.attn.to_out.0",
+    "double_blocks.{}.txt_attn.proj": "transformer_blocks.{}.attn.to_add_out",
+    "double_blocks.{}.img_mlp.0": "transformer_blocks.{}.ff.linear_in",
+    "double_blocks.{}.img_mlp.2": "transformer_blocks.{}.ff.linear_out",
+    "double_blocks.{}.txt_mlp.0": "transformer_blocks.{}.ff_context.linear_in",
+    "double_blocks.{}.txt_mlp.2": "transformer_blocks.{}.ff_context.linear_out",
+    "single_blocks.{}.linear1": "single_transformer_blocks.{}.attn.to_qkv_mlp_proj",
+    "single_blocks.{}.linear2": "single_transformer_blocks.{}.attn.to_out",
+}
+_SD3: Final[Mapping[str, str | tuple[str, ...]]] = {
+    "x_embedder.proj": "pos_embed.proj",
+    "context_embedder": "context_embedder",
+    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
+    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
+    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
+    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
+    "final_layer.linear": "proj_out",
+    "joint_blocks.{}.x_block.attn.qkv": _IMAGE_QKV,
+    "joint_blocks.{}.context_block.attn.qkv": _TEXT_QKV,
+    "joint_blocks.{}.x_block.attn2.qkv": tuple(path.replace("attn", "attn2") for path in _IMAGE_QKV),
+    "joint_blocks.{}.x_block.attn.proj": "transformer_blocks.{}.attn.to_out.0",
+    "joint_blocks.{}.context_block.attn.proj": "transformer_blocks.{}.attn.to_add_out",
+    "joint_blocks.{}.x_block.attn2.proj": "transformer_blocks.{}.attn2.to_out.0",
+    "joint_blocks.{}.x_block.adaLN_modulation.1": "transformer_blocks.{}.norm1.linear",
+    "joint_blocks.{}.context_block.adaLN_modulation.1": "transformer_blocks.{}.norm1_context.linear",
+    "joint_blocks.{}.x_block.mlp.fc1": "transformer_blocks.{}.ff.net.0.proj",
+    "joint_blocks.{}.x_block.mlp.fc2": "transformer_blocks.{}.ff.net.2",
+    "joint_blocks.{}.context_block.mlp.fc1": "transformer_blocks.{}.ff_context.net.0.proj",
+    "joint_blocks.{}.context_block.mlp.fc2": "transformer_blocks.{}.ff_context.net.2",
+}
+_Z_IMAGE_BLOCKS: Final = ("layers", "noise_refiner", "context_refiner")
+_Z_IMAGE: Final[Mapping[str, str | tuple[str, ...]]] = {
+    "x_embedder": "all_x_embedder.2-1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+    **{
+        f"{block}.{{}}.attention.qkv": tuple(f"{block}.{{}}.attention.to_{one}" for one in "qkv")
+        for block in _Z_IMAGE_BLOCKS
+    },
+    **{f"{block}.{{}}.attention.out": f"{block}.{{}}.attention.to_out.0" for block in _Z_IMAGE_BLOCKS},
+    **{
+        f"{block}.{{}}.attention.to.{one}": f"{block}.{{}}.attention.to_{one}"
+        for block in _Z_IMAGE_BLOCKS
+        for one in "qkv"
+    },
+}
+_TABLES: Final = {
+    "FluxTransformer2DModel": _FLUX,
+    "Flux2Transformer2DModel": _FLUX_2,
+    "SD3Transformer2DModel": _SD3,
+    "ZImageTransformer2DModel": _Z_IMAGE,
+}
+# Where diffusers has scale before shift, and the model's code shift before scale.
+_MODULATED_END: Final = ("final_layer.adaLN_modulation.1", "norm_out.linear")
+_SWAPPING: Final = ("FluxTransformer2DModel", "Flux2Transformer2DModel", "SD3Transformer2DModel")
+
+
+def layer_names(class_name: str, paths: Collection[str]) -> dict[str, NamedLayer]:
+    """Return what each name of a file means for a module of this class, whose layers have these paths."""
+    known = set(paths)
+    found = {path: NamedLayer((path,)) for path in paths}
+    found |= _of_table(_TABLES.get(class_name, {}), known)
+    if class_name in _SWAPPING and _MODULATED_END[1] in known:
+        found[_MODULATED_END[0]] = NamedLayer((_MODULATED_END[1],), swaps_halves=True)
+    if class_name == "SD3Transformer2DModel":
+        found |= _last_of_sd3(known)
+    if class_name == "UNet2DConditionModel":
+        found |= {name: NamedLayer((path,)) for name, path in _of_latent_diffusion(paths)}
+    found |= {name: NamedLayer((path,)) for path in paths for name in _older_names(path)}
+    flat = {name.replace(".", "_"): layer for name, layer in found.items()}
+    return flat | found
+
+
+def _of_table(table: Mapping[str, str | tuple[str, ...]], known: Collection[str]) -> dict[str, NamedLayer]:
+    numbers = sorted({int(part) for path in known for part in path.split(".")[1:2] if part.isdecimal()})
+    found = {}
+    for name, wanted in table.items():
+        paths = (wanted,) if isinstance(wanted, str) else wanted
+        for number in numbers if "{}" in name else [0]:
+            numbered = tuple(path.format(number) for path in paths)
+            if all(path in known for path in numbered):
+                found[name.format(number)] = NamedLayer(numbered)
+    return found
+
+
+def _last_of_sd3(known: Collection[str]) -> dict[str, NamedLayer]:
+    """Return the name of the text's modulation in the last block, which ends without a way back to the text."""
+    blocks = {int(path.split(".")[1]) for path in known if path.startswith("transformer_blocks.")}
+    last = max(blocks, default=0)
+    name = f"joint_blocks.{last}.context_block.adaLN_modulation.1"
+    return {name: NamedLayer((f"transformer_blocks.{last}.norm1_context.linear",), swaps_halves=True)}
+
+
+_LDM_ENDS: Final = {
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_in": "input_blocks.0.0",
+    "conv_out": "out.2",
+}
+_LDM_RESNET: Final = {
+    "conv1": "in_layers.2",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+
+
+def _of_latent_diffusion(paths: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the names of a UNet's layers in the code of latent diffusion, whose blocks are counted through."""
+    paths = list(paths)
+    resnets = {path.split(".")[3] for path in paths if path.startswith("down_blocks.0.resnets.")}
+    attentive = {path.split(".")[1] for path in paths if path.startswith("up_blocks.") and ".attentions." in path}
+    per_block = len(resnets) + 1
+    found = [(new, path) for path, new in _LDM_ENDS.items() if path in paths]
+    for path in paths:
+        side, *rest = path.split(".")
+        match side, rest:
+            case "mid_block", [kind, layer, *inner]:
+                place = f"middle_block.{1 if kind == 'attentions' else 2 * int(layer)}"
+            case "down_blocks", [block, "downsamplers", _, "conv"]:
+                found.append((f"input_blocks.{(int(block) + 1) * per_block}.0.op", path))
+                continue
+            case "up_blocks", [block, "upsamplers", _, "conv"]:
+                after = 1 + (block in attentive)
+                found.append((f"output_blocks.{(int(block) + 1) * per_block - 1}.{after}.conv", path))
+                continue
+            case (("down_blocks" | "up_blocks"), [block, ("resnets" | "attentions") as kind, layer, *inner]):
+                number = int(block) * per_block + int(layer) + (side == "down_blocks")
+                place = f"{'input' if side == 'down_blocks' else 'output'}_blocks.{number}.{int(kind == 'attentions')}"
+            case _:
+                continue
+        if inner:
+            is_resnet = kind == "resnets"
+            found.append((f"{place}.{_LDM_RESNET.get(inner[0], inner[0]) if is_resnet else '.'.join(inner)}", path))
+    return found
+
+
+_OLD_ATTENTION: Final = {"to_q": "to_q", "to_k": "to_k", "to_v": "to_v", "to_out.0": "to_out"} | {
+    "q_proj": "to_q",
+    "k_proj": "to_k",
+    "v_proj": "to_v",
+    "out_proj": "to_out",
+}
+
+
+def _older_names(path: str) -> list[str]:
+    """Return names of a layer in older files: of attention processors, and of CLIPs within the whole of a model."""
+    found = []
+    if path.startswith(("transformer_blocks.", "double_blocks.")):
+        found.append("sformer_blocks." + path.partition(".")[2])
+    for end, old in _OLD_ATTENTION.items():
+        if path.endswith(f".{end}"):
+            above = path.removesuffix(f".{end}")
+            found += [f"{above}.processor.{old}_lora", f"{above}.{old}_lora"]
+    if path.startswith("text_model."):
+        found.append(path.removeprefix("text_model."))
+    elif path.startswith(("encoder.layers.", "text_projection")):
+        found.append(f"text_model.{path}")
+    return found + [f"text_model.{name}" for name in found if path.startswith("encoder.layers.") and "_lora" in name]
+
+
+# What the tensors of a layer are.
+
+UP, DOWN, ALPHA, LENGTHS = "up", "down", "alpha", "magnitude"
+OF_LYCORIS: Final = ".dora_scale"
+# The end of a tensor's name -> what it is. A longer end goes before a shorter one.
+_ENDS: Final = {
+    **{
+        f".lora_{half}{end}": what
+        for half, what in (("A", DOWN), ("B", UP))
+        for end in ("", ".weight", ".default.weight")
+    },
+    **{
+        f".{name}{what}.weight": what
+        for name in ("lora_", "lora.", "lora_linear_layer.", "")
+        for what in (DOWN, UP)
+    },
+    ".lora_mid.weight": "mid",
+    ".alpha": ALPHA,
+    ".lora.alpha": ALPHA,
+    ".lora_linear_layer.alpha": ALPHA,
+    OF_LYCORIS: LENGTHS,
+    ".lora_magnitude_vector": LENGTHS,
+    ".lora_magnitude_vector.weight": LENGTHS,
+    ".lora_magnitude_vector.default.weight": LENGTHS,
+    ".magnitude": LENGTHS,
+    **{
+        f".lora_{half}{end}": f"{what} bias"
+        for half, what in (("A", DOWN), ("B", UP))
+        for end in (".bias", ".default.bias")
+    },
+    ".diff_b": "up bias",
+    ".diff": "difference",
+    **{f".hada_{name}": f"hada_{name}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
+    **{f".lokr_{name}": f"lokr_{name}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+}  # fmt: skip
+_LONGEST_FIRST: Final = sorted(_ENDS, key=len, reverse=True)
+# What is known by its name, and not computed.
+_FOREIGN: Final = {
+    ".oft_blocks": "an OFT",
+    ".oft_R": "an OFT",
+    ".oft_diag": "an OFT",
+    ".boft_R": "a BOFT",
+    ".boft_s": "a BOFT",
+    ".rescale": "an OFT",
+    ".on_input": "an IA3",
+    ".ia3_l": "an IA3",
+    **{f".{name}.weight": "a GLoRA" for name in ("a1", "a2", "b1", "b2", "bm")},
+    ".w_norm": "a changed norm",
+    ".b_norm": "a changed norm",
+    ".set_weight": "a replaced weight",
+    ".reshape_weight": "a reshaped weight",
+    ".lora_embedding_": "a LoRA of token vectors",
+}
+READ: Final = "LoRA, DoRA, LoCon, LoHa, LoKr, and full differences of layers and their biases"
+_MAX_NAME_CHARS: Final = 1024
+
+
+def part_of(name: str) -> tuple[str, str]:
+    """Return the layer's name in a tensor's name, and what the tensor is of it.
+
+    Raises EngineError for what is not read, naming its kind where it is known.
+    """
+    if len(name) > _MAX_NAME_CHARS:
+        raise EngineError(f"tensor {shown(name)} has a name of {len(name)} characters")
+    for end in _LONGEST_FIRST:
+        if name.endswith(end) and len(name) > len(end):
+            return name.removesuffix(end), _ENDS[end]
+    kind = next((kind for part, kind in _FOREIGN.items() if part in name), None)
+    if name.startswith("bundle_emb."):
+        kind = "an embedding of new words beside a LoRA"
+    what = f"is {kind}, which is not read" if kind else "has a name that no kind of adapter has"
+    raise EngineError(f"tensor {shown(name)} {what}; read are {READ}")
+
+
+def num_changed(shapes: Mapping[str, Sequence[int]]) -> int:
+    """Return the elements of the weight that tensors of these shapes change, each by what it is of one layer.
+
+    0 for what does not go together.
+    """
+    try:
+        if UP in shapes:
+            return shapes[UP][0] * math.prod(shapes[DOWN][1:]) * math.prod(shapes.get("mid", ())[2:])
+        if "difference" in shapes:
+            return math.prod(shapes["difference"])
+        if "hada_w1_a" in shapes:
+            return _num_of_product(shapes, "hada_w1", "hada_t1")
+        if "lokr_w1" in shapes or "lokr_w1_a" in shapes:
+            return _num_of_product(shapes, "lokr_w1", "") * _num_of_product(shapes, "lokr_w2", "lokr_t2")
+    except (KeyError, IndexError):
+        pass
+    return 0
+
+
+def _num_of_product(shapes: Mapping[str, Sequence[int]], name: str, core: str) -> int:
+    if name in shapes:
+        return math.prod(shapes[name])
+    first, second = shapes[f"{name}_a"], shapes[f"{name}_b"]
+    if core in shapes:
+        return first[1] * second[1] * math.prod(shapes[core][2:])
+    return first[0] * math.prod(second[1:])

@@ -1,0 +1,309 @@
+"""How families of models write reasoning and tool calls: a form is data, which `answer_reader.py` reads.
+
+A model's forms are found by its chat template: that of calls by rendering one and reading it back, or else, as that of
+reasoning, by the markers that the template's text has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Final, Literal
+
+from deployments.engines.protocol import EngineError
+
+Syntax = Literal["object", "named", "tagged", "python", "braces", "channels"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tags:
+    """What is written around the key and around the value of an argument, where each has tags of its own.
+
+    Newlines beside a value are the tags', one on each side.
+    """
+
+    key: tuple[str, str]
+    value: tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """A family's way to write calls.
+
+    `section` is what stands before the first of several calls and behind the last, `call` what does for each; the text
+    is as templates write it, and blanks at its ends may be missing in answers. `name` is how a call's name is
+    written, NAME being the name, and `name_end` what follows it. By its syntax a call is
+    - object: a JSON object that begins with `name`, with the arguments as a member; in an array if `is_array`;
+    - named: the name, and the arguments as a JSON object;
+    - tagged: the name, and each argument in `tags`;
+    - python: calls of functions with keywords, in a list;
+    - braces: the name, and {key:value}, whose texts stand in `quote`s;
+    - channels: the body of a message whose head names its recipient, and of others the channel.
+    A form that `is_bare` has no opening: the answer's first character says whether it is calls. `signs` are what a
+    template has, all of them, that teaches the form without rendering calls.
+    """
+
+    syntax: Syntax
+    section: tuple[str, str] = ("", "")
+    call: tuple[str, str] = ("", "")
+    name: str = "NAME"
+    name_end: str = ""
+    tags: Tags | None = None
+    quote: str = ""
+    is_array: bool = False
+    is_bare: bool = False
+    signs: tuple[str, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """Return what an answer begins with that is nothing but a call."""
+        if self.is_bare:
+            return ""
+        return self.section[0] + self.call[0] + ("[" if self.is_array else "")
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """Return what in an answer begins calls."""
+        return _stripped(self.section[0], self.call[0])
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return all text of the form that may be tokens of its own."""
+        tags = () if self.tags is None else (*self.tags.key, *self.tags.value)
+        return (*self.section, *self.call, self.name_end, self.quote, *tags)
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    """What a family writes before its reasoning, behind it, and around its answer, which is left out of the text.
+
+    Most models forget to end their reasoning before a call, now and then; where it does not end `ends_with_calls`, what
+    looks like one is a thought.
+    """
+
+    openings: tuple[str, ...]
+    closings: tuple[str, ...]
+    around: tuple[str, ...] = ()
+    signs: tuple[str, ...] = ()
+    ends_with_calls: bool = True
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*self.openings, *self.closings, *self.around)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a model writes its answers; None of what it does not write, or what nobody asked it to."""
+
+    tools: ToolForm | None = None
+    reasoning: ReasoningForm | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Return all text that may be special tokens, which texts of answers are without otherwise."""
+        forms = [form for form in (self.tools, self.reasoning) if form is not None]
+        return tuple(marker for form in forms for marker in form.markers if marker)
+
+    def begun(self, prompt: str) -> str:
+        """Return what of the answer stands at the end of its prompt already."""
+        if self.tools is not None and self.tools.syntax == "channels":
+            return HARMONY_START if prompt.endswith(HARMONY_START) else ""
+        end = prompt.rstrip()
+        for opening in self.reasoning.openings if self.reasoning is not None else ():
+            if end.endswith(opening.rstrip()):
+                return opening
+        return ""
+
+
+def _stripped(*texts: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(text.strip() for text in texts if text.strip()))
+
+
+HARMONY_START: Final = "<|start|>assistant"
+_OBJECT: Final = '{"name": NAME, "arguments": '
+_PARAMETERS: Final = '{"name": NAME, "parameters": '
+
+
+def _deepseek(*words: str) -> str:
+    return "<\uff5c" + "\u2581".join(("tool", *words)) + "\uff5c>"
+
+
+# In the order in which they are tried: what others would read as well comes behind them.
+TOOL_FORMS: Final[Mapping[str, ToolForm]] = MappingProxyType(
+    {
+        "harmony": ToolForm(
+            "channels",
+            section=("", "<|call|>"),
+            call=("<|channel|>commentary to=functions.", "<|call|>"),
+            name_end=" <|constrain|>json<|message|>",
+            signs=("<|channel|>", "<|message|>"),
+        ),
+        "qwen3-coder": ToolForm(
+            "tagged",
+            section=("<tool_call>\n", "\n</tool_call>"),
+            call=("<function=", "\n</function>"),
+            name_end=">",
+            tags=Tags(("\n<parameter=", ">"), ("\n", "\n</parameter>")),
+            signs=("<function=", "<parameter=", "<tool_call>"),
+        ),
+        "seed-oss": ToolForm(
+            "tagged",
+            section=("<seed:tool_call>\n", "\n</seed:tool_call>"),
+            call=("<function=", "\n</function>"),
+            name_end=">",
+            tags=Tags(("\n<parameter=", ">"), ("", "</parameter>")),
+            signs=("<seed:tool_call>",),
+        ),
+        "minimax-m2": ToolForm(
+            "tagged",
+            section=("<minimax:tool_call>\n", "\n</minimax:tool_call>"),
+            call=('<invoke name="', "\n</invoke>"),
+            name_end='">',
+            tags=Tags(('\n<parameter name="', '">'), ("", "</parameter>")),
+            signs=("<minimax:tool_call>",),
+        ),
+        "hunyuan-v3": ToolForm(
+            "tagged",
+            section=("<tool_calls>\n", "\n</tool_calls>"),
+            call=("<tool_call>", "\n</tool_call>"),
+            name_end="<tool_sep>",
+            tags=Tags(("\n<arg_key>", "</arg_key>"), ("\n<arg_value>", "</arg_value>")),
+            signs=("<tool_sep>", "<arg_key>"),
+        ),
+        "glm": ToolForm(
+            "tagged",
+            call=("<tool_call>", "\n</tool_call>"),
+            name_end="\n",
+            tags=Tags(("<arg_key>", "</arg_key>"), ("\n<arg_value>", "</arg_value>\n")),
+            signs=("<arg_key>", "<tool_call>"),
+        ),
+        "deepseek-v3": ToolForm(
+            "named",
+            section=(_deepseek("calls", "begin"), _deepseek("calls", "end")),
+            call=(f"{_deepseek('call', 'begin')}function{_deepseek('sep')}", f"\n```{_deepseek('call', 'end')}"),
+            name_end="\n```json\n",
+            signs=(_deepseek("call", "begin"), "```json"),
+        ),
+        "deepseek-v3.1": ToolForm(
+            "named",
+            section=(_deepseek("calls", "begin"), _deepseek("calls", "end")),
+            call=(_deepseek("call", "begin"), _deepseek("call", "end")),
+            name_end=_deepseek("sep"),
+            signs=(_deepseek("call", "begin"),),
+        ),
+        "kimi-k2": ToolForm(
+            "named",
+            section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+            call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+            name="functions.NAME:0",
+            name_end="<|tool_call_argument_begin|>",
+            signs=("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
+        ),
+        "mistral-args": ToolForm(
+            "named", call=("[TOOL_CALLS]", ""), name_end="[ARGS]", signs=("[TOOL_CALLS]", "[ARGS]")
+        ),
+        "mistral": ToolForm(
+            "object", section=("[TOOL_CALLS]", ""), name=_OBJECT, is_array=True, signs=("[TOOL_CALLS]",)
+        ),
+        "gemma4": ToolForm(
+            "braces", call=("<|tool_call>call:", "<tool_call|>"), quote='<|"|>', signs=("<|tool_call>", '<|"|>')
+        ),
+        "function-gemma": ToolForm(
+            "braces",
+            call=("<start_function_call>call:", "<end_function_call>"),
+            quote="<escape>",
+            signs=("<start_function_call>",),
+        ),
+        "command": ToolForm(
+            "object",
+            section=("<|START_ACTION|>", "<|END_ACTION|>"),
+            name='{"tool_call_id": "0", "tool_name": NAME, "parameters": ',
+            is_array=True,
+            signs=("<|START_ACTION|>",),
+        ),
+        "granite-3.0": ToolForm(
+            "object", section=("<|tool_call|>", ""), name=_OBJECT, is_array=True, signs=("<|tool_call|>",)
+        ),
+        "granite-20b": ToolForm("object", section=("<function_call>", ""), name=_OBJECT, signs=("<function_call>",)),
+        "phi4": ToolForm("object", section=("functools", ""), name=_OBJECT, is_array=True, signs=("functools",)),
+        "hunyuan": ToolForm(
+            "object", section=("<tool_calls>", "</tool_calls>"), name=_OBJECT, is_array=True, signs=("<tool_calls>[",)
+        ),
+        "minimax-m1": ToolForm(
+            "object",
+            section=("<tool_calls>\n", "\n</tool_calls>"),
+            name=_OBJECT,
+            signs=("<tool_calls>",),
+        ),
+        "nemotron": ToolForm(
+            "object", section=("<TOOLCALL>", "</TOOLCALL>"), name=_OBJECT, is_array=True, signs=("<TOOLCALL>",)
+        ),
+        "internlm": ToolForm(
+            "object",
+            section=("<|action_start|><|plugin|>", "<|action_end|>"),
+            name=_PARAMETERS,
+            signs=("<|action_start|>", "<|plugin|>"),
+        ),
+        "olmo3": ToolForm("python", section=("<function_calls>", "</function_calls>"), signs=("<function_calls>",)),
+        "granite-3.1": ToolForm("object", section=("<tool_call>", ""), name=_OBJECT, is_array=True),
+        "hermes": ToolForm("object", section=("<tool_call>\n", "\n</tool_call>"), name=_OBJECT, signs=("<tool_call>",)),
+        "llama4": ToolForm(
+            "python",
+            section=("<|python_start|>", "<|python_end|>"),
+            is_bare=True,
+            signs=("tool_calls", "func_name1(params_name1=params_value1"),
+        ),
+        "llama3": ToolForm(
+            "object",
+            section=("<|python_tag|>", ""),
+            name=_PARAMETERS,
+            is_bare=True,
+            signs=("tool_calls", '"parameters"'),
+        ),
+    }
+)
+
+_THINK: Final = ReasoningForm(("<think>",), ("</think>",), signs=("</think>",))
+REASONING_FORMS: Final[Mapping[str, ReasoningForm]] = MappingProxyType(
+    {
+        "harmony": ReasoningForm(
+            (), ("<|end|>", "<|return|>", "<|call|>"), around=("<|end|>", "<|return|>"), signs=("<|channel|>analysis",)
+        ),
+        "gemma4": ReasoningForm(("<|channel>thought",), ("<channel|>",), signs=("<|channel>",)),
+        "command": ReasoningForm(
+            ("<|START_THINKING|>",),
+            ("<|END_THINKING|>",),
+            around=("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>"),
+            signs=("<|START_THINKING|>",),
+        ),
+        "seed": ReasoningForm(("<seed:think>",), ("</seed:think>",), signs=("<seed:think>",)),
+        "minimax-m3": ReasoningForm(("<mm:think>",), ("</mm:think>",), signs=("<mm:think>",)),
+        "mistral": ReasoningForm(
+            ("[THINK]", "<think>"), ("[/THINK]", "</think>"), signs=("[THINK]",), ends_with_calls=False
+        ),
+        "hunyuan": ReasoningForm(
+            ("<think>",), ("</think>",), around=("<answer>", "</answer>"), signs=("<think>", "<answer>")
+        ),
+        "granite-3.3": ReasoningForm(
+            ("<think>",), ("</think>",), around=("<response>", "</response>"), signs=("<think>", "<response>")
+        ),
+        "granite-3.2": ReasoningForm(
+            ("Here is my thought process:", "Here's my thought process:"),
+            ("Here is my response:", "Here's my response:"),
+            signs=("Here is my thought process:",),
+        ),
+        "think": _THINK,
+    }
+)
+
+
+def named_form(kind: Literal["tool_form", "reasoning_form"], name: str) -> ToolForm | ReasoningForm | None:
+    """Return the form of a name, None of "none". Raises EngineError for a name that is not known."""
+    forms: Mapping[str, ToolForm | ReasoningForm] = TOOL_FORMS if kind == "tool_form" else REASONING_FORMS
+    if name == "none":
+        return None
+    if name not in forms:
+        raise EngineError(f"{kind} {name!r} is not known (known: none, {', '.join(forms)})")
+    return forms[name]

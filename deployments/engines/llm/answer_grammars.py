@@ -1,0 +1,198 @@
+"""Grammars of answers in a model's own form: calls of its tools, and JSON behind its reasoning. llguidance's Lark."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from deployments.engines.llm.answer_forms import ReasoningForm, ToolForm
+from deployments.engines.llm.call_arguments import types_of
+from deployments.engines.llm.chat import Function
+from deployments.engines.llm.schemas import prepare_schema
+from deployments.engines.protocol import EngineError
+
+_AS_TEMPLATES_WRITE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FREE: Final = {"whitespace_pattern": r"[ \n\t]{0,24}"}
+_TEXT: Final = "/(?s:.*)/"
+_BLANKS: Final = r"/[ \n]{1,8}/"
+_MAX_DEPTH: Final = 12
+
+
+class LarkGrammar:
+    """A grammar as it is written. `special` are the ids of tokens that stand for texts which no other tokens write."""
+
+    def __init__(self, special: Mapping[str, int]) -> None:
+        self._special = special
+        self._split = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self._rules: list[str] = []
+
+    def text(self, start: str) -> str:
+        """Return the whole grammar, whose answers are those of the expression `start`."""
+        return "\n".join([f"start: {start}", *self._rules])
+
+    def rule(self, expression: str, options: str = "") -> str:
+        """Return the name of a rule."""
+        name = f"r{len(self._rules)}"
+        self._rules.append(f"{name}{options}: {expression}")
+        return name
+
+    def literal(self, text: str) -> str:
+        """Return what writes a text, with special tokens where it has any."""
+        parts, at = [], 0
+        for found in self._split.finditer(text):
+            parts += [text[at : found.start()], found[0]]
+            at = found.end()
+        shown = [*parts, text[at:]]
+        written = [
+            f"<[{self._special[part]}]>" if part in self._special else json.dumps(part) for part in shown if part
+        ]
+        return " ".join(written) or '""'
+
+    def up_to(self, end: str) -> str:
+        """Return what writes any text, and an end that it has not in itself."""
+        first = self._split.search(end)
+        if first is not None and not first.start():
+            return self.rule(f"{_TEXT} {self.literal(end)}")
+        head = end[: first.start()] if first is not None else end
+        rest = end[len(head) :]
+        rule = self.rule(_TEXT, f"[suffix={json.dumps(head)}]")
+        return f"{rule} {self.literal(rest)}" if rest else rule
+
+    def json(self, schema: Mapping[str, Any], *, is_free: bool = False) -> str:
+        """Return what writes the JSON documents of a schema that is prepared already."""
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _FREE if is_free else _AS_TEMPLATES_WRITE})}")
+
+    def behind_thought(self, form: ReasoningForm | None, answer: str, *, is_begun: bool, may_begin: bool) -> str:
+        """Return an answer behind reasoning that is begun, or that may be."""
+        if form is None or not form.openings or not (is_begun or may_begin):
+            return answer
+        thought = f"{self.up_to(form.closings[0])} {self.rule(_BLANKS)}?"
+        return f"{thought} ({answer})" if is_begun else f"({self.literal(form.openings[0])} {thought})? ({answer})"
+
+
+def call_rule(grammar: LarkGrammar, form: ToolForm, functions: Sequence[Function]) -> str:
+    """Return what writes one call of one of the functions, behind the form's prefix.
+
+    Raises EngineError for parameters that no grammar can keep to.
+    """
+    return " | ".join(grammar.rule(_call(grammar, form, function)) for function in functions)
+
+
+def _call(grammar: LarkGrammar, form: ToolForm, function: Function) -> str:
+    schema = {"type": "object", **prepare_schema(function.parameters)}
+    if form.syntax == "object":
+        head = form.name.replace("NAME", json.dumps(function.name))
+        return f'{grammar.literal(head)} {grammar.json(schema)} "}}"'
+    name = form.name.replace("NAME", function.name)
+    if form.syntax in ("named", "channels"):
+        return f"{grammar.literal(name + form.name_end)} {grammar.json(schema)}"
+    if form.syntax == "tagged":
+        arguments = _tagged(grammar, form, schema)
+        return f"{grammar.literal(name + form.name_end)} {arguments} {grammar.literal(form.call[1])}"
+    members = [
+        (f"{key}{'=' if form.syntax == 'python' else ':'}", _value(grammar, form, one, schema), is_needed)
+        for key, one, is_needed in _properties(schema)
+    ]
+    listed = _listed(grammar, members, ", " if form.syntax == "python" else ",")
+    if form.syntax == "braces":
+        return f'{grammar.literal(name)} "{{" {listed} "}}"'
+    around = ('"["', '"]"') if form.is_bare else ("", grammar.literal(form.section[1]))
+    return f'{around[0]} {grammar.literal(name)} "(" {listed} ")" {around[1]}'
+
+
+def _properties(schema: Mapping[str, Any]) -> list[tuple[str, Any, bool]]:
+    """Return the names and schemas of an object's members, and whether they must be there."""
+    properties, required = schema.get("properties"), schema.get("required")
+    needed = required if isinstance(required, list) else []
+    return [(key, one, key in needed) for key, one in properties.items()] if isinstance(properties, Mapping) else []
+
+
+def _tagged(grammar: LarkGrammar, form: ToolForm, root: Mapping[str, Any]) -> str:
+    assert form.tags is not None
+    (before, behind), (opening, closing) = form.tags.key, form.tags.value
+    found = []
+    for key, schema, is_needed in _properties(root):
+        head = grammar.literal(before + key + behind + opening)
+        if types_of(schema, root) == {"string"}:
+            values = _texts(schema, root)
+            value = " | ".join(map(grammar.literal, values)) if values else ""
+            body = f"({value}) {grammar.literal(closing)}" if value else grammar.up_to(closing)
+        else:
+            body = f"{grammar.json(_with_definitions(schema, root))} {grammar.literal(closing)}"
+        rule = grammar.rule(f"{head} {body}")
+        found.append(rule if is_needed else f"{rule}?")
+    return " ".join(found)
+
+
+def _with_definitions(schema: Any, root: Mapping[str, Any]) -> dict[str, Any]:
+    own = dict(schema) if isinstance(schema, Mapping) else {}
+    return {key: root[key] for key in ("$defs", "definitions") if key in root} | own
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    for _ in range(8):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#/"):
+            break
+        schema = root
+        for part in reference[2:].split("/"):
+            schema = schema.get(part) if isinstance(schema, Mapping) else None
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def _texts(schema: Any, root: Mapping[str, Any]) -> list[str]:
+    """Return the few texts that a value may be; none where it may be any."""
+    found = _resolved(schema, root)
+    given = found.get("enum", [found["const"]] if "const" in found else [])
+    return [value for value in given if isinstance(value, str)] if isinstance(given, list) else []
+
+
+def _listed(grammar: LarkGrammar, members: Sequence[tuple[str, str, bool]], comma: str) -> str:
+    """Return members in their order, with commas between those that are there."""
+    rest = ""  # what may follow a member, and what may stand alone, from the last one on
+    alone = ""
+    for key, value, is_needed in reversed(members):
+        own = grammar.rule(f"{grammar.literal(key)} {value}")
+        follows = grammar.rule(f"{json.dumps(comma)} {own} {rest}")
+        begins = grammar.rule(f"{own} {rest}")
+        if is_needed:
+            rest, alone = follows, begins
+        else:
+            rest = grammar.rule(f"{follows} | {rest}") if rest else f"{follows}?"
+            alone = grammar.rule(f"{begins} | {alone}") if alone else f"{begins}?"
+    return alone
+
+
+def _value(grammar: LarkGrammar, form: ToolForm, schema: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+    """Return what writes a value in Python, or in Gemma's braces."""
+    if depth > _MAX_DEPTH:
+        raise EngineError("the schema is nested too deeply")
+    is_python = form.syntax == "python"
+    words = ("True", "False", "None") if is_python else ("true", "false", "null")
+    found = _resolved(schema, root)
+    kinds = types_of(schema, root) or {"string", "number", "boolean"}
+    ways = []
+    for kind in sorted(kinds):
+        if kind == "string" and (values := _texts(schema, root)):
+            ways += [grammar.literal(json.dumps(one) if is_python else form.quote + one + form.quote) for one in values]
+        elif kind == "string" and not is_python:
+            ways.append(f"{grammar.literal(form.quote)} {grammar.up_to(form.quote)}")
+        elif kind == "boolean":
+            ways += [json.dumps(word) for word in words[:2]]
+        elif kind == "null":
+            ways.append(json.dumps(words[2]))
+        elif kind == "array":
+            item = _value(grammar, form, found.get("items"), root, depth + 1)
+            comma = ", " if is_python else ","
+            ways.append(f'"[" ({item} ({json.dumps(comma)} {item})*)? "]"')
+        elif kind == "object":
+            members = [
+                (f'"{key}": ' if is_python else f"{key}:", _value(grammar, form, one, root, depth + 1), is_needed)
+                for key, one, is_needed in _properties(found)
+            ]
+            ways.append(f'"{{" {_listed(grammar, members, ", " if is_python else ",")} "}}"')
+        else:
+            ways.append(grammar.json(_with_definitions({**found, "type": kind}, root)))
+    return grammar.rule(" | ".join(ways))

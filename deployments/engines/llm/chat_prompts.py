@@ -1,0 +1,159 @@
+"""Chats as the text of a prompt, by a model's own template, in the words that the template knows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.llm.template_forms import wants_text_arguments
+from deployments.engines.llm.tokenizer import chat_template, checked_characters
+from deployments.engines.protocol import EngineError
+
+_RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# What families call the switch of reasoning; a template passes over what it does not know.
+_SWITCHES: Final = ("enable_thinking", "thinking", "reasoning")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat says beside its messages: the tools that are shown, and variables of the template.
+
+    Without `opens_turn` nothing begins the assistant's turn; with `continues` the last message is one that goes on.
+    """
+
+    tools: Sequence[dict[str, Any]] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    opens_turn: bool = True
+    continues: bool = False
+
+
+NO_OPTIONS: Final = ChatOptions()
+
+
+def template_variables(
+    given: Mapping[str, Any], enable_thinking: bool | None, reasoning_effort: str | None
+) -> dict[str, Any]:
+    """Return the variables of a template that a request means. Raises EngineError for those that every chat has."""
+    if taken := sorted(_RESERVED & given.keys()):
+        raise EngineError(f"chat_template_kwargs: {taken[0]!r} is said by the request itself")
+    if enable_thinking is None and reasoning_effort is not None:
+        enable_thinking = reasoning_effort != "none"
+    found: dict[str, Any] = {} if enable_thinking is None else dict.fromkeys(_SWITCHES, enable_thinking)
+    if reasoning_effort is not None:
+        found["reasoning_effort"] = reasoning_effort
+    return {**found, **given}
+
+
+def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Sequence[str], *, has_tools: bool) -> list[str]:
+    """Return which of the names a model's template never says: they have no effect."""
+    template = chat_template(tokenizer, has_tools=has_tools)
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
+
+
+def switches_thinking(tokenizer: PreTrainedTokenizerBase, *, has_tools: bool) -> bool:
+    """Return whether a model's template knows a switch of reasoning, or how much of it is wanted."""
+    names = (*_SWITCHES, "reasoning_effort")
+    return len(unknown_variables(tokenizer, names, has_tools=has_tools)) < len(names)
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
+) -> tuple[int, ...]:
+    """Return the token ids of a chat, up to where the assistant begins to speak.
+
+    Raises EngineError as `render_chat` does, or where the text is no Unicode.
+    """
+    return encode_rendered(tokenizer, render_chat(tokenizer, messages, options))
+
+
+def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[int, ...]:
+    """Return the token ids of a chat's text, in which the template has written the special tokens already."""
+    return tuple(tokenizer(checked_characters(text), add_special_tokens=False)["input_ids"])
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], options: ChatOptions = NO_OPTIONS
+) -> str:
+    """Return the text of a chat, up to where the assistant begins to speak.
+
+    Raises:
+        EngineError: the tokenizer has no chat template, the template refuses the messages, takes too many steps or
+        knows no tool messages.
+    """
+    template = chat_template(tokenizer, has_tools=bool(options.tools))
+    uses_tools = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if uses_tools and not re.search(r"\btool", template):
+        raise EngineError("the model's chat template does not know tools")
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    name = next((found for found, source in named.items() if source == template), "default")
+    chat = _in_known_words(messages, template)
+    if any("tool_calls" in message for message in chat) and wants_text_arguments(tokenizer):
+        chat = [_with_text_arguments(message) for message in chat]
+    variables = dict(options.variables)
+    if options.continues or not options.opens_turn:
+        variables["add_generation_prompt"] = False
+    text = render_chat_template(template, name, chat, options.tools, tokenizer.special_tokens_map, variables)
+    return _up_to_last_message(text, chat[-1]) if options.continues else text
+
+
+def _in_known_words(messages: Sequence[dict[str, Any]], template: str) -> list[dict[str, Any]]:
+    """Return messages with the roles and members that a template knows.
+
+    What developers say is said by the system where no other role is known, in one message at the beginning; thoughts
+    have two names.
+    """
+    knows_developer = re.search(r"\bdeveloper\b", template) is not None
+    has_thinking = re.search(r"\bmessage(?:\.|\[['\"])thinking\b", template) is not None
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        message = dict(message)
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
+            before = found[-1] if found else None
+            if before and before["role"] == "system" and all(isinstance(x["content"], str) for x in (before, message)):
+                found[-1] = before | {"content": f"{before['content']}\n\n{message['content']}"}
+                continue
+        if has_thinking and "reasoning_content" in message:
+            message["thinking"] = message["reasoning_content"]
+            if message["content"]:  # such a template takes one of them
+                del message["thinking"]
+        found.append(message)
+    return found
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        call | {"function": call["function"] | {"arguments": _as_text(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return message | {"tool_calls": calls}
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _up_to_last_message(text: str, last: dict[str, Any]) -> str:
+    """Return the text of a chat without what closes its last message. Raises EngineError where that is not found."""
+    content = last["content"]
+    end = (
+        content
+        if isinstance(content, str)
+        else next((part["text"] for part in reversed(content) if part["type"] == "text"), "")
+    )
+    if last["role"] != "assistant" or not end.strip():
+        raise EngineError("continue_final_message: the last message is no text of the assistant's")
+    at = text.rfind(end.strip())
+    if at < 0:
+        raise EngineError("continue_final_message: the model's chat template does not show the last message as it is")
+    stop = at + len(end.strip())
+    blanks = end[len(end.rstrip()) :]
+    return text[:stop] + (blanks if text.startswith(blanks, stop) else "")

@@ -1,0 +1,154 @@
+"""The forms of a model's answers, found by its chat template, and what the template wants of messages.
+
+A template says most when it writes: it renders a call of a made-up function, and the form whose reader reads that call
+back, from text that has the form's own beginnings, is the model's. Templates that render no calls teach them in words.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from deployments.engines.chat_rendering import render_chat_template
+from deployments.engines.llm.answer_forms import (
+    REASONING_FORMS,
+    TOOL_FORMS,
+    AnswerForm,
+    ReasoningForm,
+    ToolForm,
+    named_form,
+)
+from deployments.engines.llm.answer_reader import AnswerReader
+from deployments.engines.llm.chat import Function, whole_calls
+from deployments.engines.llm.tokenizer import chat_template
+from deployments.engines.protocol import EngineError
+
+_FUNCTION: Final = Function(
+    name="look_up", parameters={"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
+)
+_ARGUMENTS: Final = {"word": "fern"}
+_QUESTION: Final = {"role": "user", "content": "What is a fern?"}
+_TOOL: Final = {"type": "function", "function": _FUNCTION.model_dump(exclude_none=True)}
+_SPECIAL: Final = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+@dataclass(frozen=True, slots=True)
+class _TemplateForms:
+    """What a template says of calls: their form, and whether it wants the arguments of earlier ones as a text."""
+
+    tools: ToolForm | None
+    has_text_arguments: bool
+
+
+def answer_form(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    has_tools: bool,
+    tool_form: str | None = None,
+    reasoning_form: str | None = None,
+) -> AnswerForm:
+    """Return the form of an answer; of calls, where there are tools. A name given goes before what the template says.
+
+    Raises EngineError for a name that is not known, and for tools where the template knows none, or none in a form of
+    `TOOL_FORMS`.
+    """
+    template = chat_template(tokenizer, has_tools=has_tools)
+    reasoning: Any
+    if reasoning_form is not None:
+        reasoning = named_form("reasoning_form", reasoning_form)
+    else:
+        reasoning = _with_signs(REASONING_FORMS, template)
+    if not has_tools:
+        return AnswerForm(TOOL_FORMS["harmony"] if reasoning is REASONING_FORMS["harmony"] else None, reasoning)
+    tools: Any
+    if tool_form is not None:
+        tools = named_form("tool_form", tool_form)
+    elif not re.search(r"\btools\b", template):
+        raise EngineError("the model's chat template does not know tools")
+    else:
+        tools = _forms_of(tokenizer, template).tools
+    if tools is None:
+        raise EngineError(
+            "the model's chat template writes tool calls in a form that is not known here; the model's "
+            f"defaults.tool_form may say which it is (known: {', '.join(TOOL_FORMS)})"
+        )
+    return AnswerForm(tools, reasoning)
+
+
+def wants_text_arguments(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the template wants the arguments of earlier calls as a text, and not as an object."""
+    return _forms_of(tokenizer, chat_template(tokenizer, has_tools=True)).has_text_arguments
+
+
+def _forms_of(tokenizer: PreTrainedTokenizerBase, template: str) -> _TemplateForms:
+    special = tokenizer.special_tokens_map
+    return _read_template(template, tuple((name, str(special[name])) for name in _SPECIAL if name in special))
+
+
+@lru_cache(maxsize=64)
+def _read_template(template: str, special_tokens: tuple[tuple[str, str], ...]) -> _TemplateForms:
+    for arguments in (_ARGUMENTS, json.dumps(_ARGUMENTS)):
+        for tools in ([_TOOL], []):  # some raise for what they do not expect
+            texts = _rendered(template, dict(special_tokens), arguments, tools)
+            form = texts and next((one for one in TOOL_FORMS.values() if _is_read_back(one, *texts)), None)
+            if form:
+                return _TemplateForms(form, isinstance(arguments, str))
+    return _TemplateForms(_with_signs(TOOL_FORMS, template), False)
+
+
+def _rendered(
+    template: str, special_tokens: Mapping[str, str], arguments: Any, tools: Sequence[Any]
+) -> tuple[str, str] | None:
+    """Return the end of a prompt, and a call as the template writes it behind that; None where it does not."""
+    call = {
+        "id": "abcdef123",  # some take no other length
+        "type": "function",
+        "function": {"name": _FUNCTION.name, "arguments": arguments},
+    }
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    try:
+        prompt = render_chat_template(template, "probe", [_QUESTION], tools, special_tokens)
+        whole = render_chat_template(
+            template, "probe", [_QUESTION, answer], tools, special_tokens, {"add_generation_prompt": False}
+        )
+    except EngineError:
+        return None
+    size = next((at for at, pair in enumerate(zip(prompt, whole, strict=False)) if pair[0] != pair[1]), len(prompt))
+    return prompt[:size], whole[size:]
+
+
+def _is_read_back(form: ToolForm, prompt: str, written: str) -> bool:
+    """Return whether the call that a template has written is in the form, and nothing else."""
+    compact = _compact(written)
+    if form.syntax != "channels" and not all(_compact(text) in compact for text in (form.prefix, form.name_end)):
+        return False
+    answer = AnswerForm(form, REASONING_FORMS["harmony"] if form.syntax == "channels" else None)
+    reader = AnswerReader(answer, [_FUNCTION])
+    reader.feed(answer.begun(prompt))
+    pieces = [reader.feed(written), reader.flush()]
+    calls = whole_calls([call for piece in pieces for call in piece.calls])
+    try:
+        found = [(call.name, json.loads(call.arguments)) for call in calls]
+    except ValueError:
+        return False
+    return found == [(_FUNCTION.name, _ARGUMENTS)]
+
+
+def _compact(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def _with_signs(forms: Mapping[str, Any], template: str) -> Any:
+    """Return the first form whose signs a template has, None without one."""
+    return next((form for form in forms.values() if form.signs and all(sign in template for sign in form.signs)), None)
+
+
+def is_thought(form: ReasoningForm | None, begun: str) -> bool:
+    """Return whether an answer that is `begun` is within its reasoning."""
+    return form is not None and bool(begun) and begun in form.openings

@@ -1,0 +1,150 @@
+"""`infra.bench optimum`: the controller beside the best schedule there is, on drawn small cases.
+
+A case is drawn by its seed: models whose requests come together, over time, in bursts over a steady flow or in waves;
+asked for alike or not; 1 to 8 slots; switches of 0.1 to 60 s; models with parts in common or without. What can be
+searched exactly is (`oracle.py`); all of them are run without a controller and by `serve.multiplexed`'s rule, too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any, Final
+
+from cluster.placement.state import Components, SloClass
+from cluster.simulator.multiplexed import policies_and_multiplexed
+from cluster.simulator.running import simulate
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
+from deployments.cli.output import Column, print_line, print_table
+from infra.bench.oracle import best_over_time, best_together, late_cost, latency_cost
+
+PART: Final = 10**9
+KINDS: Final = ("together", "steady", "bursts", "waves", "workers")
+RIVALS: Final = ("latency-first", "no-controller", "serve.multiplexed")
+PATIENCE: Final = 1e5
+NUM_WORST: Final = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One case: mean latencies and shares in time, of the optimum and of each rival."""
+
+    seed: int
+    kind: str
+    requests: int
+    switch_s: float
+    mean_s: dict[str, float]
+    in_time: dict[str, float]
+
+    def ratio(self, rival: str) -> float:
+        """Return how many times as long the mean latency is as the optimum's."""
+        return self.mean_s[rival] / self.mean_s["optimum"]
+
+
+def draw_case(seed: int) -> tuple[str, Scenario]:
+    """Return the kind and the scenario of a case."""
+    rng = random.Random(seed)
+    kind = KINDS[seed % len(KINDS)]
+    num_workers = rng.randint(2, 3) if kind == "workers" else 1
+    num_models = rng.randint(2, 6 if kind == "together" else 3)
+    slots = rng.choice([1, 2, 4, 8]) if kind == "together" else 1
+    switch_s = math.exp(rng.uniform(math.log(0.1), math.log(60.0)))
+    shared = rng.choice([0.0, 0.0, 0.5]) * switch_s
+    slo = SloClass("drawn", rng.choice([15.0, 60.0, 300.0]))
+    models = []
+    for number in range(num_models):
+        sizes = {f"own{number}": 6 * PART, "base": 4 * PART} if shared else {f"own{number}": 10 * PART}
+        growth = rng.choice([0.3, 0.6, 1.0])
+        models.append(SimModel(f"m{number}", Components(sizes), rng.choice([0.2, 0.5, 1.0, 2.0, 5.0]), growth, slo))
+    workers = tuple(
+        SimWorker(f"w{number}", "n", 11 * PART, slots, attach_bytes_per_s=10 * PART / switch_s)
+        for number in range(num_workers)
+    )
+    weights = [1 / rank ** rng.choice([0.0, 1.0, 2.0]) for rank in range(1, num_models + 1)]
+    most = {"together": 150, "workers": 9}.get(kind, 24)
+    chosen = rng.choices([model.id for model in models], weights, k=rng.randint(min(6, most), most))
+    busy_s = sum(next(m.service_s for m in models if m.id == id_) for id_ in chosen) + num_models * switch_s
+    times = sorted(_arrival_s(kind, rng, busy_s / num_workers) for _ in chosen)
+    return kind, Scenario(tuple(models), workers, tuple(map(SimRequest, times, chosen)))
+
+
+def _arrival_s(kind: str, rng: random.Random, busy_s: float) -> float:
+    """Return when a request comes: in about as long as the work takes."""
+    if kind == "together":
+        return rng.uniform(0.0, 0.01)
+    if kind == "bursts" and rng.random() < 0.6:
+        return rng.choice([0.1, 0.5]) * busy_s + rng.uniform(0.0, 0.05)
+    if kind == "waves":
+        return rng.choice([0.0, 0.4, 0.8]) * busy_s + abs(rng.gauss(0.0, 0.06)) * busy_s
+    return rng.uniform(0.0, 1.2) * busy_s
+
+
+def measure_case(seed: int) -> Outcome:
+    """Return a case's figures."""
+    kind, scenario = draw_case(seed)
+
+    def best(cost: Callable[[SimModel, float], float]) -> float:
+        return best_together(scenario, cost) if kind == "together" else best_over_time(scenario, False, cost)
+
+    mean_s, in_time = {"optimum": best(latency_cost)}, {"optimum": 1 - best(late_cost)}
+    policies = policies_and_multiplexed(seed)
+    for rival in RIVALS:
+        figures, _ = simulate(scenario, rival, policies, patience=PATIENCE)
+        mean_s[rival], in_time[rival] = figures.mean_s, figures.slo_attainment
+    switch_s = 10 * PART / scenario.workers[0].attach_bytes_per_s
+    return Outcome(seed, kind, len(scenario.requests), switch_s, mean_s, in_time)
+
+
+def measure_optimum(cases: int, first_seed: int) -> list[Outcome]:
+    """Return the outcomes of so many cases, on all cores."""
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        return list(pool.map(measure_case, range(first_seed, first_seed + cases), chunksize=4))
+
+
+def summary_of(outcomes: Iterable[Outcome]) -> dict[str, Any]:
+    """Return, for each rival, the ratios to the optimum and how many cases are worse than without a controller."""
+    outcomes = list(outcomes)
+    rows: dict[str, Any] = {}
+    for rival in RIVALS:
+        ratios = sorted(one.ratio(rival) for one in outcomes)
+        rows[rival] = {
+            "median": statistics.median(ratios),
+            "p95": ratios[math.ceil(0.95 * len(ratios)) - 1],
+            "worst": ratios[-1],
+            "in_time": statistics.mean(one.in_time[rival] for one in outcomes),
+            "slower_than_none": sum(one.mean_s[rival] > 1.03 * one.mean_s["no-controller"] for one in outcomes),
+            "later_than_none": sum(one.in_time[rival] < one.in_time["no-controller"] - 0.03 for one in outcomes),
+        }
+    return rows
+
+
+def worst_of(outcomes: Iterable[Outcome], num: int = NUM_WORST) -> list[Outcome]:
+    """Return the cases in which the controller is farthest from the optimum."""
+    return sorted(outcomes, key=lambda one: -one.ratio(RIVALS[0]))[:num]
+
+
+def print_optimum_figures(outcomes: list[Outcome], as_json: bool) -> None:
+    """Print ratios to the optimum and the worst cases."""
+    if as_json:
+        print(json.dumps({"summary": summary_of(outcomes), "worst": [asdict(one) for one in worst_of(outcomes)]}))
+        return
+    best = statistics.mean(one.in_time["optimum"] for one in outcomes)
+    print_line(f"{len(outcomes)} cases from seed {outcomes[0].seed}; in time at best {best:.1%}")
+    columns = ["policy", "median", "p95", "worst", "in time", "slower than none", "later than none"]
+    print_table(
+        [Column(name) for name in columns],
+        [
+            [rival, *(f"{row[key]:.2f}" for key in ("median", "p95", "worst")), f"{row['in_time']:.1%}",
+             str(row["slower_than_none"]), str(row["later_than_none"])]
+            for rival, row in summary_of(outcomes).items()
+        ],
+    )  # fmt: skip
+    for one in worst_of(outcomes):
+        ratios = ", ".join(f"{rival} {one.ratio(rival):.2f}" for rival in RIVALS)
+        print_line(f"seed {one.seed}: {one.kind}, {one.requests} requests, switch {one.switch_s:.1f} s: {ratios}")

@@ -1,0 +1,69 @@
+"""Whether a cluster is at its end as it was after its first sixth: pure, over figures that were taken."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+MOST_GROWTH: Final = 0.05
+# What a figure may grow beside its share: less is one object of whoever counts.
+SPARE: Final = {"files": 2.0, "threads": 2.0, "processes": 0.0, "ms": 1.0, "bytes": 2.0**20, "B": 8.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A figure after the first sixth and at the end. `is_judged`: growth of it fails the soak."""
+
+    name: str
+    unit: str
+    early: float
+    late: float
+    is_judged: bool
+
+    @property
+    def has_grown(self) -> bool:
+        return self.late > self.early * (1 + MOST_GROWTH) + SPARE.get(self.unit, 0.0)
+
+    @property
+    def share(self) -> float:
+        return self.late / self.early - 1 if self.early else 0.0
+
+    @property
+    def word(self) -> str:
+        return ("GREW" if self.is_judged else "more") if self.has_grown else "holds"
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A number that was taken at a calm moment."""
+
+    value: float
+    unit: str
+    is_judged: bool = True
+
+
+Figures = Mapping[str, Figure]
+
+
+def middle(samples: Sequence[Figures]) -> dict[str, Figure]:
+    """Return the median of each figure over the samples that have it."""
+    names = {name: one for sample in samples for name, one in sample.items()}
+    values = {name: [sample[name].value for sample in samples if name in sample] for name in names}
+    return {name: Figure(statistics.median(values[name]), one.unit, one.is_judged) for name, one in names.items()}
+
+
+def verdicts(taken: Sequence[Figures]) -> list[Verdict]:
+    """Compare the first figures with the last ones. What the first lack is judged against nothing."""
+    early, late = (taken[0], taken[-1]) if taken else ({}, {})
+    return [
+        Verdict(name, one.unit, early[name].value if name in early else 0.0, one.value, one.is_judged)
+        for name, one in late.items()
+    ]
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the value below which that share of them lies, of those that were measured."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

@@ -1,0 +1,109 @@
+"""Drawn cases beside the best schedule there is, and the best schedules beside every one there is."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+
+import pytest
+
+from cluster.placement.state import Components, SloClass
+from cluster.simulator.running import simulate
+from cluster.simulator.scenario import Scenario, SimModel, SimRequest, SimWorker
+from infra.bench.optimum import (
+    KINDS,
+    draw_case,
+    measure_case,
+    print_optimum_figures,
+    summary_of,
+    worst_of,
+)
+from infra.bench.oracle import batch_latencies_s, best_over_time, best_together, late_cost, latency_cost
+
+GIB = 2**30
+
+
+def burst(counts: list[int], service_s: list[float], switch_s: float, slots: int = 1) -> Scenario:
+    """Return requests of several models that come within a moment to one worker with room for one."""
+    slo = SloClass("t", 60.0)
+    models = tuple(SimModel(f"m{n}", Components({f"c{n}": 10 * GIB}), s, 1.0, slo) for n, s in enumerate(service_s))
+    worker = SimWorker("w0", "n", 12 * GIB, slots, fixed_switch_s=switch_s, attach_bytes_per_s=1e15)
+    names = [f"m{number}" for number, count in enumerate(counts) for _ in range(count)]
+    return Scenario(models, (worker,), tuple(SimRequest(0.0001 * place, name) for place, name in enumerate(names)))
+
+
+@pytest.mark.parametrize("slots", [1, 4, 8])
+def test_a_burst_of_many_models_is_one_switch_for_each(slots: int) -> None:
+    """It once was 44 switches and 956 s: each model was due before the round was over."""
+    scenario = burst([5, 40, 40, 20], [1.0, 1.0, 0.5, 0.2], 20.0, slots)
+    figures, world = simulate(scenario, "latency-first", patience=1e6)
+    assert figures.switches == 4
+    assert figures.ended_s <= 151.0
+    assert all(one.latency_s <= 300.0 for one in world.served)
+    assert figures.mean_s <= 1.25 * best_together(scenario, latency_cost)
+    assert figures.mean_s <= simulate(scenario, "no-controller", patience=1e6)[0].mean_s
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_of_four_bursts_alike_all_are_answered_within_the_time_of_a_request(slots: int) -> None:
+    _, world = simulate(burst([60] * 4, [0.5] * 4, 20.0, slots), "latency-first", patience=1e6)
+    assert sum(one.latency_s <= 300.0 for one in world.served) == 240
+
+
+def test_together_the_best_is_the_best_of_all_orders_of_single_requests() -> None:
+    scenario = burst([2, 1, 3], [1.0, 4.0, 0.3], 2.0)
+    service_s = {model.id: model.service_s for model in scenario.models}
+    for cost in (latency_cost, late_cost):
+        model_of = {model.id: model for model in scenario.models}
+        best = float("inf")
+        for order in set(itertools.permutations([one.model for one in scenario.requests])):
+            at_s, before, total = 0.0, "", 0.0
+            for name in order:
+                at_s += (0.0 if name == before else 2.0 + 10 * GIB / 1e15) + service_s[name]
+                before, total = name, total + cost(model_of[name], at_s)
+            best = min(best, total / len(order))
+        assert best_together(scenario, cost) == pytest.approx(best)
+        assert best_over_time(scenario, False, cost) == pytest.approx(best, abs=0.01)
+
+
+def test_a_batch_ends_as_the_simulator_says() -> None:
+    model = SimModel("m0", Components({"c": 1}), 2.0, 0.4)
+    worker = SimWorker("w0", "n", 10, 3, attach_bytes_per_s=1e15)
+    scenario = Scenario((model,), (worker,), tuple(SimRequest(0.0, "m0") for _ in range(7)))
+    _, world = simulate(scenario, "static")
+    assert batch_latencies_s(model, 7, worker) == pytest.approx(sorted(one.latency_s for one in world.served))
+
+
+def test_drawn_cases_are_near_the_optimum_and_no_slower_than_without_a_controller() -> None:
+    outcomes = [measure_case(seed) for seed in range(25)]
+    assert {one.kind for one in outcomes} == set(KINDS)
+    for one in outcomes:
+        assert all(one.ratio(rival) >= 0.999 for rival in ("latency-first", "no-controller"))
+    ours = summary_of(outcomes)["latency-first"]
+    assert ours["median"] <= 1.1
+    assert statistics.mean(one.ratio("latency-first") for one in outcomes) <= 1.2
+    together = summary_of([one for one in outcomes if one.kind == "together"])["latency-first"]
+    assert together["median"] <= 1.05
+    assert together["worst"] <= 1.25
+    assert together["slower_than_none"] == 0
+    assert [one.seed for one in worst_of(outcomes, 3)] == sorted(
+        [one.seed for one in worst_of(outcomes, 3)], key=lambda seed: -outcomes[seed].ratio("latency-first")
+    )
+
+
+def test_the_same_seed_draws_the_same_case_and_figures_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert draw_case(7) == draw_case(7)
+    outcomes = [measure_case(seed) for seed in range(3)]
+    print_optimum_figures(outcomes, as_json=False)
+    told = capsys.readouterr().out
+    assert "latency-first" in told
+    assert "seed 0" in told
+    print_optimum_figures(outcomes, as_json=True)
+    assert '"worst"' in capsys.readouterr().out
+
+
+def test_cases_that_are_not_of_their_kind_are_refused() -> None:
+    late = Scenario(*(burst([2, 2], [1.0, 1.0], 1.0).__getattribute__(name) for name in ("models", "workers")),
+                    (SimRequest(0.0, "m0"), SimRequest(5.0, "m1")))  # fmt: skip
+    with pytest.raises(ValueError, match="come at once"):
+        best_together(late, latency_cost)

@@ -1,0 +1,88 @@
+"""Cases that are drawn for `make test`, and the times of tests, in a run of pytest of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+SOURCE = """
+import time
+import pytest
+from kit.drawing import seeds
+
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("number", range(20))
+def test_three(number): pass
+
+@pytest.mark.drawn(by="kind")
+@pytest.mark.parametrize("number", [0, 1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kind", ["a", "b"])
+def test_one_of_a_kind(kind, number): pass
+
+@pytest.mark.parametrize("rule", [object(), object()], ids="xy")
+@seeds(50)
+def test_property(seed, rule): pass
+
+def test_plain(): time.sleep(0.3)
+
+def test_busy():
+    while time.process_time() - BEGUN < 0.2: pass
+
+BEGUN = time.process_time()
+"""
+TABLES = {"test_three": 20, "test_one_of_a_kind": 6, "test_property": 100, "test_plain": 1, "test_busy": 1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("drawing")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    long: left for later\n")
+    (folder / "test_drawn.py").write_text(SOURCE)
+    return folder
+
+
+def run(folder: Path, seed: int, *options: str) -> list[str]:
+    """Return the names of the tests that a run has chosen."""
+    plugins = [word for name in ("seeding", "drawing", "times") for word in ("-p", f"kit.{name}")]
+    words = ["-m", "pytest", *plugins, "-p", "no:cacheprovider", "--verbose", "test_drawn.py", *options]
+    environment = os.environ | {"PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment | {"ATELIER_TEST_SEED": str(seed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return re.findall(r"::(test_\S+) PASSED", done.stdout)
+
+
+@pytest.mark.slow
+def test_few_cases_are_drawn_and_the_long_run_has_all_others(folder: Path) -> None:
+    quick = run(folder, 7, "-m", "not long", "--times", "times.tsv")
+    counts = {name: sum(test.partition("[")[0] == name for test in quick) for name in TABLES}
+    assert counts == {"test_three": 3, "test_one_of_a_kind": 2, "test_property": 2, "test_plain": 1, "test_busy": 1}
+    assert {test[-4] for test in quick if "kind" in test} == {"a", "b"}
+    assert {test[-2] for test in quick if "property" in test} == {"x", "y"}
+    long = run(folder, 7, "-m", "long")
+    assert not {*quick} & {*long}
+    assert len(quick) + len(long) == sum(TABLES.values())
+    lines = [line.split("\t") for line in (folder / "times.tsv").read_text().splitlines()]
+    assert {name.partition("::")[2] for *_, name in lines} == {*quick}
+    assert lines[0][2].endswith("test_busy")
+    plain = next(line for line in lines if line[2].endswith("test_plain"))
+    assert float(plain[0]) < 0.2 < float(plain[1]), "a test that waits needs no processor"
+
+
+@pytest.mark.slow
+def test_a_seed_draws_the_same_cases_again_and_others_draw_others(folder: Path) -> None:
+    drawn = [run(folder, seed, "-m", "not long", "-k", "three or property") for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1] != drawn[2]
