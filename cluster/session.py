@@ -16,7 +16,8 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Final, Self
@@ -26,6 +27,7 @@ import psutil
 from cluster.actor_names import NAMESPACE
 from cluster.door.door_plan import check_helper_ports, why_taken
 from cluster.errors import SessionError
+from cluster.processes import is_alive
 from configs.cluster import ClusterConfig, RayConfig
 from configs.http import GrpcConfig, HttpConfig
 from weights.private_folder import private_folder, temporary_folder
@@ -36,6 +38,7 @@ __all__ = [
     "check_can_start",
     "check_http_ports",
     "join_ray",
+    "ray_logs",
     "ray_session",
     "record_folder",
     "running_sessions",
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 _STOP_TIMEOUT_S = 60.0
+_KILL_TIMEOUT_S = 5.0
+_MAX_FOLDER_CHARS: Final = 37  # of the folder of a Ray, in which its sockets have 70 more
 _POLL_S = 0.1
 _LOOPBACK: Final = "127.0.0.1"
 _MODE, _TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"  # of Ray's own reading
@@ -60,7 +65,8 @@ _QUIET_S: Final = 600.0  # a Ray that runs writes its state down every 10 s, als
 class SessionRecord:
     """A running `atelier up`: its process and where it listens. `started` guards against a reused `pid`.
 
-    `lacking` says which models could not be used when it was `ready`, "" where all could.
+    `lacking` says which models could not be used when it was `ready`, "" where all could. `ray` is the address of its
+    private Ray, "" before it is there and for a Ray of others.
     """
 
     name: str
@@ -70,6 +76,7 @@ class SessionRecord:
     config: str
     ready: bool = False
     lacking: str = ""
+    ray: str = ""
 
     @property
     def alive(self) -> bool:
@@ -113,7 +120,7 @@ def running_sessions(folder: Path) -> list[SessionRecord]:
 
 
 def check_can_start(config: ClusterConfig, folder: Path) -> None:
-    """Raise SessionError when the cluster cannot start: it is up already, another Ray runs, or a port is taken."""
+    """Raise SessionError when the cluster cannot start: it is up already, or a port is taken."""
     for record in running_sessions(folder):
         if record.name == config.name:
             raise SessionError(
@@ -123,12 +130,6 @@ def check_can_start(config: ClusterConfig, folder: Path) -> None:
         check_http_ports(config.http)
     if config.grpc:  # replicas share this port on purpose, so that another cluster there would go unnoticed later
         _check_port_free(config.grpc)
-    pids = _ray_processes()
-    if config.ray.address is None and pids:
-        raise SessionError(
-            f"Ray is already running on this machine (gcs_server, process {', '.join(map(str, pids))}). Use it with "
-            "`ray: {address: auto}` in the cluster config, or stop it first (`atelier down` or `ray stop`)"
-        )
 
 
 def check_http_ports(http: HttpConfig) -> None:
@@ -163,7 +164,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
     private = config.ray.address is None
     try:
         if private:
-            _start_private_ray(config.ray)
+            _start_private_ray(config.ray, config.name)
         else:
             join_ray(str(config.ray.address))
     except (ConnectionError, ValueError, RuntimeError, OSError, AuthenticationError) as error:
@@ -179,7 +180,7 @@ def ray_session(config: ClusterConfig) -> Iterator[None]:
         ray.shutdown()
 
 
-def _start_private_ray(config: RayConfig) -> None:
+def _start_private_ray(config: RayConfig, name: str) -> None:
     """Start a Ray of one node on loopback, with its token, and without the processes that nobody needs."""
     import ray
 
@@ -187,7 +188,8 @@ def _start_private_ray(config: RayConfig) -> None:
     from cluster.ray_seam.processes import without_spare_processes
 
     _guard_ray_token()
-    _begin_removing_old_sessions()
+    folder = _own_folder(name)
+    _begin_removing_old_sessions(Path(folder) if folder else _usual_folder())
     for name, value in {**_LOG_LIMITS, **({} if config.dashboard else _NO_COUNTS)}.items():
         os.environ.setdefault(name, value)
     with contextlib.ExitStack() as around:
@@ -202,7 +204,41 @@ def _start_private_ray(config: RayConfig) -> None:
             namespace=NAMESPACE,
             log_to_driver=False,
             logging_level="error",
+            _temp_dir=folder,
         )
+    if folder:
+        _write_address(folder)
+
+
+def ray_folder(name: str) -> Path:
+    """Return where the private Ray of a cluster of this user keeps its files, if it has a folder of its own."""
+    return temporary_folder() / f"r-{zlib.crc32(name.encode()):08x}"
+
+
+def ray_logs(name: str) -> Path:
+    """Return the logs of the last private Ray of a cluster of this user."""
+    own = ray_folder(name)
+    return (own if own.exists() else _usual_folder()) / "session_latest" / "logs"
+
+
+def _own_folder(name: str) -> str | None:
+    """Return `ray_folder`, made if need be; None for Ray's usual place: where that is named, or paths get too long.
+
+    The usual folder may be another user's, and says which Ray `auto` means: that stays the one of who began it there.
+    Raises OSError.
+    """
+    folder = str(ray_folder(name))
+    if os.environ.get("RAY_TMPDIR") or len(folder) > _MAX_FOLDER_CHARS:
+        return None
+    private_folder(temporary_folder())
+    return folder
+
+
+def _write_address(folder: str) -> None:
+    """Write down the address of this process's Ray where Ray looks for that of `auto`; only `ray start` does so."""
+    import ray
+
+    (Path(folder) / "ray_current_cluster").write_text(str(ray.get_runtime_context().gcs_address))
 
 
 def join_ray(address: str = "auto") -> None:
@@ -217,17 +253,28 @@ def join_ray(address: str = "auto") -> None:
 
     if ray.is_initialized():
         return
+    mine = _private_ray() if address == "auto" and not os.environ.get("RAY_ADDRESS") else ""
     # HAZARD: Ray takes 127.0.0.1 in an address for the machine's other one, and looks in vain for a Ray there.
-    is_private = address == "auto" and any(map(_is_on_loopback, _ray_processes()))
-    with ray_on_loopback() if is_private else contextlib.nullcontext():
+    is_private = bool(mine) or (address == "auto" and any(map(_is_on_loopback, _ray_processes())))
+    with contextlib.ExitStack() as around:
         if is_private:
+            around.enter_context(ray_on_loopback())
             _take_ray_token()
+        where = {"_temp_dir": mine} if mine else {}
         try:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error", **where)
         except RuntimeError as error:
             if other := _other_versions(address, error):
                 raise SessionError(other) from None
             raise
+
+
+def _private_ray() -> str:
+    """Return the folder of the first Ray of this user's clusters, "" without one: other Rays may run beside it.
+
+    HAZARD: with an address that is given to it, Ray would not look for a token.
+    """
+    return next((record.ray for record in running_sessions(record_folder()) if record.ray), "")
 
 
 def _other_versions(address: str, error: RuntimeError) -> str:
@@ -294,6 +341,11 @@ class SessionFile:
     def __exit__(self, *_: object) -> None:
         self._file.unlink(missing_ok=True)
 
+    def note_ray(self) -> None:
+        """Record where its private Ray, which is up now, has its files, for who joins it."""
+        self._record = replace(self._record, ray=_own_folder(self._record.name) or "")
+        self._write(self._record)
+
     def mark_ready(self, lacking: str = "") -> None:
         """Record that the cluster answers requests, and what it lacks."""
         self._write(replace(self._record, ready=True, lacking=lacking))
@@ -312,13 +364,22 @@ def stop_session(record: SessionRecord, timeout_s: float = _STOP_TIMEOUT_S) -> N
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [psutil.Process(record.pid), *psutil.Process(record.pid).children(recursive=True)]
         os.kill(record.pid, signal.SIGTERM)
-        _, remaining = psutil.wait_procs(family, timeout=timeout_s)
-        for process in remaining:
+        for process in _left_of(family, timeout_s):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        _, remaining = psutil.wait_procs(remaining, timeout=5)
-        if remaining:
+        if remaining := _left_of(family, _KILL_TIMEOUT_S):
             raise SessionError(f"processes that would not end: {', '.join(str(p.pid) for p in remaining)}")
+
+
+def _left_of(processes: Sequence[psutil.Process], timeout_s: float) -> list[psutil.Process]:
+    """Wait until the processes have ended, and return those that have not in that time.
+
+    One that has ended and that nobody reaps, as below a container's PID 1, counts as ended.
+    """
+    end_s = time.monotonic() + timeout_s
+    while (left := [process for process in processes if is_alive(process)]) and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+    return left
 
 
 def _ray_processes() -> list[int]:
@@ -336,10 +397,14 @@ def _listener(port: int) -> str:
     return ""
 
 
-def _begin_removing_old_sessions() -> None:
-    """Remove the folders of this user's Ray sessions that have ended, in a thread, save the last: it may say why."""
-    folder = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
+def _begin_removing_old_sessions(folder: Path) -> None:
+    """Remove what has ended of this user's Ray sessions in a folder, in a thread, save the last: it may say why."""
     threading.Thread(target=lambda: _remove_old_sessions(folder, time.time()), daemon=True).start()
+
+
+def _usual_folder() -> Path:
+    """Return where Ray keeps its files by itself."""
+    return Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
 
 
 def _remove_old_sessions(folder: Path, now_s: float) -> None:

@@ -57,7 +57,6 @@ _SOCKET: Final = "NOTIFY_SOCKET"
 
 UP_IN_PART: Final = 3  # the exit code of a start that left some models unusable
 KEPT: Final = 5  # earlier starts of a cluster
-RAY_LOGS: Final = Path("/tmp/ray/session_latest/logs")  # noqa: S108  # Ray's own place
 _CHUNK_BYTES: Final = 2**16
 
 
@@ -119,11 +118,13 @@ def _end_deployed(name: str | None, address: str | None) -> None:
 
 def clusters_at(address: str) -> tuple[list[str], str]:
     """Return the clusters of a Ray, and why there are none where there are none."""
+    from ray.exceptions import RayError
+
     from cluster.session import join_ray
 
     try:
         join_ray(address)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (ConnectionError, ValueError, RuntimeError, RayError) as error:
         first = str(error).strip().partition("\n")[0]
         return [], f"no Ray answers at {address} ({first})"
     from deployments.cli.applications import clusters_here
@@ -256,12 +257,13 @@ def start_attached(
 
     `show_page` is given its URL once it answers.
     """
-    config = load_for_start(path, port, insecure)
+    with _out.status(Text(f"checking {path}")):
+        config = load_for_start(path, port, insecure)
     stop = threading.Event()
     with StartDisplay(f"starting cluster {config.name!r}", _out) as display:
         from deployments.cli.running import cluster_up, stop_on_signals
 
-        stop_on_signals(stop)
+        stop_on_signals(stop, says=True)
         with cluster_up(config, str(path.resolve()), stop, display.show, timeout_s) as url:
             display.close()
             _out.print(f"cluster {config.name!r} is up at {url} after {display.elapsed_s:.1f} s")
@@ -283,9 +285,10 @@ def _start_detached(path: Path, port: int | None, insecure: bool, timeout_s: flo
     """Start the cluster in a process of its own and return when it answers. Its output goes to a log file."""
     from deployments.cli.cluster import begin_log
 
-    config = load_for_start(path, port, insecure)
+    with _out.status(Text(f"checking {path}")):
+        config = load_for_start(path, port, insecure)
     log = begin_log(config.name)
-    command = [sys.executable, "-m", "deployments.cli.main", "up", str(path)]
+    command = [sys.executable, "-m", "deployments.cli.entry", "up", str(path)]
     if port is not None:
         command += ["--port", str(port)]
     if insecure:
@@ -397,6 +400,8 @@ def logs(
     earlier: Annotated[int, typer.Option(min=0, max=KEPT, help="How many starts ago.")] = 0,
 ) -> None:
     """Print the log of a cluster that was started with `atelier up --detach`."""
+    from cluster.session import ray_logs
+
     known = _known_logs()
     if name is None and known:
         name = known[0]
@@ -408,7 +413,7 @@ def logs(
         log = _earlier(log, earlier)
         if not log.exists():
             raise SessionError(f"no log of {earlier} starts ago: {log} is not there")
-    typer.echo(f"{log}; of Ray's processes: {RAY_LOGS}", err=True)
+    typer.echo(f"{log}; of Ray's processes: {ray_logs(name)}", err=True)
     if follow and not earlier:
         for text in read_on(log):
             sys.stdout.write(text)

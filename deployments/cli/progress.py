@@ -124,7 +124,7 @@ class StartState:
 
     `problems` has an error by model, `imports` done and all bytes by model, and `unplaced` a line by deployment with
     replicas that no node has room for. `health` is what /healthz says, "" without an answer. Before Ray is up, nothing
-    is known.
+    is known but the `step`.
     """
 
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -133,6 +133,7 @@ class StartState:
     imports: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     unplaced: Mapping[str, str] = field(default_factory=dict)
     health: str = ""
+    step: str = ""
 
 
 def _progress_lines(state: StartState, rate: float = 0.0) -> list[str]:
@@ -140,7 +141,7 @@ def _progress_lines(state: StartState, rate: float = 0.0) -> list[str]:
 
     `rate` is in imported bytes per second, 0 when nobody knows it.
     """
-    lines = [_replica_line(name, *count) for name, count in state.replicas.items()]
+    lines = [*filter(None, [state.step]), *(_replica_line(name, *count) for name, count in state.replicas.items())]
     there = [model for model, found in state.models.items() if found == "ready"]
     others = [_model_line(state, model, rate) for model in state.models if model not in there]
     lines += state.unplaced.values()
@@ -169,7 +170,8 @@ def _progress_news(before: StartState, after: StartState) -> list[str]:
     ]
     models = [_model_line(after, model) for model, found in after.models.items() if before.models.get(model) != found]
     unplaced = [line for name, line in after.unplaced.items() if before.unplaced.get(name) != line]
-    return replicas + unplaced + models
+    step = [after.step] if after.step and after.step != before.step else []
+    return step + replicas + unplaced + models
 
 
 def _replica_line(name: str, num_running: int, num_wanted: int) -> str:

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import httpx
@@ -32,7 +33,13 @@ from cluster.ray_seam.process_starts import (
 from cluster.ray_seam.ray_files import SERVE_MODULES
 from cluster.ray_seam.serve_control import DeployedApp, demand_of, deployed_app, unplaced_demands
 from cluster.ray_seam.shims import why_untried
-from cluster.session import SessionFile, check_can_start, check_http_ports, ray_session, record_folder
+from cluster.session import (
+    SessionFile,
+    check_can_start,
+    check_http_ports,
+    ray_session,
+    record_folder,
+)
 from cluster.tracing import serve_tracing, tracing_environment
 from configs.cluster import ClusterConfig
 from deployments.cli.applications import check_beside_others, end_cluster
@@ -80,6 +87,8 @@ def cluster_up(
     `show` is given the progress meanwhile. Raises SessionError when something is in the way, it does not come up
     (within `timeout_s`), or `stop` is set before it does.
     """
+    begin_step = partial(_begin_step, show=show, stop=stop)
+    begin_step("devices, store and ports are looked at")
     check_devices(config)
     check_store(config)
     if untried := why_untried():
@@ -87,11 +96,15 @@ def cluster_up(
     folder = record_folder()
     check_can_start(config, folder)
     url = f"http://{config.http.host}:{config.http.port}{config.http.route_prefix}".rstrip("/")
+    begin_step("Ray starts" if config.ray.address is None else "Ray is joined")
     with SessionFile(config, url, config_path, folder) as session, _ray_and_door(config) as door:
         if stop:
-            stop_on_signals(stop)  # again: Ray has put a handler of its own in place
+            stop_on_signals(stop, says=True)  # again: Ray has put a handler of its own in place
+        if config.ray.address is None:
+            session.note_ray()
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         watch = StartWatch(is_private=config.ray.address is None, timeout_s=timeout_s)
+        begin_step("Serve and the control plane start")
         _start_serve(config, door)
         state = _wait_ready(config, url, watch, show, stop)
         session.mark_ready(usable_line(state))
@@ -102,7 +115,17 @@ def cluster_up(
             _logger.warning(line)
         for problem in (template_stats() or ((), ()))[1]:
             _logger.warning(f"a process has imported everything itself: {problem}")
+        if stop:
+            stop_on_signals(stop)
         yield url
+
+
+def _begin_step(step: str, show: Callable[[StartState], None] | None, stop: threading.Event | None) -> None:
+    """Show what begins now. Raises SessionError where it need not begin any more."""
+    if stop and stop.is_set():
+        raise SessionError("stopped before it was ready")
+    if show:
+        show(StartState(step=step))
 
 
 def check_devices(config: ClusterConfig) -> None:
@@ -378,7 +401,17 @@ def _wait_ready(
         time.sleep(_POLL_S)
 
 
-def stop_on_signals(stop: threading.Event) -> None:
-    """Make Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process."""
+def stop_on_signals(stop: threading.Event, *, says: bool = False) -> None:
+    """Make Ctrl-C, SIGTERM and a closed terminal set `stop` instead of ending the process.
+
+    With `says` the first one is answered at once: what has begun takes its time to end.
+    """
+
+    def set_stop(*_: object) -> None:
+        if says and not stop.is_set():
+            with contextlib.suppress(OSError):  # not by a file object, which the interrupted code may hold
+                os.write(2, b"\nstopping: what has begun is ended first\n")
+        stop.set()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, set_stop)

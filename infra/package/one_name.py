@@ -16,7 +16,7 @@ from typing import Final
 NAME: Final = "atelier"
 ROOMS: Final = ("configs", "weights", "cluster", "deployments")
 _INIT: Final = '"""Serve diffusion models and LLMs from one Ray Serve application."""\n'
-_MAIN: Final = f"from {NAME}.deployments.cli.main import main\n\nmain()\n"
+_MAIN: Final = f"from {NAME}.deployments.cli.entry import main\n\nmain()\n"
 _DOTTED: Final = re.compile(rb"(?<![\w./\\-])(?:%s)(?:\.[A-Za-z_]\w*)+" % b"|".join(room.encode() for room in ROOMS))
 _BUILT: Final = ("*.pyc", "*.so")
 

@@ -24,6 +24,7 @@ import httpx
 from abuse.attacks import ATTACKS
 from integration.harness import ROOT
 
+from cluster.session import ray_logs
 from configs.cluster import ClusterConfig
 from configs.loading import load_cluster_config
 from deployments.cli.running import cluster_up
@@ -31,6 +32,7 @@ from deployments.ingress.access.keys import KeyEntry, add_key, hash_of
 from infra.ports import free_port
 
 ATTACKER, OTHER = "atl_attacker", "atl_other"
+NAME = "abuse"  # of the cluster
 MOST_TIMES = 3.0
 PAUSE_S = 0.05  # between two chats
 IDLE_S, ATTACK_S, REST_S, READY_S = 6.0, 10.0, 2.0, 60.0
@@ -92,7 +94,7 @@ def _config(folder: Path) -> ClusterConfig:
     for name, key in (("attacker", ATTACKER), ("other", OTHER)):
         add_key(keys, KeyEntry(name=name, sha256=hash_of(key), tenant=name))
     fields = load_cluster_config(ROOT / "configs/clusters/demo.yaml").model_dump(mode="json")
-    fields |= {"name": "abuse", "store": fields["store"] | {"path": str(folder / "store")}}
+    fields |= {"name": NAME, "store": fields["store"] | {"path": str(folder / "store")}}
     fields |= {"http": {"port": free_port()}, "grpc": {"port": free_port()}, "access": {"keys_file": str(keys)}}
     return ClusterConfig.model_validate(fields)
 
@@ -107,12 +109,12 @@ def _attacked(names: list[str], url: str, grpc: str) -> Iterator[Row]:
             if idle.problems:
                 raise RuntimeError(f"before {name}: {idle.problems[0]}")
             idle_ms.append(idle.p99_ms)
-            log_bytes = _log_bytes()
+            log_bytes = _log_bytes(NAME)
             with _running(name, url, grpc):
                 times = _ask(http, ATTACK_S)
             _check_head(http, times)
             before_ms = equal_ms if name == URGENT and equal_ms else statistics.median(idle_ms)
-            row = Row(name, before_ms, times, _log_bytes() - log_bytes)
+            row = Row(name, before_ms, times, _log_bytes(NAME) - log_bytes)
             equal_ms = times.p99_ms if name == EQUAL else equal_ms
             print(f"{name}: {row.times.p99_ms:.0f} ms, {row.ratio:.1f} x", file=sys.stderr, flush=True)
             yield row
@@ -156,10 +158,9 @@ def _running(name: str, url: str, grpc: str) -> Iterator[None]:
             process.kill()
 
 
-def _log_bytes() -> int:
-    """Return the bytes of all logs of the Ray that was started last."""
-    folder = Path(tempfile.gettempdir()) / "ray" / "session_latest" / "logs"
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+def _log_bytes(cluster: str) -> int:
+    """Return the bytes of all logs of a cluster's Ray."""
+    return sum(path.stat().st_size for path in ray_logs(cluster).rglob("*") if path.is_file())
 
 
 def _print(rows: list[Row]) -> None:

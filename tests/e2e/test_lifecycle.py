@@ -75,7 +75,6 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
             "no model 'nope' (known: adder)": begin("generate", "x", "-m", "nope"),
             "cluster 'small' is already up": begin("up", str(small_config)),
             "cannot listen on 127.0.0.1:": begin("up", str(other)),
-            "Ray is already running on this machine": begin("up", str(other), "--port", str(free_port())),
         }
     models = json.loads(listed.result().stdout)["models"]
     assert [(model["id"], model["state"]) for model in models] == [("adder", "ready")]
@@ -84,10 +83,17 @@ def test_up_talk_down(environment: dict[str, str], small_config: Path) -> None:
         assert command.result().returncode == 1
         assert reason in command.result().stderr
     assert "1 modules" in atelier("status", env=environment).stdout
+    port = free_port()
+    beside = atelier("up", str(other), "--port", str(port), "--detach", env=environment)  # on a Ray of its own
+    assert beside.returncode == 0, beside.stderr
+    asked = atelier("chat", "What is 12 + 8?", "--url", f"http://127.0.0.1:{port}", env=environment)
+    assert asked.stdout.strip() == "20."
 
+    down = atelier("down", "other", env=environment)
+    assert (down.returncode, down.stdout.strip()) == (0, "cluster 'other' is down"), down.stderr
+    assert "1 modules" in atelier("status", env=environment).stdout
     down = atelier("down", env=environment)
-    assert down.returncode == 0, down.stderr
-    assert "cluster 'small' is down" in down.stdout
+    assert (down.returncode, down.stdout.strip()) == (0, "cluster 'small' is down"), down.stderr
     gone = atelier("status", env=environment)
     assert gone.returncode == 1
     assert "no answer from" in gone.stderr

@@ -8,13 +8,16 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 import ray
+from ray._private.services import find_bootstrap_address
 from ray._private.utils import check_version_info, compute_version_info
 
 from cluster import session
@@ -23,6 +26,7 @@ from cluster.session import (
     SessionFile,
     SessionRecord,
     _check_port_free,
+    _own_folder,
     _remove_old_sessions,
     check_can_start,
     record_folder,
@@ -155,12 +159,44 @@ def test_a_host_that_is_not_ours_is_said() -> None:
         _check_port_free(HttpConfig(host="192.0.2.1", port=free_port()))
 
 
-def test_another_ray_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.session._ray_processes", lambda: [11, 12])
-    http = {"port": free_port()}
-    with pytest.raises(SessionError, match=r"Ray is already running .*process 11, 12.*address: auto"):
-        check_can_start(config(http=http), tmp_path)
-    check_can_start(config(http=http, ray={"address": "auto"}), tmp_path)
+def test_a_private_ray_has_a_folder_of_its_own_where_paths_of_sockets_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        found = {_own_folder("one"), _own_folder("one"), _own_folder("two")}
+        assert len(found) == 2
+        assert all(folder and Path(folder).parent == Path(short) / f"atelier-{os.getuid()}" for folder in found)
+        assert Path(short, f"atelier-{os.getuid()}").stat().st_mode & 0o777 == 0o700
+        monkeypatch.setenv("RAY_TMPDIR", "/elsewhere")
+        assert _own_folder("one") is None
+        monkeypatch.delenv("RAY_TMPDIR")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "a-long-path-of-a-temporary-folder"))
+    assert _own_folder("one") is None
+
+
+def test_auto_means_the_ray_of_this_users_cluster_whatever_runs_beside_it(
+    ray_environment: Path, mine: SessionRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str | None]] = []
+
+    def init(address: str, _temp_dir: str | None = None, **_: Any) -> None:
+        asked.append((address, _temp_dir and find_bootstrap_address(_temp_dir)))
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="127.0.0.1:4321"))
+    monkeypatch.setattr(session, "_ray_processes", list)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    session.join_ray()
+    session._write_address(str(ray_environment))
+    write(session.record_folder(), replace(mine, ray=str(ray_environment)))
+    session.join_ray()
+    session.join_ray("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    session.join_ray()
+    assert asked == [("auto", None), ("auto", "127.0.0.1:4321"), ("10.0.0.1:6379", None), ("auto", None)]
 
 
 CHILD = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {!r}]); print(p.pid, flush=True); p.wait()"
@@ -175,6 +211,25 @@ def test_stopping_ends_the_whole_family(mine: SessionRecord, code: str) -> None:
         assert not psutil.pid_exists(child.pid) or child.status() == psutil.STATUS_ZOMBIE
         process.wait(5)
     stop_session(replace(mine, pid=process.pid))
+
+
+NEVER_REAPED = (
+    "import subprocess, sys, time\n"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "print(p.pid, flush=True)\n"
+    "time.sleep(60)"
+)
+
+
+def test_what_has_ended_and_is_reaped_by_nobody_has_ended(mine: SessionRecord) -> None:
+    with subprocess.Popen([sys.executable, "-c", NEVER_REAPED], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout
+        ended = psutil.Process(int(parent.stdout.readline()))
+        begun_s = time.monotonic()
+        stop_session(replace(mine, pid=ended.pid), timeout_s=30.0)
+        assert time.monotonic() - begun_s < 15.0
+        assert ended.status() == psutil.STATUS_ZOMBIE
+        parent.kill()
 
 
 @pytest.fixture

@@ -96,3 +96,11 @@ def test_models_that_cannot_be_asked_are_counted_and_named_with_the_reason() -> 
     )
     many = {f"m{number}": "unavailable" for number in range(20)}
     assert usable_line(StartState(models=many)).endswith("; m7: unavailable; and 12 more")
+
+
+def test_a_step_is_said_before_there_is_anything_to_count() -> None:
+    begun = StartState(step="Ray starts")
+    assert _progress_news(NOTHING, begun) == ["Ray starts"]
+    assert _progress_news(begun, begun) == []
+    assert _progress_news(begun, HALF) == _progress_news(NOTHING, HALF)
+    assert _progress_lines(begun) == ["Ray starts"]

@@ -6,6 +6,10 @@ import contextlib
 import errno
 import importlib.util
 import logging
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ from configs.cluster import ClusterConfig
 from deployments.cli import running
 from deployments.cli.running import _http_door, _templates, check_devices, check_store, cluster_up
 from deployments.services import replica_classes
+from infra.ports import free_port
 
 
 def config(**http: Any) -> ClusterConfig:
@@ -174,3 +179,72 @@ def test_a_store_that_has_models_may_be_for_reading_only(tmp_path: Path, monkeyp
         check_store(config)
     (tmp_path / "store/models/m").mkdir(parents=True)
     check_store(config)
+
+
+def test_each_step_of_a_start_is_shown_and_none_begins_after_a_stop(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    stop, steps = threading.Event(), list[str]()
+
+    @contextlib.contextmanager
+    def ray_and_door(_: ClusterConfig) -> Iterator[None]:
+        stop.set()  # while Ray starts
+        yield
+
+    monkeypatch.setattr(running, "_ray_and_door", ray_and_door)
+    monkeypatch.setattr(running, "stop_on_signals", lambda *_, **__: None)
+    monkeypatch.setattr(running, "_start_serve", lambda *_: pytest.fail("Serve has begun to start"))
+    given = {
+        "http": {"port": free_port()},
+        "store": {"path": tmp_path / "store"},
+        "models": [{"id": "m", "path": "/m"}],
+    }
+    config = ClusterConfig.model_validate(given)
+    stopped = pytest.raises(SessionError, match="stopped before it was ready")
+    with stopped, cluster_up(config, "none", stop, lambda state: steps.append(state.step)):
+        pytest.fail("it is up")
+    assert steps == ["devices, store and ports are looked at", "Ray starts"]
+
+
+ON_SIGNALS = """
+import os, signal, threading
+from deployments.cli.running import stop_on_signals
+stop = threading.Event()
+stop_on_signals(stop, says=True)
+for _ in range(2):
+    os.kill(os.getpid(), signal.SIGINT)
+assert stop.is_set()
+"""
+
+
+def test_the_first_signal_is_answered_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", ON_SIGNALS], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "stopping: what has begun is ended first"
+
+
+SLOW_IMPORT = """
+import sys, time
+from importlib.abc import MetaPathFinder
+
+class Slow(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "deployments.cli.main":
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+from deployments.cli.entry import main
+main()
+"""
+
+
+def test_ctrl_c_while_modules_are_imported_leaves_no_traceback() -> None:
+    command = [sys.executable, "-c", SLOW_IMPORT]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30) == ("", "")
+    assert process.returncode == -signal.SIGINT

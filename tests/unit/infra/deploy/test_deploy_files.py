@@ -199,6 +199,33 @@ def test_the_image_runs_as_a_user_with_pinned_parts() -> None:
             assert "--constraint /opt/constraints.txt" in install
 
 
+NAMES_OF_ROOMS = ("configs", "weights", "cluster", "deployments")
+
+
+def left_out(path: str) -> bool:
+    """Return whether Docker leaves a path out of what it is given: by a pattern of it, or of a folder above."""
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    parts = path.split("/")
+    above = ["/".join(parts[: number + 1]) for number in range(len(parts))]
+    expressions = [
+        re.escape(one).replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*") for one in patterns
+    ]
+    return any(re.fullmatch(expression, one) for expression in expressions for one in above)
+
+
+def test_an_image_gets_what_a_wheel_is_built_of_and_nothing_else_of_a_checkout() -> None:
+    for path in (".git/HEAD", ".venv/bin/python", ".judges/protocol", "out/store/packs/1", "cluster/__pycache__/a.pyc"):
+        assert left_out(path), path
+    assert left_out("deployments/engines/native/kernels.so")
+    kept = ["pyproject.toml", "hatch_build.py", "constraints.txt", "README.md", "LICENSE", "infra/package/one_name.py"]
+    rooms = [file for room in NAMES_OF_ROOMS for file in (ROOT / room).rglob("*") if file.is_file()]
+    kept += [str(file.relative_to(ROOT)) for file in rooms if file.suffix not in (".so", ".pyc")]
+    assert len(kept) > 300
+    assert [path for path in kept if left_out(path)] == []
+    ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.endswith("/")]
+    assert [folder for folder in ignored if not left_out(f"{folder}/file") and folder != "*.egg-info"] == []
+
+
 def test_ray_reads_its_cluster_file() -> None:
     (content,) = documents(DEPLOY / "ray-cluster.yaml")
     schema = Path(ray.autoscaler.__file__).with_name("ray-schema.json")

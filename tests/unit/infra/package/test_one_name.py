@@ -76,4 +76,4 @@ def test_the_tree_of_the_wheel_names_no_room_from_outside(tmp_path: Path) -> Non
             left += [f"{file}: {name}" for name in names if name.split(".")[0] in ROOMS]
     assert left == []
     assert not [*package.rglob("*.so"), *package.rglob("*.pyc")]
-    assert (package / "__main__.py").read_text().startswith(f"from {NAME}.deployments.cli.main import main")
+    assert (package / "__main__.py").read_text().startswith(f"from {NAME}.deployments.cli.entry import main")
