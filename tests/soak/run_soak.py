@@ -229,6 +229,9 @@ def _print(report: Report, judged: Sequence[Verdict], load: Load) -> None:
         unit = "" if one.unit in ("files", "threads", "processes") else one.unit
         shown = [f"{_number(value, one.unit)} {_shown_unit(unit):<3}" for value in (one.early, one.late)]
         print(f"{one.name:<52}{shown[0]:>16}{shown[1]:>16}{one.share:>+9.1%} {one.word}")
+        if one.has_grown:
+            at_each = [_number(taken[one.name].value, one.unit) for taken in report.taken if one.name in taken]
+            print(f"{'':<6}at each sixth: {', '.join(at_each)}")
     right, again = load.outcome.right, load.outcome.again
     print(f"{load.num_answers} right answers: {dict(right)}; asked again after a death: {dict(again)}")
     print(f"{report.num_disturbances} disturbances; {len(report.problems)} problems")
