@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from cluster.admission.outcomes import joined_loads
@@ -31,6 +31,7 @@ from cluster.placement.state import (
 
 QUEUE_LOST_S: Final = 1.5  # a queue that is silent for so long is that of an ingress that is gone
 MAX_DESCRIBED: Final = 256  # models whose needs are known although nobody has asked for them
+USUAL_BYTES: Final = 10e9  # of a model: by its switch the slowest worker is told
 WORKERS: Final = "worker"  # the pool of workers, until one has said it
 WARM_UP_S: Final = 3.0  # of a new controller, until it decides without workers that have not reported yet
 
@@ -254,13 +255,13 @@ class Observations:
         first = sorted((model for model in unknown if model in asked), key=lambda id_: -_waiting(loads, id_))
         rest = [model for model in unknown if model not in asked][: max(0, MAX_DESCRIBED - len(self._needs))]
         usual_s = _usual_service_s(loads.values())
-        models = [self._model(id_, loads.get(id_), failed.get(id_), usual_s) for id_ in names if id_ in self._needs]
+        slowest = self._slowest_switch()
+        models = [
+            self._model(id_, loads.get(id_), failed.get(id_), usual_s, slowest) for id_ in names if id_ in self._needs
+        ]
         known = frozenset(model.id for model in models)
         workers = [
-            replace(
-                self._worker(name, now_s, known, running.get(name, {}), overrides, unconfirmed.get(name)),
-                unable=frozenset([model for model, one in by_worker[name].items() if one.retry_in_s > 0]),
-            )
+            self._worker(name, now_s, known, running.get(name, {}), overrides, by_worker[name], unconfirmed.get(name))
             for name in self._workers
             if name in listed
         ]
@@ -294,9 +295,17 @@ class Observations:
 
     # models
 
-    def _model(self, id_: str, load: ModelLoad | None, backoff: Backoff | None, usual_s: float | None) -> ModelState:
+    def _model(
+        self,
+        id_: str,
+        load: ModelLoad | None,
+        backoff: Backoff | None,
+        usual_s: float | None,
+        slowest: tuple[float, float],
+    ) -> ModelState:
         # Of no model at all a request was measured: so short that no switch counts as cheap before one was.
-        usual_service_s = self._switch_s(id_) / ON_DEMAND_REQUESTS if usual_s is None else usual_s
+        switch_s = slowest[0] + self._components[id_].total_bytes / slowest[1]
+        usual_service_s = switch_s / ON_DEMAND_REQUESTS if usual_s is None else usual_s
         retry_in_s = max(0.0, backoff.retry_in_s) if backoff else 0.0
         if load is None:
             return ModelState(
@@ -319,11 +328,11 @@ class Observations:
             unstarted_s=max(0.0, load.unstarted_s),
         )
 
-    def _switch_s(self, id_: str) -> float:
-        """Return what a switch to the model takes on the slowest worker, from its node's memory."""
-        nbytes = self._components[id_].total_bytes
-        found = [(report.fixed_switch_s, report.attach_bytes_per_s) for report in self._workers.values()]
-        return max([fixed_s + nbytes / per_s for fixed_s, per_s in found if per_s > 0], default=0.0)
+    def _slowest_switch(self) -> tuple[float, float]:
+        """Return the fixed part of a switch and its bytes per second, of the worker that is slowest with usual ones."""
+        found = [(each.fixed_switch_s, each.attach_bytes_per_s) for each in self._workers.values()]
+        usable = [one for one in found if one[1] > 0]
+        return max(usable, key=lambda one: one[0] + USUAL_BYTES / one[1], default=(0.0, math.inf))
 
     def _is_described(self, model: str) -> bool:
         need = self._needs.get(model)
@@ -354,6 +363,7 @@ class Observations:
         known: Collection[str],
         running: Mapping[str, int],
         overrides: Overrides,
+        failed: Mapping[str, Backoff],
         unconfirmed: tuple[str, float] | None,
     ) -> WorkerState:
         report, at_s = self._workers[name], self._reported_s[name]
@@ -377,7 +387,8 @@ class Observations:
             leased=report.leased - ends_soon,  # of what runs it is known when it ends
             switching_to=switching_to if switching_to in known else None,
             ready_in_s=ready_in_s if switching_to in known else 0.0,
-            pinned=(overrides.pins.get(name, frozenset()) & frozenset(known)).union(kept),
+            pinned=frozenset(model for model in overrides.pins.get(name, ()) if model in known).union(kept),
+            unable=frozenset([model for model, one in failed.items() if one.retry_in_s > 0]),
             is_draining=name in overrides.draining,
             is_frozen=name in overrides.frozen,
             idle_s=max(0.0, now_s - self._busy_s.get(name, now_s)),
@@ -423,11 +434,13 @@ class Observations:
             if not load.is_gone
         }
 
-    def _running(self, pool: str) -> dict[str, Counter[str]]:
-        running: dict[str, Counter[str]] = {}
+    def _running(self, pool: str) -> dict[str, dict[str, int]]:
+        running: dict[str, dict[str, int]] = {}
         for snapshot, _ in self._queues.values():
             for load in snapshot.replicas.get(pool, ()):
-                running.setdefault(load.name, Counter()).update(load.running)
+                found = running.setdefault(load.name, {})
+                for model, count in load.running.items():
+                    found[model] = found.get(model, 0) + count
         return running
 
     def _loads(self, pool: str) -> dict[str, ModelLoad]:

@@ -264,7 +264,7 @@ def _what_goes(outlook: Outlook, model: ModelState, worker: WorkerState, switch_
         return {}
     away_s = 2 * switch_s + model.waiting * model.service_s / worker.speed
     movable = [state.models[id_] for id_ in worker.models if id_ not in worker.pinned]
-    harms = {each.id: _harm_of(outlook, each, worker, model, away_s) for each in movable}
+    harms = {each.id: _harm_of(outlook, each, worker, away_s) for each in movable}
     stay = [id_ for id_ in worker.models if harms.get(id_, math.inf) == math.inf]
     going = least_harm(
         {id_: harm for id_, harm in harms.items() if harm < math.inf},
@@ -308,18 +308,14 @@ def least_harm(
     return best
 
 
-def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, wanted: ModelState, away_s: float) -> float:
-    """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`.
-
-    Of those that are expected only as many count as come more often than for what is wanted: whose turn it is next,
-    if both come alike, is nobody's harm.
-    """
+def _harm_of(outlook: Outlook, model: ModelState, worker: WorkerState, away_s: float) -> float:
+    """Return the request-seconds that the model's requests wait longer if it is off the worker for `away_s`."""
     if model.waiting and not worker.running.get(model.id) and worker.reserved_for is None:
         return math.inf  # it has got ready, and its requests start in this moment
     others = [other for other in outlook.serving(model.id) if other != worker.id]
     if not others:
-        coming_s = away_s - outlook.usual.seconds(model)  # it comes back only if somebody has come
-        coming = max(0.0, model.slo.weight * model.rate - wanted.slo.weight * wanted.rate) * coming_s
+        coming_s = max(0.0, away_s - outlook.usual.seconds(model))  # it comes back only if somebody has come
+        coming = model.slo.weight * model.rate * coming_s
         return model.slo.weight * model.waiting * away_s + 0.5 * coming * coming_s
     coming = model.rate * away_s
     work_s = (model.waiting + coming) * model.service_s

@@ -62,7 +62,7 @@ class Controlled:
         self._began_s: dict[int, float] = {}
         self._evicting: dict[str, tuple[str, tuple[str, ...]]] = {}  # worker -> the model it drains for, and what goes
         self._loading: set[str] = set()
-        self._failures: dict[str, tuple[int, float]] = {}
+        self._failures: dict[str, dict[str, tuple[int, float]]] = {}  # by model and worker: how many, until when
         self._silent_since: dict[str, float] = {}
         self._lies: set[str] = set()
         self._clock_error_s = 0.0
@@ -106,16 +106,19 @@ class Controlled:
         self._serve_unready(worker)
         if worker.loading is None and worker.spec.id in self._loading:
             self._loading.discard(worker.spec.id)
+            for model in worker.models:
+                self._failures.get(model, {}).pop(worker.spec.id, None)
             self._tick_soon(0.0)
         elif not worker.runs and self._queue.num_waiting:
             self._tick_soon(NEWS_S)
         self._pump()
 
     def on_load_failed(self, worker: WorkerInWorld, model: str) -> None:
-        """Back the model off; what waits for it there goes back into the queue, where the controller can hold it."""
+        """Back the model off there; what waits for it goes back into the queue, where the controller can hold it."""
         self._loading.discard(worker.spec.id)
-        num_failures = self._failures.get(model, (0, 0.0))[0] + 1
-        self._failures[model] = (num_failures, self._world.now_s + retry_after_s(num_failures))
+        failed = self._failures.setdefault(model, {})
+        num_failures = failed.get(worker.spec.id, (0, 0.0))[0] + 1
+        failed[worker.spec.id] = (num_failures, self._world.now_s + retry_after_s(num_failures))
         waiting = self._unready[worker.spec.id]
         self._unready[worker.spec.id] = deque(request for request in waiting if request.model != model)
         self._decide()
@@ -135,6 +138,8 @@ class Controlled:
         else:
             self._evicting.pop(fault.worker, None)
             self._loading.discard(fault.worker)
+            for failed in self._failures.values():
+                failed.pop(fault.worker, None)
             self._silent_since.pop(fault.worker, None)
             self._lies.discard(fault.worker)
             self._list_replicas()
@@ -238,10 +243,16 @@ class Controlled:
             rate_long=load.rate_long,
             service_s=load.service_s or model.batch_service_s(max(1, min(load.waiting, round(1 / self._share)))),
             latency_s=load.latency_s,
-            retry_in_s=max(0.0, self._failures.get(id_, (0, 0.0))[1] - now_s),
+            retry_in_s=self._retry_in_s(id_, now_s),
             slo=model.slo,
             unstarted_s=load.unstarted_s + error_s if load.waiting else 0.0,
         )
+
+    def _retry_in_s(self, id_: str, now_s: float) -> float:
+        """Return in how many seconds the first worker tries the model again, where all have failed with it."""
+        alive = [name for name, worker in self._world.workers.items() if worker.is_alive]
+        failed = self._failures.get(id_, {})
+        return min([max(0.0, failed[name][1] - now_s) if name in failed else 0.0 for name in alive], default=0.0)
 
     def _observed_worker(self, worker: WorkerInWorld, now_s: float, error_s: float) -> WorkerState:
         spec = worker.spec
@@ -262,6 +273,9 @@ class Controlled:
             switching_to=worker.loading,
             ready_in_s=max(0.0, worker.ready_at_s - now_s),
             reserved_for=self._evicting[spec.id][0] if spec.id in self._evicting else None,
+            unable=frozenset(
+                [id_ for id_, failed in self._failures.items() if failed.get(spec.id, (0, 0.0))[1] > now_s]
+            ),
             idle_s=0.0 if running else now_s - worker.idle_since_s,
             age_s=now_s - self._silent_since.get(spec.id, now_s) + error_s,
             speed=spec.speed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from kit.drawing import seeds
@@ -161,6 +162,18 @@ def test_a_model_that_fails_to_load_is_backed_off_and_harms_no_other() -> None:
     assert figures.served == 60
     assert max(each.latency_s for each in world.served) < 6.0
     assert 3 <= figures.failed_loads <= 10  # 1, 2, 4, ... 60 s apart in three minutes
+
+
+def test_a_load_that_fails_is_backed_off_only_where_it_failed() -> None:
+    """As in the cluster, where each worker reports its own failures: the next one tries at once."""
+    bad = SimModel("bad", Components({"bad": GB}), num_failing_loads=5)
+    workers = tuple(SimWorker(f"w{n}", "n", GB, fixed_switch_s=10.0, attach_bytes_per_s=1e12) for n in range(8))
+    world = World(Scenario((bad,), workers, (SimRequest(0.0, "bad"),)), Controlled)
+    world.run(500.0)
+    loads = [(span.worker, span.start_s) for span in world.spans if span.is_switch]
+    assert all(name != next_ for (name, _), (next_, _) in pairwise(loads))
+    assert [at_s for _, at_s in loads] == pytest.approx([0.0, 10.0, 20.0, 30.0, 40.0, 50.0], abs=0.2)
+    assert len(world.served) == 1
 
 
 def test_a_dead_controller_is_not_waited_for() -> None:

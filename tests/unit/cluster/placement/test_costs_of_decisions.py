@@ -1,0 +1,101 @@
+"""Decisions of many models and workers: what is counted are lines of code that run, not seconds."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+from unit.cluster.placement.reporting import load, need, queue, versions, worker
+
+from cluster.admission.queue import AdmissionQueue
+from cluster.admission.records import Demand, Placement
+from cluster.admission.service_times import MAX_MODELS
+from cluster.placement.deciding import Deciding
+from cluster.placement.observing import Observations
+from cluster.placement.overrides import Overrides
+from cluster.placement.state import SloClass
+from cluster.placement.switching import LATENCY_FIRST
+from configs.admission import AdmissionConfig
+
+
+def num_lines(work: Callable[[], Any]) -> int:
+    """Return how many lines of Python run, each turn of a loop or a comprehension anew."""
+    number, before = 0, sys.gettrace()
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal number
+        number += event == "line"
+        return count
+
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return number
+
+
+class _Cluster:
+    """As many workers as models, each with one that is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.observations = Observations(lambda model: SloClass(), 0.0)
+        self.observations.catalog = versions(*(f"m{number}" for number in range(size)), "new")
+        needs = {f"m{number}": need(**{f"c{number}": 10, "base": 1}) for number in range(size)}
+        for number in range(size):
+            self.report(number, {**needs} if not number else {})
+        loads = [load(f"m{number}", rate_long=0.1) for number in range(size)]
+        self.observations.note_queue("q", queue(loads, **{f"w{n}": {f"m{n}": 1} for n in range(size)}), 0.0)
+        ids = itertools.count()
+        self.deciding = Deciding(LATENCY_FIRST, self.observations, lambda: str(next(ids)))
+        self.decide()
+
+    def report(self, number: int, needs: dict[str, Any]) -> None:
+        """Report as a worker does, and look up what it reported before, as the controller does."""
+        name = f"w{number}"
+        self.observations.workers.get(name)
+        self.observations.note_worker(name, worker(needs=needs, ready={f"c{number}": 10, "base": 1}), 0.0)
+
+    def decide(self) -> None:
+        assert self.deciding.decide(Overrides(), 0.1, 0.0) is not None
+
+    def decide_after_a_new_model(self) -> None:
+        self.report(0, {"new": need(cnew=5, base=1)})
+        self.decide()
+
+
+@pytest.mark.parametrize("work", [_Cluster.decide, _Cluster.decide_after_a_new_model])
+def test_a_decision_costs_no_more_for_each_worker_the_more_there_are(work: Callable[[_Cluster], None]) -> None:
+    found = []
+    for size in (200, 800):
+        cluster = _Cluster(size)
+        found.append(num_lines(lambda cluster=cluster: work(cluster)))  # type: ignore[misc]
+    assert found[1] <= 4.4 * found[0]
+
+
+def test_a_report_costs_the_same_in_a_cluster_of_any_size() -> None:
+    found = []
+    for size in (10, 400):
+        cluster = _Cluster(size)
+        found.append(num_lines(lambda cluster=cluster: cluster.report(3, {})))  # type: ignore[misc]
+    assert found[1] <= found[0] + 5
+
+
+def test_a_model_that_waits_stays_in_the_snapshot_whatever_else_is_asked_for() -> None:
+    queue_ = AdmissionQueue(AdmissionConfig())
+    queue_.set_replicas("worker", ["w0"], 0.0)
+    queue_.set_placement(Placement({("worker", "waits"): ()}))
+    queue_.submit(0, Demand("worker", "waits", 1.0, 1.0, 2, "default", 1e6), 0.0)
+    for number in range(1, MAX_MODELS + 100):
+        queue_.submit(number, Demand("worker", f"m{number}", 1.0, 1.0, 2, "default", 1e6), 1.0)
+        queue_.pump(1.0)
+        queue_.leave(number, 1.0, is_answered=True)
+    loads = queue_.snapshot(2.0).models
+    assert [one.waiting for one in loads if one.model == "waits"] == [1]
+    queue_.leave(0, 2.0)
+    queue_.submit(-1, Demand("worker", "other", 1.0, 1.0, 2, "default", 1e6), 3.0)
+    assert len(queue_.snapshot(3.0).models) <= MAX_MODELS + 1
