@@ -28,9 +28,9 @@ from transformers.models.gemma3n import modeling_gemma3n
 
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.engine_config import LLMEngineConfig
-from weights.formats.language_models import CLASS_NAMES
 from deployments.engines.llm.models.stock_classes import DRAFTS_FOR, OWN_CACHE, PAGED, RECURRENT, SEEING, TEXT_ALONE
 from deployments.engines.protocol import EngineError, SamplingParams, TextRequest
+from weights.formats.language_models import CLASS_NAMES
 
 VOCABULARY: Final = 96
 TIE: Final = 1e-4  # of log probabilities
