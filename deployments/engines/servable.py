@@ -167,13 +167,12 @@ def _check_decoder_tensors(checkpoint: Checkpoint) -> None:
     (component, *_), config = checkpoint.components, checkpoint.config
     if component.format != "safetensors":
         return
-    count = config.get("num_hidden_layers")
+    named = config.get("num_hidden_layers")
+    count = named if isinstance(named, int) and is_size(named) else 0
     leaves = [f"self_attn.{name}_proj" for name in "qkvo"] + ["input_layernorm", "post_attention_layernorm"]
     wanted = ["model.embed_tokens.weight", "model.norm.weight"]
     wanted += [] if config.get("tie_word_embeddings") else ["lm_head.weight"]
-    wanted += [
-        f"model.layers.{layer}.{leaf}.weight" for layer in range(count if is_size(count) else 0) for leaf in leaves
-    ]
+    wanted += [f"model.layers.{layer}.{leaf}.weight" for layer in range(count) for leaf in leaves]
     if missing := [name for name in wanted if name not in component.tensors]:
         more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
         raise EngineError(

@@ -89,6 +89,11 @@ _TABLE: Final[tuple[tuple[type[Exception], int, str, str], ...]] = (
     (RayActorError, 503, "server_error", "replica_unavailable"),
     (RayServeException, 503, "server_error", "replica_unavailable"),
 )
+_UNSERVED: Final = ("/v1/audio", "/v1/realtime")
+_SERVED: Final = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank"),
+    *("/v1/classify", "/v1/score", "/v1/images/generations", "/v1/videos", "/v1/models"),
+)
 _HTTP_CODES: Final = {404: "unknown_url", 405: "method_not_allowed"}
 _MEANINGS: Final = {
     400: "a field that is wrong; `param` names it",
@@ -326,6 +331,8 @@ def install_error_handlers(app: FastAPI, respond: Callable[[str, Failure], Respo
             return respond(path, failure_of(error.__cause__))
         code = _HTTP_CODES.get(error.status_code, "http_error")
         message = f"{request.method} {path}: {error.detail}"
+        if error.status_code == 404 and path.startswith(_UNSERVED):
+            message += f"; nothing is heard or spoken here, served are {', '.join(_SERVED)}"
         response = respond(path, Failure(error.status_code, message, "invalid_request_error", code))
         response.headers.update(error.headers or {})
         return response

@@ -8,7 +8,15 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from configs.cluster import MAX_MESSAGES
-from deployments.engines.llm.chat import CalledTool, Message, ReasoningEffort, ResponseFormat, Tool, ToolChoice
+from deployments.engines.llm.chat import (
+    AnswerGrammar,
+    CalledTool,
+    Message,
+    ReasoningEffort,
+    ResponseFormat,
+    Tool,
+    ToolChoice,
+)
 from deployments.records.requests import (
     MAX_INT32,
     MAX_SEED,
@@ -66,6 +74,7 @@ class _TextRequest(ServedRequest, TextOptions):
     """A request for text. The ingress sets `adapter_versions` (by name), which are as `model_version`."""
 
     adapter_versions: dict[str, str] = Field({})
+    answer_grammar: AnswerGrammar | None = None
 
     @property
     def num_texts(self) -> int:
@@ -98,6 +107,8 @@ class ChatRequest(_TextRequest):
     def _begins_or_continues(self) -> Self:
         if self.continue_final_message and self.tool_choice not in ("auto", "none"):
             raise ValueError("with continue_final_message no tool can be required")
+        if self.answer_grammar is not None and (self.response_format is not None or self.tool_choice == "required"):
+            raise ValueError("structured_outputs go with no other form of the answer (response_format, tool_choice)")
         return self
 
 

@@ -11,7 +11,7 @@ from cluster.request_ids import part_id
 from deployments.engines.llm.answer_forms import AnswerForm
 from deployments.engines.llm.answer_grammars import call_rule
 from deployments.engines.llm.answer_reader import AnswerReader
-from deployments.engines.llm.chat import Function
+from deployments.engines.llm.chat import AnswerGrammar, Function
 from deployments.engines.llm.chat_prompts import ChatOptions, switches_thinking, template_variables, unknown_variables
 from deployments.engines.llm.engine import LLMEngine
 from deployments.engines.llm.schemas import left_out_of, prepare_schema
@@ -76,6 +76,8 @@ def text_requests(
         hidden = _hidden_tokens(engine, use.form)
     else:
         prompts = [engine.encode_text(one) if isinstance(one, str) else one for one in request.prompts]
+    if request.answer_grammar is not None:
+        constraint = _grammar_of(engine, request.answer_grammar, use)
     found = [
         TextRequest(
             part_id(),
@@ -238,6 +240,19 @@ def _hidden_tokens(engine: LLMEngine, form: AnswerForm) -> frozenset[int] | None
     special, markers = engine.grammars.special_tokens, "\n".join(form.markers)
     hidden = frozenset(id_ for text, id_ in special.items() if text not in markers)
     return None if len(hidden) == len(special) else hidden
+
+
+def _grammar_of(engine: LLMEngine, form: AnswerGrammar, use: AnswerUse | None) -> TokenConstraint:
+    """Return what an answer is held to, behind reasoning that is begun. Raises InvalidRequest."""
+    lark = engine.grammars.lark()
+    try:
+        answer = lark.answer(form)
+        thought = use.form.reasoning if use is not None else None
+        is_begun = use is not None and thought is not None and use.begun in thought.openings
+        answer = lark.behind_thought(thought, answer, is_begun=is_begun, may_begin=False)
+        return engine.grammars.compile_lark(lark.text(answer))
+    except EngineError as error:
+        raise InvalidRequest(f"structured_outputs: {error}", "structured_outputs") from error
 
 
 def _answer_grammar(engine: LLMEngine, request: ChatRequest, use: AnswerUse) -> TokenConstraint | None:

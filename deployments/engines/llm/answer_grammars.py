@@ -7,9 +7,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from llguidance.gbnf_to_lark import any_to_lark
+
 from deployments.engines.llm.answer_forms import ReasoningForm, ToolForm
 from deployments.engines.llm.call_arguments import types_of
-from deployments.engines.llm.chat import Function
+from deployments.engines.llm.chat import AnswerGrammar, Function
 from deployments.engines.llm.schemas import prepare_schema
 from deployments.engines.protocol import EngineError
 
@@ -63,6 +65,24 @@ class LarkGrammar:
     def json(self, schema: Mapping[str, Any], *, is_free: bool = False) -> str:
         """Return what writes the JSON documents of a schema that is prepared already."""
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': _FREE if is_free else _AS_TEMPLATES_WRITE})}")
+
+    def answer(self, form: AnswerGrammar) -> str:
+        """Return what writes the answers of a form. Raises EngineError for a grammar that cannot be read."""
+        if form.json_schema is not None:
+            return self.json(prepare_schema(form.json_schema), is_free=True)
+        if form.regex is not None:
+            pattern = form.regex.removeprefix("^").removesuffix("$")
+            return self.rule("/" + re.sub(r"((?:^|[^\\])(?:\\\\)*)/", r"\1\\/", pattern).replace("\n", r"\n") + "/")
+        if form.choice is not None:
+            return " | ".join(map(self.literal, form.choice))
+        try:
+            text = any_to_lark(form.grammar or "")
+        except Exception as error:  # of several kinds; all mean that it is no grammar
+            raise EngineError(f"the grammar cannot be read: {str(error)[:200]}") from None
+        if not re.search(r"^\??start\b", text, re.MULTILINE):
+            raise EngineError("the grammar has no rule `start` (Lark), or `root` (GBNF)")
+        self._rules.append(re.sub(r"\bstart\b", "start_of_answer", text.replace("%llguidance {}", "")))
+        return "start_of_answer"
 
     def behind_thought(self, form: ReasoningForm | None, answer: str, *, is_begun: bool, may_begin: bool) -> str:
         """Return an answer behind reasoning that is begun, or that may be."""

@@ -204,7 +204,7 @@ class JsonCall:
     def _read_object(self) -> Step:
         """Begin a call where its name is known, or leave an object that is none."""
         tape = self._tape
-        if found := _HEAD.match(tape.held):
+        if self._num_scanned < _MAX_NAME and (found := _HEAD.match(tape.held)):
             name = json.loads(found[1], strict=False)
             if not self._begin(name):
                 tape.skip(1)

@@ -225,6 +225,22 @@ class ResponseFormat(_ChatPart):
         return self.schema_ if self.schema_ is not None else {"type": "object"}
 
 
+class AnswerGrammar(_ChatPart):
+    """What an answer is held to: JSON of a schema, an expression, one of some texts, or a grammar (Lark, GBNF)."""
+
+    json_schema: dict[str, Any] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=8192)] | None = None
+    choice: tuple[str, ...] | None = Field(None, min_length=1, max_length=1024)
+    grammar: Annotated[str, Field(min_length=1, max_length=2**16)] | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"give one form of the answer, and no other; got {', '.join(given) or 'none'}")
+        return self
+
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 

@@ -26,7 +26,7 @@ from deployments.ingress.service import Service
 from deployments.records import ChatRequest, CompletionRequest, Name, PromptTokens, as_record
 
 _UNDER_V1: Final = frozenset(
-    {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses"}
+    {"chat", "classify", "completions", "embeddings", "images", "models", "rerank", "responses", "score"}
 )
 _PAGE: Final = "/chat"  # of web_pages.py; nothing of OpenAI's is called so
 

@@ -240,6 +240,22 @@ class ClassifyAnswer(ScoresAnswer):
     labels: tuple[str, ...]
 
 
+@with_config({"extra": "forbid"})
+class ScoreData(TypedDict):
+    """The score of a pair of texts."""
+
+    index: int
+    object: Literal["score"]
+    score: float
+
+
+class ScoreAnswer(ScoresAnswer):
+    """The scores of one request's pairs, in their order."""
+
+    created: int
+    data: list[ScoreData]
+
+
 class RankedText(ClientPart):
     """A document as an object. Its other members are not read."""
 
@@ -267,6 +283,38 @@ class RerankBody(ClientPart, strict=True):
         pairs = tuple((self.query, text) for text in self.texts())
         fields = {"model": self.model, "input": pairs, "raw": not self.use_activation}
         return as_record(ScoringRequest, fields | {"max_second_tokens": self.max_tokens_per_doc})
+
+
+_Texts = str | list[str]
+
+
+class ScoreBody(ClientPart, strict=True):
+    """vLLM's request to score pairs: one text with each of others, or as many with as many, each with its own."""
+
+    model: Name
+    text_1: _Texts | None = Field(None, min_length=1)
+    text_2: _Texts | None = Field(None, min_length=1)
+    queries: _Texts | None = Field(None, min_length=1, description="another name of text_1")
+    documents: _Texts | None = Field(None, min_length=1, description="another name of text_2")
+    use_activation: bool = _USE_ACTIVATION
+    user: UserName | None = None
+
+    def to_record(self) -> ScoringRequest:
+        """Return the request as the service takes it. Raises InvalidRequest."""
+        sides = []
+        for name, said in (("text_1", (self.text_1, self.queries)), ("text_2", (self.text_2, self.documents))):
+            given = [one for one in said if one is not None]
+            if len(given) != 1:
+                raise InvalidRequest(f"{name}: {len(given)} given, expected one of its two names", name)
+            sides.append([given[0]] if isinstance(given[0], str) else given[0])
+        first, second = sides
+        if len(first) == 1:
+            first = first * len(second)
+        if len(first) != len(second):
+            text = f"text_2: {len(second)} texts for {len(first)} of text_1, expected one for each, or one text_1"
+            raise InvalidRequest(text, "text_2")
+        pairs = tuple(zip(first, second, strict=True))
+        return as_record(ScoringRequest, {"model": self.model, "input": pairs, "raw": not self.use_activation})
 
 
 class ClassifyBody(ClientPart, strict=True):
@@ -306,6 +354,17 @@ def create_scores_router(service: Service) -> APIRouter:
     async def rerank_briefly(body: RerankBody) -> Response:
         """Rank documents as Cohere's newer clients ask for it: the answer has their places alone."""
         return await ranked(body, with_documents=body.return_documents is True)
+
+    @router.post("/v1/score", response_model=ScoreAnswer, responses=errors)
+    async def score(body: ScoreBody) -> Response:
+        """Score pairs of texts."""
+        result = await service.score(body.to_record(), "reranker")
+        answer = ScoreAnswer(created=int(time.time()), data=[], **_scores_origin(result, "score"))
+        rows: list[ScoreData] = [
+            {"index": index, "object": "score", "score": float(one[0])} for index, one in enumerate(result.embeddings)
+        ]
+        content = json_with_list(answer, "data", map(to_json, rows))
+        return json_response(content, headers=server_timing(result.timings_ms) | warning_header(body.warnings()))
 
     @router.post("/v1/classify", response_model=ClassifyAnswer, responses=errors)
     async def classify(body: ClassifyBody) -> Response:

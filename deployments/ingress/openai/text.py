@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Annotated, Any, Final, Literal
@@ -147,6 +148,31 @@ def _id_of_function(name: str) -> str:
     return f"call_{name}"
 
 
+class StructuredOutputs(ClientPart):
+    """The form of an answer in vLLM's words; one of them."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="Lark or GBNF")
+    structural_tag: None = Field(None, description="is not supported: tools write calls in the model's own form")
+
+    def to_record(self) -> dict[str, Any] | None:
+        """Return the record's form of the answer; None where nothing is said. Raises InvalidRequest."""
+        schema: Any = self.json_
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise InvalidRequest(f"structured_outputs.json: no JSON: {error}", "structured_outputs") from None
+        if schema is None and self.json_object:
+            schema = {"type": "object"}
+        given = {"json_schema": schema, "regex": self.regex, "choice": self.choice, "grammar": self.grammar}
+        found = {name: value for name, value in given.items() if value is not None}
+        return found or None
+
+
 class TextBody(ClientPart):
     """The options of both endpoints."""
 
@@ -167,6 +193,11 @@ class TextBody(ClientPart):
     stop_token_ids: tuple[int, ...] | None = None
     ignore_eos: bool | None = None
     lora: Loras | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="structured_outputs.json, as before")
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: UserName | None = None
@@ -178,6 +209,13 @@ class TextBody(ClientPart):
         given["stop"] = tuple(stop for stop in stops if stop)
         if self.top_k is not None:
             given["top_k"] = max(0, self.top_k)
+        guided = {name: getattr(self, f"guided_{name}") for name in ("json", "regex", "choice", "grammar")}
+        older = {name: value for name, value in guided.items() if value is not None}
+        forms = [self.structured_outputs, StructuredOutputs.model_validate(older) if older else None]
+        said = [form for one in forms if one is not None and (form := one.to_record()) is not None]
+        if len(said) > 1:
+            raise InvalidRequest("structured_outputs: guided_* say the form of the answer too", "structured_outputs")
+        given["answer_grammar"] = said[0] if said else None
         return {"model": self.model, **given}
 
     @field_validator("stop")

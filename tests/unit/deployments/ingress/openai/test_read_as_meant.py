@@ -81,3 +81,32 @@ async def test_agents_are_told_that_their_history_is_too_long(
         assert error["code"] == "context_length_exceeded"
     if path == "/v1/messages":
         assert message.startswith("prompt is too long")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ("a", "b")}),
+        ({"structured_outputs": {"json": '{"type": "integer"}'}}, {"json_schema": {"type": "integer"}}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"guided_json": {"type": "integer"}}, {"json_schema": {"type": "integer"}}),
+        ({"guided_choice": ["a"]}, {"choice": ("a",)}),
+        ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, None),
+        ({"structured_outputs": {"regex": "b", "choice": ["a"]}}, None),
+        ({"structured_outputs": {"structural_tag": "{}"}}, None),
+        ({"structured_outputs": {"json": "{"}}, None),
+    ],
+)
+async def test_forms_of_answers_in_vllm_s_words(
+    http: httpx.AsyncClient, replicas: Replicas, said: dict[str, Any], expected: dict[str, Any] | None
+) -> None:
+    for path, body in ((f"/v1/{CHATS}", CHAT), (f"/v1/{COMPLETIONS}", {"model": "chatty", "prompt": "x"})):
+        answer = await http.post(path, json={**body, **said})
+        if expected is None:
+            assert answer.status_code == 400, answer.text
+            assert problem(answer)["message"]
+        else:
+            assert answer.status_code == 200, answer.text
+            assert replicas.requests[-1].answer_grammar.model_dump(exclude_none=True) == expected

@@ -85,6 +85,32 @@ async def test_a_body_as_vllms_clients_write_it(http: httpx.AsyncClient, replica
     assert one["data"][0]["label"] == "LABEL_0"
 
 
+async def test_pairs_are_scored_as_vllms_clients_ask(http: httpx.AsyncClient, replicas: Replicas) -> None:
+    for path, body in (
+        ("/v1/score", {"text_1": QUERY, "text_2": DOCUMENTS}),
+        ("/score", {"queries": [QUERY], "documents": DOCUMENTS}),
+        ("/v1/score", {"text_1": [QUERY] * 4, "text_2": DOCUMENTS}),
+    ):
+        answer = (await http.post(path, json={"model": "ranker", **body})).json()
+        assert [(one["index"], one["object"]) for one in answer["data"]] == [(at, "score") for at in range(4)]
+        assert [one["score"] for one in answer["data"]] == pytest.approx(SCORES)
+    assert replicas.requests[-1].input == tuple((QUERY, text) for text in DOCUMENTS)
+    for wrong, param in (
+        ({"text_1": ["a", "b"], "text_2": ["x"] * 3}, "text_2"),
+        ({"text_2": "x"}, "text_1"),
+        ({"text_1": "a", "text_2": "x", "documents": "x"}, "text_2"),
+    ):
+        refused = await http.post("/v1/score", json={"model": "ranker", **wrong})
+        assert (refused.status_code, problem(refused)["param"]) == (400, param)
+
+
+async def test_what_is_not_served_says_what_is(http: httpx.AsyncClient) -> None:
+    for path in ("/v1/audio/speech", "/v1/audio/transcriptions", "/v1/realtime"):
+        answer = await http.post(path, json={})
+        assert answer.status_code == 404
+        assert "/v1/chat/completions" in problem(answer)["message"]
+
+
 @pytest.mark.parametrize(
     ("path", "change", "param", "message"),
     [
