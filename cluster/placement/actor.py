@@ -150,7 +150,13 @@ class Controller:
                 raise OverrideRefused("worker: the registry is restarting; try again")
             found = self._decided.observed.names if self._decided else self._observations.catalog
             overrides = changed(self._overrides, change, self._observations.workers.keys(), found)
-            await self._registry.call_registry(WeightRegistry.set_overrides, overrides)
+            try:
+                await self._registry.call_registry(WeightRegistry.set_overrides, overrides)
+            except (
+                BaseException
+            ):  # it may have kept them, and only its answer is lost: it is asked before the next decision
+                self._overrides = None
+                raise
             self._overrides = overrides
         self._changed.set()
         return overrides
@@ -243,8 +249,7 @@ class Controller:
         self._decided, self._decided_s = decided, began_s
         self._num_ticks += 1
         queues = self._observations.queues
-        for name in self._mailboxes.keys() - self._observations.workers.keys() - queues:
-            del self._mailboxes[name]
+        self._forget_mailboxes()
         for name, orders in decided.orders.items():
             self._post(name, orders)
         for name in queues:
@@ -255,6 +260,11 @@ class Controller:
         self._metrics.note_tick(took_s, [one.action for one in decided.new], num_held)
         num_wanted = self._scaling.target if self._scaling else None
         self._metrics.note_workers(len(decided.observed.state.workers), num_wanted)
+
+    def _forget_mailboxes(self) -> None:
+        """Forget the mailboxes of workers and ingresses that are gone."""
+        for name in self._mailboxes.keys() - self._observations.workers.keys() - self._observations.queues:
+            del self._mailboxes[name]
 
     def _post(self, name: str, content: Orders | Placement) -> None:
         mailbox = self._mailboxes.get(name)
@@ -269,6 +279,7 @@ class Controller:
         while True:
             await asyncio.sleep(self._config.tick_s)
             self._observations.forget_silent(time.monotonic())
+            self._forget_mailboxes()
 
     async def _follow_registry(self) -> None:
         """Follow the registry: its config, models, overrides, the nodes' memory. What it said last holds while it is

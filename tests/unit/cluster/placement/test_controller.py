@@ -1,0 +1,76 @@
+"""The controller's actor, without Ray: what it keeps of those who are gone, and of what an operator orders."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from kit.waiting import until
+
+from cluster.admission.records import AdmissionSnapshot
+from cluster.errors import OverrideRefused
+from cluster.placement import actor
+from cluster.placement.actor import Controller
+from cluster.placement.overrides import OverrideChange, Overrides
+from cluster.registry.actor import WeightRegistry
+from configs.cluster import ClusterConfig
+
+
+class Registry:
+    """Keeps overrides; `loses` answers to them."""
+
+    def __init__(self) -> None:
+        self.overrides = Overrides()
+        self.loses = False
+
+    async def call(self, method: Any, *arguments: Any) -> Any:
+        if method is WeightRegistry.set_overrides:
+            (self.overrides,) = arguments
+            if self.loses:
+                raise ConnectionError("the answer is lost")
+            return None
+        if method is WeightRegistry.overrides:
+            return self.overrides
+        raise ConnectionError("not of this test")
+
+
+@pytest.fixture
+async def controller(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Controller]:
+    def refuse(config: ClusterConfig) -> Any:
+        raise ConnectionError("no registry")
+
+    monkeypatch.setattr(actor, "connect_registry", refuse)
+    fields = {"models": [{"id": "m", "path": "/m"}], "controller": {"enabled": False, "tick_s": 0.05}}
+    made = object.__new__(Controller)  # as Ray makes it
+    await made.__init__(ClusterConfig.model_validate(fields | {"ingress": {"num_replicas": 2}}))  # type: ignore[misc]
+    yield made
+    for task in made._tasks:
+        task.cancel()
+    await asyncio.gather(*made._tasks, return_exceptions=True)
+
+
+async def test_without_decisions_the_mailboxes_of_ingresses_that_are_gone_go_too(
+    controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await controller.report("stays", AdmissionSnapshot())
+    for number in range(5):
+        await controller.receive(f"gone-{number}", "x", 0.0)
+    await until(lambda: set(controller._mailboxes) == {"stays"})
+
+
+async def test_overrides_whose_answer_is_lost_are_asked_for_again(controller: Controller) -> None:
+    registry = Registry()
+    controller._registry.call_registry = registry.call  # type: ignore[method-assign, assignment]
+    controller._overrides = Overrides()
+    registry.loses = True
+    with pytest.raises(ConnectionError, match="the answer is lost"):
+        await controller.change(OverrideChange("freeze", True))
+    assert registry.overrides.is_frozen
+    with pytest.raises(OverrideRefused, match="the registry is restarting"):
+        await controller.change(OverrideChange("freeze", False))
+    registry.loses = False
+    controller._overrides = await registry.call(WeightRegistry.overrides)
+    assert not (await controller.change(OverrideChange("freeze", False))).is_frozen
+    assert not registry.overrides.is_frozen
