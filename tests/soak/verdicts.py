@@ -54,9 +54,9 @@ def middle(samples: Sequence[Figures]) -> dict[str, Figure]:
     return {name: Figure(statistics.median(values[name]), one.unit, one.is_judged) for name, one in names.items()}
 
 
-def verdicts(taken: Sequence[Figures]) -> list[Verdict]:
-    """Compare the first figures with the last ones. What the first lack is judged against nothing."""
-    early, late = (taken[0], taken[-1]) if taken else ({}, {})
+def verdicts(taken: Sequence[Figures], first: int = 0) -> list[Verdict]:
+    """Compare the figures at that place with the last ones. What the first lack is judged against nothing."""
+    early, late = (taken[min(first, len(taken) - 1)], taken[-1]) if taken else ({}, {})
     return [
         Verdict(name, one.unit, early[name].value if name in early else 0.0, one.value, one.is_judged)
         for name, one in late.items()

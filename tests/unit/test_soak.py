@@ -103,6 +103,13 @@ def test_the_first_figures_are_compared_with_the_last_ones() -> None:
     ]
 
 
+def test_figures_of_a_short_run_are_compared_from_its_middle_on() -> None:
+    taken = [{"files": Figure(number, "files")} for number in (10, 100, 101)]
+    assert [one.early for one in verdicts(taken, 1)] == [100]
+    assert [one.early for one in verdicts(taken, 9)] == [101]
+    assert verdicts([]) == []
+
+
 def test_a_figure_is_the_median_of_its_samples() -> None:
     samples = [{"files": Figure(number, "files")} for number in (5, 900, 7)] + [{"new": Figure(1, "ms", False)}]
     assert middle(samples) == {"files": Figure(7, "files"), "new": Figure(1, "ms", False)}
