@@ -103,7 +103,7 @@ class ChatMessage(ClientPart):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | ImagePart | RefusalPart, Field(discriminator="type")]] | None = None
     name: Name | None = None
     tool_calls: list[ToolCall] | None = Field(None, max_length=128)
     tool_call_id: Name | None = None
