@@ -110,13 +110,16 @@ def test_defaults_fill_what_is_open_and_nothing_else() -> None:
 def test_a_model_may_have_a_default_for_every_option_that_shapes_an_answer() -> None:
     own = {"model", "prompt", "n", "lora", "logprobs", "ignore_eos"}  # of one request, not of a model
     options = (ImageOptions.model_fields.keys() | {"strength"} | TextOptions.model_fields.keys()) - own
-    assert GenerationDefaults.model_fields.keys() == options
+    of_chats = {"chat_template_kwargs", "enable_thinking", "reasoning_effort", "tool_form", "reasoning_form"}
+    assert of_chats < ChatRequest.model_fields.keys()
+    assert GenerationDefaults.model_fields.keys() == options | of_chats
 
 
 @pytest.mark.parametrize("name", sorted(GenerationDefaults.model_fields))
 def test_a_default_is_bounded_as_the_option_is(name: str) -> None:
     bound: dict[str, Any] = {"sigmas": (math.inf,), "stop": ("",), "stop_token_ids": (-1,), "logit_bias": {1: 101.0}}
-    wrong = bound.get(name, "wrong" if name not in ("scheduler", "negative_prompt") else 3)
+    texts = ("scheduler", "negative_prompt", "tool_form", "reasoning_form")
+    wrong = bound.get(name, 3 if name in texts else "wrong")
     with pytest.raises(ValidationError, match=name):
         GenerationDefaults.model_validate({name: wrong})
     if name not in bound and isinstance(wrong, str) and name not in ("deterministic", "timesteps"):
